@@ -34,7 +34,7 @@ def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader,
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
-    session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
+    session: Any = SimpleNamespace(run=run, job=strategy.job, world=world, feed=feed, strategy=strategy)
     return SdcCheck(session) if every else strategy, feed, strategy
 
 

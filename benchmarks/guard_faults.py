@@ -132,7 +132,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
-    session: Any = SimpleNamespace(run=run, world=world, feed=feed, strategy=strategy)
+    session: Any = SimpleNamespace(run=run, job=strategy.job, world=world, feed=feed, strategy=strategy)
     guard, injected = SdcCheck(session), Injected(kind, run, world, strategy)
     counts = dict.fromkeys(("injected", "could_be_seen", "found", "named_rightly", "false_alarms"), 0)
     for step in range(steps):

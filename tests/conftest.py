@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
@@ -139,8 +138,6 @@ def _what_earlier_files_imported_stays() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > float(os.environ.get("LOCKSTEP_TESTS_UNTIL", "inf")):  # of .ci/run
-        pytest.skip("no time left for it")
     _started.clear()
     if (
         "processes" in item.keywords

@@ -58,9 +58,9 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}")
 
 def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> str:
     """Model card of a run that ended after `steps`. `scores`: split -> metrics."""
-    run = task.run
     from huggingface_hub.utils import yaml_dump
 
+    run = task.run
     base, data = hub_model(task), _data_name(task)
     where = f"[{run.data.source}](https://huggingface.co/datasets/{run.data.source})" if hub_data(task) else code(data)
     labels = ", ".join(words(str(label)) for label in task.prepared.facts.get("labels", []))
@@ -77,8 +77,8 @@ def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> s
         origin = f"{'An adapter of' if _adapter_alone(task) else 'Fine-tuned from'} {named}"
     averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
     same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
-    # redact before dumping: a bare *** has a meaning in YAML
     batch = min(run.batch_size, len(task.splits["train"]))
+    # redact before dumping: a bare *** has a meaning in YAML
     head = yaml_dump(redact_all(metadata(task, scores).to_dict(), printable), sort_keys=False).strip()
     file = without_home(run.dump(printable))
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", file)), default=0))  # longer than any fence in the file
@@ -96,9 +96,9 @@ def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> s
 
 def metadata(task: Task, scores: dict[str, dict[str, float]]) -> ModelCardData:
     """Metadata that the Hub indexes."""
-    run = task.run
     from huggingface_hub import ModelCardData
 
+    run = task.run
     base, results = hub_model(task), _results(task, scores)
     extra: dict[str, Any] = {}
     if base:
@@ -137,15 +137,15 @@ def check_card(text: str, path: Path) -> None:
 
 def hub_model(task: Task) -> str | None:
     """Hub id of the base model. None for a model trained from scratch or a local folder."""
-    run = task.run
-    return run.model.source if _is_id(run.model.source) else None
+    source = task.run.model.source
+    return source if _is_id(source) else None
 
 
 def hub_data(task: Task) -> str | None:
     """Hub id of the data set. None for local files and generated data."""
-    run = task.run
     from lockstep.data import source
 
+    run = task.run
     try:
         local = run.data.source == source.BUILTIN or bool(source.files_of(run.data))
     except RunError:  # local files that no longer exist
@@ -193,8 +193,8 @@ def _is_id(source: str | None) -> bool:
 
 
 def _adapter_alone(task: Task) -> bool:
-    run = task.run
-    return run.model.adapter.get("export", "merged") == "adapter" if run.model.adapter else False
+    adapter = task.run.model.adapter
+    return bool(adapter) and adapter.get("export", "merged") == "adapter"
 
 
 def _data_name(task: Task) -> str:
@@ -204,9 +204,9 @@ def _data_name(task: Task) -> str:
 
 
 def _results(task: Task, scores: dict[str, dict[str, float]]) -> list[EvalResult]:
-    run = task.run
     from huggingface_hub import EvalResult
 
+    run = task.run
     name = _data_name(task)
     results = []
     for split, values in scores.items():
@@ -273,14 +273,8 @@ _STALE = [
     *("pytorch_model*.bin", "pytorch_model.bin.index.json", "adapter_model.bin", "training_args.bin"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "added_tokens.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *(
-        "tokenizer.model",
-        "spiece.model",
-        "sentencepiece.bpe.model",
-        "preprocessor_config.json",
-        "processor_config.json",
-    ),
-    *("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "preprocessor_config.json"),
+    *("processor_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
 ]
 
 

@@ -267,9 +267,9 @@ def exported_losses(task: Task, job: Plain, model: nn.Module, places: Sequence[i
 
 def loaded(task: Task, folder: Path) -> nn.Module:
     """Load the export with transformers, in float32 and evaluation mode."""
-    run = task.run
     import transformers
 
+    run = task.run
     auto = getattr(transformers, heads.of(str(task.head)).auto)
     if not adapters.is_adapter(folder):
         try:

@@ -132,9 +132,9 @@ def sides_of(task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.nda
 def _module_sides(task: Module, strategy: Strategy, micro_batch: Sequence[int] | np.ndarray) -> Sides:
     """Set up both sides of a user module: the plain model is the same one, called as its class defines. Errors:
     `Elsewhere`, `PlainFailed`."""
-    run = task.run
     from lockstep.tasks.modules.wrapped_module import Adapted
 
+    run = task.run
     model = whole_model(task, strategy)
     if strategy.effects.evaluated or strategy.effects.written:
         raise Elsewhere("your model changes its own weights when it is called")

@@ -47,11 +47,11 @@ def only(run: Run, name: str) -> Mapping[str, Any]:
 def accelerator(job: Job, world: World, handlers: list[Any], **options: Any) -> Any:
     """Return an `Accelerator` in the existing process group, checked to span it: with wrong environment variables,
     Accelerate silently creates worlds of one process."""
-    run = job.run
     from accelerate import Accelerator, PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
 
+    run = job.run
     AcceleratorState._reset_state(reset_partial_state=True)
     sharded = "fsdp_plugin" in options
     with world.variables_for_engines():
