@@ -28,6 +28,7 @@ from lockstep.launchers.processes.elastic_agent import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range
+from lockstep.training.rank import console_of_other_machine
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import join_ranks
 from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
@@ -305,6 +306,26 @@ def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeyp
     LocalElasticAgent._construct_event(agent, "FAILED", EventSource.WORKER, raw_error="")
     assert asked, "torch elastic's own does, or calls it otherwise now"
     rendezvous.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "slurm", "speaks"), [(0, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 1), (2, 0, 1, 0)]
+)
+def test_one_rank_of_every_other_machine_says_where_the_model_is(
+    rank: int,
+    local_rank: int,
+    slurm: int,
+    speaks: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    world = World(run := tiny())
+    world.rank, world.local_rank = rank, local_rank
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if slurm:
+        monkeypatch.setenv("SLURM_PROCID", "2")
+    console_of_other_machine(run, world).say("on host-0")
+    assert capsys.readouterr().out == "on host-0\n" * speaks
 
 
 # -- real jobs -------------------------------------------------------------------------------------------------------

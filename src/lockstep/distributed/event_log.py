@@ -129,7 +129,7 @@ def launched_by(run: Run) -> str:
     ):
         if variable in os.environ:
             return name
-    return "ranks that were started by hand"
+    return "a separate command for each rank"
 
 
 def versions(run: Run, engines: Iterable[str]) -> dict[str, str]:

@@ -217,8 +217,10 @@ def work(job: Job, world: World) -> int:
             world.log,
             f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {quantity(world.size, 'process')}, rank 0 on {world.host}",
         )
+    elsewhere = console_of_other_machine(run, world)
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
+        elsewhere.say(f"{run.folder} is finished; the model is in {run.folder}/export on {world.hosts[0]} (rank 0)")
         return publish_until_stopped(job, world, console) if world.is_main else DONE
     ACTIVITY.set("building the model")
     with console.busy(lambda: ACTIVITY.name):
@@ -229,13 +231,23 @@ def work(job: Job, world: World) -> int:
         session = replace(session, compared=compared)
     trained = train_and_evaluate(session, console, state)
     if trained is None:
+        where = f"; the checkpoint is on {world.hosts[0]} (rank 0)" if session.checkpoints.newest else ""
+        elsewhere.say(f"stopped on request after step {state.step}{where}")
         return STOPPED if session.checkpoints.newest else FAILED
     weights = trained.strategy.exported()
     evaluated = export_check.evaluated(session.task, trained.strategy)
     doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
     trained.strategy.close()
     known = promised(trained.strategy, doubts)
+    elsewhere.facts({"model": f"rank 0 writes it to {run.folder}/export on {world.hosts[0]}"})
     return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
+
+
+def console_of_other_machine(run: Run, world: World) -> Console:
+    """Return a console that prints on machines without rank 0, once each, and is silent on all other ranks. Silent
+    under SLURM too, where all machines write to one log."""
+    loud = world.local_rank == 0 and not world.is_main and "SLURM_PROCID" not in os.environ
+    return Console(loud, voice=run.track.console)
 
 
 @contextmanager
