@@ -13,12 +13,13 @@ from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Trace, read
 from lockstep_trace.rules import replicas
 from lockstep_trace.tracer.settings import Settings
+from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.proved_cases import CLOSE, LIKELY, PROVED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, no_target_that_counts
 
-PAIRS = PAIRED_CASES | PROVED
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS
 SUSPECTED = SUSPECTED_CASES | LIKELY
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
@@ -53,7 +54,7 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
     assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
 
 
-@pytest.mark.parametrize("case", [*RIGHT, *CLOSE], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*RIGHT, *CLOSE, *UNUSUAL], ids=lambda case: case.__name__)
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))

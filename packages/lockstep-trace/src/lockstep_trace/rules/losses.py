@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep_trace.losses import losses_of, targets_of_micro
-from lockstep_trace.read import Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
+from lockstep_trace.read import Step, Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
 REGRESSIONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
@@ -168,26 +168,54 @@ def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report losses written by hand that spread predictions over targets, or take probabilities as log-probabilities.
+    """Report losses written by hand that spread predictions over targets, and probabilities given to kl_div.
 
-    Differences of all pairs, and a sum weighted by probabilities, may be meant, so neither is proved."""
+    The mean of all (output i - target j)^2 is that of (output i - mean target)^2 and a constant: which target belongs
+    to which output has no effect, which no correct program wants. Absolute differences of all pairs, other weights of
+    pairs, and a sum weighted by probabilities may be meant. kl_div takes log-probabilities: given what a softmax
+    returns it is no divergence. What a layer returns may be the logarithm of a rate."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items())]
-    for note in dict.fromkeys(n for s in steps for n in s.notes or ()):
-        rows = [s for s in steps if note in (s.notes or ())]
-        spread, _, size = note.partition(" ")
-        if len(rows) < PATIENCE or not (spread == "spread" or note == "kl of probabilities"):
-            continue
-        if spread == "spread":
-            code = "loss-broadcast"
-            what = f"the loss is of {size} x {size} differences: a layer's output [{size}, 1] less targets [{size}]"
-            cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
-            otherwise, decides = "differences of all pairs on purpose", "whether each output belongs to one target"
+    kinds: dict[str, list[tuple[Step, str]]] = {}
+    for step in steps:
+        for note in step.notes or ():
+            kind, _, size = note.rpartition(" ") if note.startswith("spread") else (note, "", "")
+            kinds.setdefault(kind, []).append((step, size))
+    if "kl_div of probabilities" in kinds or "kl_div of logits" in kinds:
+        kinds.pop("kl of probabilities", None)
+    for kind, rows in kinds.items():
+        if kind in HANDMADE and len({s.step for s, _ in rows}) >= PATIENCE:
+            yield _handmade(kind, *rows[0])
+
+
+HANDMADE = {
+    "spread squares": "loss-broadcast",
+    "spread": "loss-broadcast",
+    "kl of probabilities": "loss-of-probabilities",
+    "kl_div of probabilities": "loss-of-probabilities",
+    "kl_div of logits": "loss-of-logits",
+}
+
+
+def _handmade(kind: str, step: Step, size: str) -> Finding:
+    otherwise, decides, proved = "", "", kind in ("spread squares", "kl_div of probabilities")
+    if kind.startswith("spread"):
+        what = f"the loss is of {size} x {size} differences: an output [{size}, 1] less targets [{size}]"
+        cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
+        if kind == "spread squares":
+            what += "; their mean square is smallest if each output is the mean of all targets"
         else:
-            code = "loss-of-probabilities"
-            what = "the loss is that of kl_div, and its input is what a softmax returns"
-            cause = "kl_div takes log-probabilities: use log_softmax"
-            otherwise, decides = "a sum weighted by probabilities", "whether it is meant to be a divergence"
-        yield Finding(code, f"step {rows[0].step}: {what}", cause, rows[0].step, SUSPICIOUS, otherwise, decides)
+            otherwise, decides = "differences of all pairs on purpose", "whether each output belongs to one target"
+    elif kind == "kl of probabilities":
+        what = "the loss is that of kl_div, and its input is what a softmax returns"
+        cause = "kl_div takes log-probabilities: use log_softmax"
+        otherwise, decides = "a sum weighted by probabilities", "whether it is meant to be a divergence"
+    else:
+        returned = "a softmax" if kind.endswith("probabilities") else "a layer"
+        what = f"the input of kl_div, which has to be log-probabilities, is what {returned} returns"
+        cause = "give kl_div the output of log_softmax first, and then the target"
+        otherwise, decides = "a divergence of rates, with a term of their own", "what is added to kl_div"
+    finding = Finding(HANDMADE[kind], f"step {step.step}: {what}", cause, step.step)
+    return weakened(finding, proved, otherwise, decides)

@@ -122,6 +122,32 @@ def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
     return bool(on) and whole and off == [n for n, _ in steps if n >= off[0]] and first == off[0]
 
 
+def norms(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report batch norms with frozen weights whose statistics follow the batches.
+
+    Statistics may be meant to adapt under frozen weights. It is proved if the script put these batch norms, or a part
+    of the model around them, into evaluation mode, and a later `train()` of the model undid that: before any forward,
+    so that the freezing never had an effect, or after training steps that had it. A program that lets them adapt from
+    some step on calls `train()` on them or on the part that it froze."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    modes = [(s, *(s.mode or {}).get("frozen", [0, 0])) for _, s in sorted(rank.steps[optimizer].items())]
+    rows = [(s, count, undone) for s, count, undone in modes if count]
+    undone = [row for row in rows if row[2]]
+    if len(rows) < PATIENCE:
+        return
+    step, count, _ = (undone or rows)[0]
+    what = f"from step {step.step} on {count} batch norms whose weight and bias are frozen update their statistics"
+    if undone:
+        what += ": the script put them into evaluation mode, and model.train() turned them on again"
+    cause = "put them into evaluation mode after each model.train(), or in a train() of the model's own"
+    proved = len(undone) >= PATIENCE
+    otherwise = "statistics that are meant to adapt to the data"
+    finding = Finding("norm-not-frozen", what, cause, step.step)
+    yield weakened(finding, proved, otherwise, "whether statistics are meant to be those of the pretrained model")
+
+
 def casts(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report autocast casts older than the last update: autocast caches each weight's cast until its outermost region
     ends. No correct program steps inside a region and continues in it without clearing the cache."""

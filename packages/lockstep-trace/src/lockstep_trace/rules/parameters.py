@@ -81,18 +81,25 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that no called model has registered and no optimizer holds.
 
     Layers in a list of Python are not registered, and neither trained nor saved. A frozen network is hidden from a
-    model in the same way, often with requires_grad left on, so it is never proved."""
+    model in the same way, often with requires_grad left on, so that is never proved. It is proved of parameters made
+    one by one (nn.Parameter) in a list of a called model: who makes one, and gives it to the loss, means it to be
+    trained, and nothing, not even other code than an optimizer, has changed it."""
     if optimizer != trace.optimizers[0]:
         return
     for rank in trace.ranks[:1]:
         steps = [s for s in rank.steps.get(optimizer, {}).values() if s.unregistered]
         if len(steps) < PATIENCE:
             return
+        bare = [s for s in rank.steps[optimizer].values() if s.bare and not any(changed for _, _, changed in s.bare)]
+        changed = any(each[2] for s in rank.steps[optimizer].values() for each in s.bare or ())
+        proved = len(bare) >= PATIENCE and not changed and trace.complete
         shapes = [str(shape) for shape in steps[-1].unregistered]
         what = (
             f"{len(shapes)} parameters of shapes {few(shapes)} get gradients in {len(steps)} steps; no model that is "
         )
         what += "called has registered them, and no optimizer holds them"
+        if proved:
+            what += f"; {few(sorted({where for where, _, _ in bare[0].bare}))} holds parameters that never change"
         cause = (
             "keep layers in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList: a list of Python is "
         )
@@ -101,7 +108,7 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
             "a network that is hidden on purpose and not trained (a perceptual loss), or weights updated by hand"
         )
         decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
-        yield Finding("unregistered", what, cause, steps[0].step, SUSPICIOUS, otherwise, decides)
+        yield weakened(Finding("unregistered", what, cause, steps[0].step), proved, otherwise, decides)
 
 
 def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -266,16 +273,19 @@ def self_loads(trace: Trace) -> Iterator[Finding]:
     """Report a model that loads its own tensors after some steps.
 
     A state_dict references the model's tensors, so this changes nothing. No correct program does it repeatedly, or at
-    the end, to restore other weights."""
+    the end, to restore other weights. Where other weights were written to the model and evaluated before, the tensors
+    hold these: what is meant to be put back is lost. A checkpoint that is read into the model's own tensors writes to
+    them after the evaluation, which versions tell."""
     for rank in trace.ranks[:1]:
         if not rank.loads:
             continue
-        record = rank.loads[0]
-        times = f", {len(rank.loads)} times" if len(rank.loads) > 1 else ""
-        what = (
-            f"after {sum(record['steps'])} steps {record['model']} loads a state_dict of its own tensors, which "
-            f"changes nothing{times}"
-        )
+        record = next((r for r in rank.loads if r.get("instead")), rank.loads[0])
+        same = [r for r in rank.loads if r.get("instead") == record.get("instead")]
+        times = f", {len(same)} times" if len(same) > 1 else ""
+        what = f"after {sum(record['steps'])} steps {record['model']} loads a state_dict of its own tensors, which "
+        what += f"changes nothing{times}"
+        if record.get("instead"):
+            what += "; they hold the weights that were written to it for an evaluation, not the trained ones"
         cause = "keep copies (copy.deepcopy(model.state_dict())), or a model of its own (copy.deepcopy(model))"
         yield Finding("self-load", what, cause, next(iter(record["steps"]), None), WRONG)
 

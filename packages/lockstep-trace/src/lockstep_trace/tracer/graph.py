@@ -21,6 +21,7 @@ ATTENTION_NODES = 4096
 ROWS = 4096  # most classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
 KINDS = {
     "NllLoss": "cross entropy",
     "NllLoss2D": "cross entropy",
@@ -126,28 +127,43 @@ def _normalized(node: Any, viewed: bool) -> list[Any]:
 
 
 def handmade(loss: Any) -> list[str]:
-    """Return what a loss written by hand does, by its graph: `spread N`, a squared or absolute difference [N, N] of a
-    layer's output [N, 1] and a constant; `kl of probabilities`, as kl_div computes it: a constant less the product of
-    another one with what a softmax returns."""
-    queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), "")])
+    """Return what a loss written by hand does, by its graph: `spread N`, an absolute difference [N, N] of an output
+    [N, 1] and a constant; `spread squares N`, a squared one that is averaged or summed without weights; `kl of
+    probabilities`, as kl_div computes it: a constant less the product of another one with what a softmax returns."""
+    queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), ())])
     notes: list[str] = []
     for _ in range(NODES):
-        node, above = queue.popleft() if queue else (None, "")
+        node, above = queue.popleft() if queue else (None, ())
         if node is None:
             continue
         name, before = name_of(node), [n for n, _ in node.next_functions]
         if name == "Sub" and len(before) == 2 and (before[0] is None) != (before[1] is None):
-            shape, under = _shape(node), before[0] or before[1]
-            n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
-            if above in ("Pow", "Abs") and n > 1 and name_of(under) in ("Addmm", "Mm") and _shape(under) == [n, 1]:
-                notes.append(f"spread {n}")
+            under = before[0] or before[1]
+            notes += _spread(node, under, above)
             factors = [n for n, _ in under.next_functions] if before[0] is None and name_of(under) == "Mul" else []
             softmax = [n for n in factors if n is not None and name_of(n) == "Softmax"]
             if len(factors) == 2 and None in factors and softmax:
                 notes.append("kl of probabilities")
-        if name in ("Mean", "Sum", "Div", "Mul", "Add", "Pow", "Abs", "Neg"):
-            queue.extend((n, name) for n in before)
+        if name in SIMPLE:
+            queue.extend((n, (*above, (name, _shape(node), getattr(node, "_saved_exponent", None)))) for n in before)
     return list(dict.fromkeys(notes))
+
+
+SIMPLE = ("Mean", "Sum", "Div", "Mul", "Add", "Sub", "Pow", "Abs", "Neg")
+
+
+def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
+    """Return the note of a difference [N, N] of an output [N, 1] and a constant, or an empty list."""
+    shape = _shape(node)
+    n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
+    if n < 2 or not above or _shape(under) != [n, 1]:
+        return []
+    kind, _, exponent = above[-1]
+    layer = name_of(under) in ("Addmm", "Mm")
+    plain = len(above) > 1 and above[-2][0] in ("Mean", "Sum") and not above[-2][1]
+    if kind == "Pow" and exponent == 2 and plain and all(not size for _, size, _ in above[:-2]):
+        return [f"spread squares {n}"]
+    return [f"spread {n}"] if kind in ("Pow", "Abs") and layer else []
 
 
 def is_mean(loss: Any) -> bool:

@@ -30,6 +30,10 @@ class ModelModes:
         counts = {k: [sum(m.training for m in ms), len(ms)] for k, ms in (("dropout", dropout), ("norms", norms))}
         return {"root": placement.unwrapped(module).training, **counts}
 
+    def norms(self, module: nn.Module) -> list[nn.Module]:
+        """Return a model's batch norms."""
+        return [m for m in self._decide(module) if isinstance(m, placement.BATCH_NORM)]
+
     def _decide(self, module: nn.Module) -> list[nn.Module]:
         if module not in self._deciding:
             self._deciding[module] = [weakref.ref(m) for m in placement.deciding(module)]

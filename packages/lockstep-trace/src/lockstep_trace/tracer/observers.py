@@ -15,6 +15,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from . import frozen_norms
+from .graph import LAYERS, VIEWS, name_of
 from .state_loads import is_dropped
 from .versions import written
 
@@ -45,6 +47,8 @@ def install(hooks: Any) -> None:
     _wrap_loads(hooks)
     _wrap_checkpoint(hooks)
     _wrap_saved(hooks)
+    _wrap_divergence(hooks)
+    frozen_norms.install(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
 
 
@@ -105,6 +109,8 @@ def _wrap_optimizers(hooks: Any) -> None:
         init(self, *args, **kwargs)
         if hooks.recorder is not None:
             hooks.recorder.optimizers_made += 1
+            hooks.recorder.optimizer_refs = [ref for ref in hooks.recorder.optimizer_refs if ref() is not None]
+            hooks.recorder.optimizer_refs.append(weakref.ref(self))
 
     @functools.wraps(load)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +190,12 @@ def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
         recorder.versions()
     )  # torch.distributed.checkpoint writes into a model's own state_dict, which is then loaded
     known = [(p, versions[id(p)]) for p, _ in plain if id(p) in versions]
-    if known and all(written(p) == version for p, version in known):
-        recorder.write("self load", model=type(module).__name__, count=len(plain), steps=list(recorder.steps))
+    unchanged = all(written(p) == version for p, version in known)
+    evaluated = [(p, recorder.since.evaluated_at.get(id(p))) for p, _ in known]
+    instead = not unchanged and all(written(p) == version for p, version in evaluated)
+    if known and (unchanged or instead):
+        about = {"model": type(module).__name__, "count": len(plain), "instead": instead}
+        recorder.write("self load", **about, steps=list(recorder.steps))
 
 
 def _wrap_saved(hooks: Any) -> None:
@@ -217,6 +227,28 @@ def _wrap_checkpoint(hooks: Any) -> None:
         return original(inputs)
 
     module.check_backward_validity = check
+
+
+def _wrap_divergence(hooks: Any) -> None:
+    """Wrap `kl_div`, to look at which operation its input comes from: log-probabilities are expected."""
+    original = nn.functional.kl_div
+
+    @functools.wraps(original)
+    def kl_div(input: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and hooks.recorder is not None:
+            hooks.guarded(_divergence, hooks.recorder, input)
+        return original(input, *args, **kwargs)
+
+    nn.functional.kl_div = kl_div
+
+
+def _divergence(recorder: Any, value: Any) -> None:
+    node = getattr(value, "grad_fn", None)
+    while node is not None and name_of(node) in VIEWS:
+        node = next((n for n, _ in node.next_functions), None)
+    kinds = {"Softmax": "kl_div of probabilities"} | dict.fromkeys(LAYERS, "kl_div of logits")
+    if node is not None and name_of(node) in kinds:
+        recorder.since.notes.append(kinds[name_of(node)])
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------

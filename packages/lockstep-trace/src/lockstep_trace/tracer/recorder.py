@@ -17,6 +17,7 @@ from . import fsdp1, placement, workers
 from .attention import attention_counts
 from .check.checker import Checker
 from .evaluations import Evaluation, Setting
+from .frozen_norms import FrozenNorms
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse
 from .graph import handmade, is_mean, objectives, unmasked_attention
@@ -55,6 +56,7 @@ class Recorder:
         self.layouts = Layouts(self.write)
         self.strays = Strays()
         self.modes = ModelModes()
+        self.norms = FrozenNorms()
         self.since = Since()
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
@@ -70,6 +72,7 @@ class Recorder:
         self.with_gradients = False  # in the last outermost call of a model
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
+        self.optimizer_refs: list[weakref.ref[Any]] = []  # all that were made
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
         self.late_written: dict[int, tuple[int, int]] = {}  # their (version, address) at the last step
         self.operations: Operations | None = None  # at the level `operations`
@@ -91,6 +94,7 @@ class Recorder:
             perturb(module)
         if gradients:
             self.root(module)
+        self.norms.forward(module, self.modes.norms(module), gradients)
         looks = gradients and self.token_looks < TOKEN_LOOKS
         batch = call_inputs(args, kwargs, looks)
         if looks and batch is not None and batch.tokens is not None:
@@ -102,6 +106,8 @@ class Recorder:
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
             self.since.mode = self.modes.mode(module)
+            if norms := self.modes.norms(module):
+                self.since.mode["frozen"] = self.norms.undone(module, norms)
         if self.since.autocast is None and next(module.children(), None) is None:
             self.inside(module)
         if self.loss_looks < TOKEN_LOOKS:
@@ -152,6 +158,8 @@ class Recorder:
         if self.evaluation is None or self.evaluation.setting != setting:
             self.end_evaluation()
             active = placement.stochastic(module)[:20]
+            if trained:
+                self.since.evaluated_at = {id(p): written(p) for p in module.parameters()}
             self.evaluation = Evaluation(setting, active, self.modes.mode(module), self._trainers(module))
         if batch is not None:
             self.evaluation.add(batch)
@@ -348,6 +356,8 @@ class Recorder:
             for g in o.param_groups
             for p in g["params"]
         }
+        if self.loss_looks < TOKEN_LOOKS or self.steps[number] % SPARSE == 0:
+            since.bare = self.strays.bare(optimized | self.in_optimizers())
         for root in self.models():
             for parameter in root.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
@@ -390,6 +400,11 @@ class Recorder:
             "elsewhere": self.schedules.elsewhere(here["optimizer"]),
             "generators": workers.states(),
         }
+
+    def in_optimizers(self) -> set[int]:
+        """Return the ids of the parameters of all optimizers made, whether or not they have stepped."""
+        alive = (o for ref in self.optimizer_refs if (o := ref()) is not None)
+        return {id(p) for o in alive for g in o.param_groups for p in g["params"]}
 
     def _is_late(self, parameter: Any) -> bool:
         """Return whether a parameter was created after an optimizer, and nothing else updates it between steps."""

@@ -28,6 +28,7 @@ class Since:
     losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # (value, whether scaled)
     backwards: int = 0
     cleared: int = 0  # backwards whose gradients were cleared before the next one
+    bare: list[tuple[str, list[int], Tensor]] = field(default_factory=list)  # `Strays.bare`
     attention: list[Tensor] = field(default_factory=list)  # `attention.SEEN`
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
@@ -46,6 +47,7 @@ class Since:
     stale_casts: list[str] = field(default_factory=list)  # modules whose autocast casts predate the last step
     cut: bool = False  # a reentrant checkpoint computes no gradients
     evaluated: bool = False  # the model whose parameters are optimized was called without gradients
+    evaluated_at: dict[int, tuple[int, int]] = field(default_factory=dict)  # (version, address) then, by id
     loaded: str = ""  # a model loaded a state_dict: "before" an evaluation, or "after"
     unmasked: bool | None = None  # packed rows without an attention mask
     autocast: str | None = None  # autocast dtype, "" if off
@@ -87,6 +89,7 @@ OF_STEP = (  # of `numbers_of`
     "objectives",
     "classes",
     "attention",
+    "bare",
     "losses",
     "scale",
     "norms",
@@ -105,6 +108,7 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "objectives": [o.targets for o in since.objectives if o.targets is not None],
         "classes": [o.classes for o in since.objectives if o.classes is not None],
         "attention": since.attention,
+        "bare": [changed for _, _, changed in since.bare],
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
         "norms": [bits_of(norm) for _, norm in since.norms],
@@ -125,6 +129,9 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
         record["attention"] = [dict(zip(SEEN, n.tolist(), strict=True)) for n in numbers["attention"]]
     hashed = iter(numbers["objectives"])
     classes = iter(numbers["classes"])
+    if numbers["bare"]:
+        rows = zip(since.bare, numbers["bare"], strict=True)
+        record["bare"] = [[where, shape, bool(changed)] for (where, shape, _), changed in rows]
     record["objectives"] = [
         o.about | _targets(o, hashed) | ({} if o.classes is None else {"classes": next(classes).tolist()})
         for o in since.objectives

@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from . import placement
 
 NODES = 4096  # nodes of a graph to visit
 MOST = 64  # parameters kept
+LARGEST = 1 << 16  # most elements of a parameter whose first value is kept
 
 
 class Strays:
@@ -23,6 +24,7 @@ class Strays:
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Any]] = {}
+        self._bare: dict[int, tuple[str, Tensor]] = {}  # in a list of a model: where, and the first value
 
     def look(self, loss: Any, models: Sequence[nn.Module]) -> None:
         """Find such parameters in the graph of a loss. Models in FSDP have others in their graphs than they hold."""
@@ -33,11 +35,35 @@ class Strays:
         for leaf in leaves:
             if id(leaf) not in registered and len(self._refs) < MOST:
                 self._refs[id(leaf)] = weakref.ref(leaf)
+                where = _place(leaf, models) if leaf.numel() <= LARGEST else ""
+                if where:
+                    self._bare[id(leaf)] = where, leaf.detach().clone()
 
     def with_gradients(self, optimized: set[int]) -> list[list[int]]:
         """Return the shapes of those that have a gradient now and are in no optimizer. `optimized`: ids."""
         alive = [p for key, ref in self._refs.items() if key not in optimized and (p := ref()) is not None]
         return [list(p.shape) for p in alive if p.grad is not None]
+
+    def bare(self, optimized: set[int]) -> list[tuple[str, list[int], Tensor]]:
+        """Return where in a model's lists such a parameter stands, its shape, and whether it has changed: of those that
+        have a gradient now and are in no optimizer."""
+        rows = [(ref(), *self._bare[key]) for key, ref in self._refs.items() if key in self._bare]
+        return [
+            (where, list(p.shape), (p.detach() != first).any().reshape(1).long())
+            for p, where, first in rows
+            if p is not None and p.grad is not None and id(p) not in optimized and p.shape == first.shape
+        ]
+
+
+def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
+    """Return the class and attribute of a model whose list, tuple or dictionary has a parameter as an element."""
+    for model in models:
+        for module in model.modules():
+            for name, value in vars(module).items():
+                values = value.values() if isinstance(value, dict) else value
+                if isinstance(value, list | tuple | dict) and any(each is parameter for each in values):
+                    return f"{type(module).__name__}.{name}"
+    return ""
 
 
 def _leaves(loss: Any) -> list[nn.Parameter]:

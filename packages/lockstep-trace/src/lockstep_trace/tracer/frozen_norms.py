@@ -1,0 +1,88 @@
+"""Batch norms that a script puts into evaluation mode by themselves, and that `train()` of their model turns on again.
+
+In: calls of `Module.train`, and forwards. Out: how many of them update their statistics under frozen weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .placement import BATCH_NORM
+
+_THREAD = threading.local()
+ALONE, EFFECTIVE = "alone", "effective"
+
+
+class FrozenNorms:
+    """The batch norms that were put into evaluation mode by a call on themselves or on a part of the model.
+
+    `ALONE`: no forward has seen that mode yet. `EFFECTIVE`: a training forward has."""
+
+    def __init__(self) -> None:
+        self._states: weakref.WeakKeyDictionary[nn.Module, tuple[str, weakref.ref[nn.Module]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def switched(self, norm: nn.Module, mode: bool, outermost: nn.Module) -> None:
+        """Record a change of mode. `outermost`: the module that the script called `train` or `eval` on."""
+        state, origin = self._states.get(norm, (None, None))
+        if not mode and state is None:
+            self._states[norm] = (ALONE, weakref.ref(outermost))
+        elif mode and origin is not None and (outermost is norm or origin() is outermost):
+            del self._states[norm]
+
+    def forward(self, root: nn.Module, norms: Iterable[nn.Module], gradients: bool) -> None:
+        """Record a forward of a model. A mode that an evaluation saw first, or that was given to the whole model, is no
+        freezing."""
+        if not self._states:
+            return
+        for norm in norms:
+            state, origin = self._states.get(norm, (None, None))
+            if state == ALONE and origin is not None and not norm.training:
+                inside = root.training and any(m is origin() for m in root.modules() if m is not root)
+                if gradients and inside:
+                    self._states[norm] = (EFFECTIVE, origin)
+                else:
+                    del self._states[norm]
+
+    def undone(self, root: nn.Module, norms: Iterable[nn.Module]) -> tuple[int, int]:
+        """Return how many batch norms with frozen weights update their statistics in this forward, and how many of
+        these were put into evaluation mode before."""
+        frozen = [m for m in norms if m.training and _frozen(m)]
+        before = [m for m in frozen if (row := self._states.get(m)) is not None and row[1]() is not root]
+        return len(frozen), len(before)
+
+
+def _frozen(norm: Any) -> bool:
+    """Return whether a batch norm has statistics, and weights none of which gets a gradient."""
+    weights = [p for p in (norm.weight, norm.bias) if p is not None]
+    return norm.running_mean is not None and bool(weights) and not any(p.requires_grad for p in weights)
+
+
+def install(hooks: Any) -> None:
+    """Wrap `Module.train`, which `eval` calls, too."""
+    original = nn.Module.train
+
+    @functools.wraps(original)
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        if torch.compiler.is_compiling() or hooks.recorder is None:
+            return original(self, mode)
+        outermost = getattr(_THREAD, "outermost", None)
+        if outermost is not None and outermost[1] != mode:
+            outermost = None  # a module's own `train` that leaves some of it in another mode
+        if isinstance(self, BATCH_NORM):
+            hooks.guarded(hooks.recorder.norms.switched, self, mode, self if outermost is None else outermost[0])
+        before, _THREAD.outermost = getattr(_THREAD, "outermost", None), outermost or (self, mode)
+        try:
+            return original(self, mode)
+        finally:
+            _THREAD.outermost = before
+
+    nn.Module.train = train  # type: ignore[method-assign, assignment]
