@@ -113,7 +113,7 @@ def test_a_head_is_kept_for_some_of_its_labels(tmp_path: Path) -> None:
     assert task.labels == MODEL
     assert task.prepared.facts["of_label"][0] == 0
     assert kept_head(task, tmp_path)
-    assert "its head is kept, with all 3" in notes(task)
+    assert "its head has an output for each of the 3" in notes(task)
     assert values_of_labels(run.model_dump(mode="json"), texts("negative", "positive")) == MODEL
 
 
@@ -146,7 +146,7 @@ def test_integers_without_names_are_outputs_and_that_is_said(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("labels", "said", "kept"), [
-    (("a", "b", "c"), "its head is kept, with its outputs under the data's names", True),
+    (("a", "b", "c"), "the outputs of its head get the data's names", True),
     (("a", "b"), "a new head is drawn", False),
     (("negative", "neutral", "positive", "mixed"), "a new head is drawn", False),
 ])  # fmt: skip
@@ -226,14 +226,14 @@ def test_tags_are_in_the_models_order(tmp_path: Path) -> None:
     run = run_on(tmp_path, rows, name="token_classification")
     task: Any = prepared(run, TokenClassification)
     assert task.labels == tags
-    assert "its head is kept, with all 4" in notes(task)
+    assert "its head has an output for each of the 4" in notes(task)
     before = BertForTokenClassification.from_pretrained(tmp_path).classifier.weight
     assert (task.model().classifier.weight == before).all()
     values = run.model_dump(mode="json")
     assert values_of_labels(values, read_splits(values)[WHOLE]) == tags
     source(tmp_path, ["X", "Y", "Z"], "tags")
     assert "a new head" not in notes(prepared(run, TokenClassification))
-    assert "its head is kept, with its outputs under the data's names" in notes(prepared(run, TokenClassification))
+    assert "the outputs of its head get the data's names" in notes(prepared(run, TokenClassification))
 
 
 def test_labels_of_images_are_in_the_models_order(tmp_path: Path) -> None:

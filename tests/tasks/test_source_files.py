@@ -122,6 +122,9 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
         rewrite(tmp_path / "model", lambda weights, name=other: {**own, name: torch.ones(1)})  # type: ignore[misc]
         (note,) = source_files.notes(run, heads.CAUSAL)
         assert f"hold {other}, for which" in note
+    rewrite(tmp_path / "model", lambda _: {**own, "v_head.summary.weight": torch.ones(1, 32)})  # TRL's value head
+    (note,) = source_files.notes(run, heads.CAUSAL)
+    assert "hold v_head.summary.weight, for which" in note
     rewrite(tmp_path / "model", lambda _: own)
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 1}))
@@ -137,6 +140,47 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
         source_files.check(run, heads.CAUSAL)
     with raises("LS3491", "model.config (n_layer)"):
         source_files.check(run_of(tmp_path, "classification", "model.config.n_layer=3"), heads.CAUSAL)
+
+
+def labelled(folder: Path, change: Callable[[Weights], Weights]) -> Run:
+    """A run from a sequence classifier whose weights were changed, and which its config names still."""
+    own_heads.save(folder / "model", "bert", apart=False)
+    (folder / "model/model.safetensors").unlink()
+    config = transformers.RobertaConfig(**SIZES, vocab_size=40, max_position_embeddings=64, num_labels=3)
+    transformers.RobertaForSequenceClassification(config).save_pretrained(folder / "model")
+    rewrite(folder / "model", change)
+    return run_of(folder)
+
+
+def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None:
+    def labels(count: int) -> dict[str, Any]:
+        return models.named([*"abc"[:count]])
+
+    run = labelled(tmp_path, dict)
+    assert source_files.notes(run, heads.CLASSIFICATION, labels(3)) == []  # as it was saved
+    source_files.check_export(run, heads.CLASSIFICATION)
+    (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(1))  # a reward, from a classifier
+    assert "classifier.out_proj.weight, classifier.out_proj.bias for another number of labels" in note
+    assert "[3, 32], and here [1, 32]" in note
+    own = load_file(tmp_path / "model/model.safetensors")
+    for lacking in ("classifier", "out_proj"):  # all of it, or a half
+        rewrite(tmp_path / "model", lambda _, part=lacking: without(part)(own))  # type: ignore[misc]
+        (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(3))
+        assert "hold no classifier." in note
+        assert "initialized anew" in note
+        source_files.check(run, heads.CLASSIFICATION, labels(3))
+        with raises("LS3492", "classifier."):  # an export, by `evaluate`
+            source_files.check_export(run, heads.CLASSIFICATION)
+    for size in ("classifier.dense.weight", "classifier.out_proj.weight"):  # not the number of labels
+        rewrite(tmp_path / "model", lambda _, name=size: {**own, name: torch.ones(2, 16)})  # type: ignore[misc]
+        with raises("LS3442", size, "[2, 16]"):
+            source_files.check(run, heads.CLASSIFICATION, labels(3))
+        with raises("LS3492", size):
+            source_files.check_export(run, heads.CLASSIFICATION)
+        auto = transformers.AutoModelForSequenceClassification
+        model, info = auto.from_pretrained(tmp_path / "model", output_loading_info=True, ignore_mismatched_sizes=True)
+        with raises("LS3442", size):
+            source_files.check_loaded(run, heads.CLASSIFICATION, model, info)
 
 
 def test_a_head_whose_base_has_another_name_is_refused_with_a_way(tmp_path: Path) -> None:

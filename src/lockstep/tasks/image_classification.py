@@ -159,11 +159,16 @@ class ImageClassification(LabelTask):
         self.processor = load_processor(prepared.tokenizer)
         self.set_objective(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
 
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        from lockstep.tasks.models import models
+
+        return models.named(self.labels) | {"problem_type": self.objective.problem}
+
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models
 
-        entries = models.named(self.labels) | {"problem_type": self.objective.problem}
-        return models.build(self.run, self.head, None, empty, **entries)
+        return models.build(self.run, self.head, None, empty, **self.config_entries)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
         """`pixel_values` [B, C, H, W], rescaled and normalized by the processor: float32, or bfloat16 if the weights

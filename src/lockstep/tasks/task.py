@@ -189,6 +189,11 @@ class Task(ABC):
         """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data
         from the cache. Errors: `RunError`."""
 
+    @property
+    def config_entries(self) -> dict[str, Any]:
+        """Entries that the task sets in the config of its model, such as the labels of its head."""
+        return {}
+
     @abstractmethod
     def model(self, empty: bool = False) -> nn.Module:
         """Build the model: float32, on the CPU, in its initial training state, bitwise equal in every process.

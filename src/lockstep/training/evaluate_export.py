@@ -16,7 +16,7 @@ from lockstep.config.run import Run, RunError, load, overrides_of, require_outpu
 from lockstep.data import hub
 from lockstep.distributed.world import World
 from lockstep.tasks.abilities import Calibrates
-from lockstep.tasks.models import adapters
+from lockstep.tasks.models import adapters, source_files
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
 from lockstep.training.evaluation import evaluate as evaluated
@@ -83,6 +83,8 @@ def scores(
     world = World(alone)
     job = for_rank(alone, world, data=run)
     join_ranks(job, world)
+    if job.task.head is not None and not adapters.is_adapter(export):
+        source_files.check_export(job.run, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
     split_names = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]

@@ -200,7 +200,13 @@ def remarks(job: Job) -> list[str]:
     run, task, prepared = job.run, job.task, job.data
     idle = [note for note in idle_keys(job, task, prepared.facts) if applies(note, run)]
     about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
-    return [*about_data, *source_files.notes(run, task.head), *config_checks.notes(run, task.head)]
+    about_files = source_files.notes(run, task.head, config_entries(job)) if run.model.source is not None else []
+    return [*about_data, *about_files, *config_checks.notes(run, task.head)]
+
+
+def config_entries(job: Job) -> Mapping[str, Any]:
+    """What the task sets in the config of its model, such as the labels of its head. Errors: `RunError`."""
+    return {} if job.task.head is None else job.make_task().config_entries
 
 
 def idle_keys(job: Job, task: type[Task], facts: Mapping[str, Any]) -> list[str]:

@@ -335,9 +335,9 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     label = "checks" if task.own_model else "tokens"
     prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
     task.check_prepared(run, prepared)
-    if task.head is not None:
-        source_files.check(run, task.head)  # the cache of `prepare` does not depend on the weights
     job = replace(job, run=run, prepared=prepared)
+    if task.head is not None and run.model.source is not None:  # the cache of `prepare` does not depend on the weights
+        source_files.check(run, task.head, model_stats.config_entries(job))
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
     if run.metrics:

@@ -50,8 +50,8 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
         notes.append(f"labels are in the order of the model's id2label: {_listed(ordered_names)}")
     if len(names) < len(model_names):
         notes.append(
-            f"the model names {len(model_names)} labels, and the data have {len(names)} of them; its head is kept, "
-            f"with all {len(model_names)}"
+            f"the model names {len(model_names)} labels, and the data have {len(names)} of them; its head has an "
+            f"output for each of the {len(model_names)}"
         )
     renamed = [(name, ours) for name, ours in zip(model_names, ordered_names, strict=True) if name != ours]
     if renamed:
@@ -68,7 +68,7 @@ def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]
     if run.model.type is not None:
         return []
     config = _source_config(run)
-    if not _has_head(config, head):
+    if not names_head(config, head):
         return []
     notes, trained_for = [], getattr(config, "problem_type", None)
     if trained_for not in (None, problem):
@@ -89,7 +89,7 @@ def _source_config(run: Run) -> Any:
     return load_config(run.model_copy(update={"model": run.model.model_copy(update={"config": {}})}))
 
 
-def _has_head(config: Any, head: Head) -> bool:
+def names_head(config: Any, head: Head) -> bool:
     """Whether the source has a head of this kind, according to its config's `architectures`."""
     suffix = head.auto.removeprefix("AutoModel")
     return any(name.endswith(suffix) for name in config.architectures or [])
@@ -103,7 +103,7 @@ def _config_labels(run: Run, head: Head) -> tuple[list[str], bool] | None:
     config = _source_config(run)
     named = config.id2label or {}
     names = [str(named[code]) for code in range(len(named)) if code in named]
-    has_head = _has_head(config, head)
+    has_head = names_head(config, head)
     usable = len(names) == len(named) == len(set(names)) > 0
     if not usable or not (has_head or not _unnamed(names)):
         return None
@@ -156,8 +156,8 @@ def _different(
             f"{both}: each number is taken as that output of the model's head, and the export names the numbers{mend}"
         ]
     return [
-        f"{both}: its head is kept, with its outputs under the data's names in this order. Where these mean the same "
-        "labels, write them alike, so that each is learned by its own output"
+        f"{both}: the outputs of its head get the data's names in this order. Where these mean the same labels, write "
+        "them alike, so that each is learned by its own output"
     ]
 
 

@@ -4,7 +4,8 @@ under names that the model does not have.
 In: a run, and a model of its config. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
 random, and reports that in a log which training does not show; `ignore_mismatched_sizes`, with which a head for other
 labels is reinitialized, does the same to any weight of another shape. A base that is in part random is refused. A
-pooler is often absent, because models that are pretrained without one (masked language models) are saved without it.
+pooler is often absent, because models that are pretrained without one (masked language models) are saved without it; a
+head for labels is noted if the files should hold it: their config names it, or they hold a part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from lockstep.config.run import Run, RunError
-from lockstep.tasks.models import heads, source_ties
+from lockstep.tasks.models import head_labels, heads, source_ties
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 
 _OWN_HEADS = (heads.CLASSIFICATION, heads.IMAGE_CLASSIFICATION, heads.TOKEN_CLASSIFICATION, heads.QUESTION_ANSWERING)
@@ -68,8 +69,9 @@ class _Built:
         ]
 
 
-def _build(run: Run, head: str) -> _Built | None:
-    """Build the run's model on the meta device; None if it has no source, or needs memory to be built."""
+def _build(run: Run, head: str, entries: Mapping[str, Any] | None = None) -> _Built | None:
+    """Build the run's model on the meta device; None if it has no source, or needs memory to be built. `entries`: what
+    the task sets in its config, such as the number of labels."""
     if run.model.source is None:
         return None
     import transformers
@@ -81,6 +83,8 @@ def _build(run: Run, head: str) -> _Built | None:
             config = with_architectures(load_config(run))
             if getattr(config, "quantization_config", None) is not None:  # names and shapes are the quantizer's
                 return None
+            for name, value in (entries or {}).items():
+                setattr(config, name, value)
             model = getattr(transformers, auto).from_config(config, trust_remote_code=run.model.trust_remote_code)
         built.append(model)
         if model is None and not built[1:]:
@@ -88,19 +92,28 @@ def _build(run: Run, head: str) -> _Built | None:
     return _Built(run, *built)
 
 
-def check(run: Run, head: str) -> None:
+def check(run: Run, head: str, entries: Mapping[str, Any] | None = None) -> None:
     """Refuse, before any process starts, a config that does not match the model's files, as far as their headers can be
-    read without a download. Errors: `RunError`."""
-    built = _build(run, head)
-    stored = {} if built is None else source_ties.stored_shapes(run)
-    if built is None or not stored:
+    read without a download. `entries`: what the task sets in the config; None if it is not known yet, so that a head's
+    shapes are not compared. Errors: `RunError`."""
+    built = _build(run, head, entries)
+    if built is None or not source_ties.stored_names(run):
         return
-    there = {name: tuple(tensor.shape) for name, tensor in built.model.state_dict().items()}
     places = source_ties.places(built.model, source_ties.stored_names(run))
+    _refuse_lacking(built, places, places)
+    differing = _differing(built)
+    if entries is None:
+        differing = {name: of for name, of in differing.items() if head not in _OWN_HEADS or built.in_base(name)}
+    refuse(run, built.model, head, differing)
+
+
+def _differing(built: _Built) -> Shapes:
+    """Weights that the files hold in another shape than the model's."""
+    there = {name: tuple(tensor.shape) for name, tensor in built.model.state_dict().items()}
+    stored = source_ties.stored_shapes(built.run)
     single = source_ties.places(built.model, stored, made_of_several=False)
     shapes = {name: stored[origin] for name, origin in single.items() if name in there}
-    _refuse_lacking(built, places, places)
-    refuse(run, built.model, head, {n: (of, there[n]) for n, of in shapes.items() if of != there[n]})
+    return {name: (shapes[name], ours) for name, ours in there.items() if shapes.get(name, ours) != ours}
 
 
 def check_loaded(run: Run, head: str, model: Any, info: Mapping[str, Any]) -> None:
@@ -119,31 +132,53 @@ def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
     """Refuse an export that lacks weights of its model, the head's included. `info`: the report of `from_pretrained`.
     Errors: `RunError`."""
     missing = {*info["missing_keys"]} & {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    if missing:
+    _refuse_drawn(folder, model, sorted(missing))
+
+
+def check_export(run: Run, head: str) -> None:
+    """Refuse an export, which is the source of `run`, whose files lack weights of its model or hold them in another
+    shape, the head's included. Errors: `RunError`."""
+    built = _build(run, head)
+    stored = () if built is None else source_ties.stored_names(run)
+    if built is not None and stored:
+        drawn = dict.fromkeys([*built.lacking(source_ties.places(built.model, stored)), *_differing(built)])
+        _refuse_drawn(run.model.source, built.model, [*drawn])
+
+
+def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
+    if names:
         raise RunError(
             "LS3492",
-            f"{folder}: its files lack {_listed(sorted(missing))} of {type(model).__name__}, which would be drawn at "
+            f"{folder}: its files lack {_listed(names)} of {type(model).__name__}, which would be drawn at "
             "random; restore its files, or write it again (of a run: remove the export and run lockstep train again)",
         )
 
 
-def notes(run: Run, head: str | None) -> list[str]:
+def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) -> list[str]:
     """Notes on weights that are drawn at random although a pretrained model may have them (its pooler, the head of a
-    language model), and on weights in the files of which the model makes no use. Errors: `RunError`."""
-    built = None if head is None else _build(run, head)
+    language model, a head for labels that the files should hold), and on weights in the files of which the model makes
+    no use. `entries`: what the task sets in the config. Errors: `RunError`."""
+    built = None if head is None else _build(run, head, entries)
     stored = () if built is None else source_ties.stored_names(run)
     if head is None or built is None or not stored:
         return []
     places = source_ties.places(built.model, stored)
+    whose = head in _LANGUAGE_HEADS or _should_hold(built, heads.of(head), places)
     absent = [
         name
         for name in built.lacking(places)
-        if (_is_pooler(name) and head != heads.EMBEDDING) or (head in _LANGUAGE_HEADS and not built.in_base(name))
+        if (_is_pooler(name) and head != heads.EMBEDDING) or (whose and not built.in_base(name))
     ]
     texts = []
     if absent:
         texts.append(
             f"model.source: the files of {run.model.source} hold no {_listed(absent)}: initialized anew, from the seed"
+        )
+    if other := _differing(built) if head in _OWN_HEADS else {}:
+        name, (of, ours) = next(iter(other.items()))
+        texts.append(
+            f"model.source: the files of {run.model.source} hold {_listed(other)} for another number of labels "
+            f"({name}: {list(of)}, and here {list(ours)}): initialized anew, from the seed"
         )
     if unused := [] if run.model.config else _unused(built, places):
         texts.append(
@@ -153,18 +188,27 @@ def notes(run: Run, head: str | None) -> list[str]:
     return texts
 
 
+def _should_hold(built: _Built, head: heads.Head, present: Collection[str]) -> bool:
+    """Whether the files should hold a head for labels: their config names one of the kind, or a part of it is there."""
+    own = [name for name in built.model.state_dict() if not built.in_base(name) and not _is_pooler(name)]
+    return any(name in present for name in own) or head_labels.names_head(load_config(built.run), head)
+
+
 def _is_pooler(name: str) -> bool:
     return "pooler" in name.split(".")
 
 
 def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
     """Names in the files of further layers than the model has, of further weights in its layers (another family's
-    norms, an unmerged adapter), or of a bias where it has a weight alone."""
+    norms, an unmerged adapter), of a bias where it has a weight alone, or, of a model that is saved with its head, of
+    further parts beside it (the value head of a model that was trained by PPO)."""
     names = set(built.model.state_dict())
     ignored = [*(built.model._keys_to_ignore_on_load_unexpected or ())]
     based = {name for name in names if built.in_base(name)}
     patterns = {_pattern(name) for name in based}
     layers = {pattern.partition(".*.")[0] for pattern in patterns if ".*." in pattern}
+    parts = {name.partition(".")[0] for name in (*names, *built.base_names)} | {built.model.base_model_prefix}
+    whole = type(built.model).__name__ in (load_config(built.run).architectures or ())
     return [
         origin
         for name, origin in places.items()
@@ -174,6 +218,7 @@ def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
             _pattern(name) in patterns
             or (name.endswith(".bias") and _weight_beside(name) in based)
             or (name.endswith(".weight") and _pattern(name).partition(".*.")[0] in layers)
+            or (whole and name.partition(".")[0] not in parts)
         )
     ]
 
@@ -253,9 +298,14 @@ def _covers(model: Any, names: list[str]) -> bool:
 
 
 def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
-    """Errors: `RunError` if weights other than a label head have mismatched shapes."""
+    """Errors: `RunError` if weights have mismatched shapes, other than those of a label head for another number of
+    labels."""
     base = f"{model.base_model_prefix}."
-    wrong = {name: of for name, of in sorted(differing.items()) if head not in _OWN_HEADS or name.startswith(base)}
+    wrong = {
+        name: (stored, built)
+        for name, (stored, built) in sorted(differing.items())
+        if head not in _OWN_HEADS or name.startswith(base) or not _for_other_labels(stored, built, model.config)
+    }
     if not wrong:
         return
     name, (stored, built) = next(iter(wrong.items()))
@@ -271,3 +321,11 @@ def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
         f"model.source: {run.model.source} holds {name}{more} with the shape {list(stored)}, and {what}. The weight "
         f"would be drawn anew with the shape {list(built)}, and what it had learned be lost{add}",
     )
+
+
+def _for_other_labels(stored: tuple[int, ...], built: tuple[int, ...], config: Any) -> bool:
+    """Whether shapes differ in the number of labels alone."""
+    if len(stored) != len(built):
+        return False
+    other = [ours for of, ours in zip(stored, built, strict=True) if of != ours]
+    return other == [config.num_labels]
