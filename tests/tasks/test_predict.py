@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,24 @@ def test_a_file_of_conversations_is_answered(
     assert conversations.prompt_text(tok, conversations.Writing("m"), "a") == repr(
         ([{"role": "user", "content": "a"}], True)
     )
+
+
+def test_a_model_of_texts_answers_conversations_by_a_template(
+    outputs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By that of its tokenizer, which a note says; without one, it is refused."""
+    talk = {"messages": [{"role": "user", "content": "why ."}, {"role": "assistant", "content": "no ."}]}
+    with raises("LS2408", "text 1", "no chat template"):
+        list(predictions(outputs["documents"], [talk], []))
+    (row,) = predictions(outputs["documents"], [{"text": "why .", **talk}], [])  # what it learned comes first
+    assert row["text"] == "why ."
+    out = Path(shutil.copytree(outputs["documents"], tmp_path / "out"))
+    (out / "export/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    write(tmp_path / "talks.jsonl", [talk])
+    assert main(["predict", str(out), str(tmp_path / "talks.jsonl"), "--json"]) == 0
+    read = capfd.readouterr()
+    assert "trained on texts; conversations are rendered by the chat template" in read.err
+    assert json.loads(read.out)["messages"] == talk["messages"][:1]
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])

@@ -24,6 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.preference import Preference
 from lockstep.tasks.text_task import TextData
 from lockstep.training.evaluation import evaluate
+from lockstep.training.predicting import predictions
 from support.harness import build, tiny
 from support.messages import mentions, raises
 from support.task_runs import GPT2, TEMPLATE, make, write
@@ -189,6 +190,29 @@ def test_a_reward_model_tells_answers_apart(folder: Path, capfd: pytest.CaptureF
     assert main(["predict", str(folder / "reward-out"), "the dog\tsees yes", "the dog\tsees no", "--json"]) == 0
     better, worse = (json.loads(line)["reward"] for line in capfd.readouterr().out.splitlines()[-2:])
     assert better > worse
+    _conversations_are_scored(folder / "reward-out")
+
+
+def _conversations_are_scored(out: Path) -> None:
+    """With their last answer, by the template that was trained on; the same texts have the same reward."""
+    first, last = {"role": "user", "content": "the dog"}, {"role": "assistant", "content": "sees yes"}
+    forms: list[Any] = [
+        {"prompt": "the dog", "answer": "sees yes"},
+        {"prompt": [first], "answer": [last]},
+        {"prompt": "the dog", "answer": [last]},
+        {"messages": [first, last]},
+        [first, last],
+    ]
+    keys = {"task.conversations": True, "task.chat_template": TEMPLATE}
+    rows = list(predictions(out, forms, keys))
+    assert {row["reward"] for row in rows} == {rows[0]["reward"]}
+    assert rows[-1]["messages"] == [first, last]
+    (other,) = predictions(out, [[first, last | {"content": "sees no"}]], keys)
+    assert other["reward"] != rows[0]["reward"]
+    with raises("LS2407", "text 1", "user"):
+        list(predictions(out, [[first, last, first]], keys))
+    with raises("LS2408", "text 1", "no chat template"):  # trained on texts
+        list(predictions(out, [[first, last]], {}))
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

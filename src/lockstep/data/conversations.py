@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import TYPE_CHECKING, Any
@@ -69,46 +69,73 @@ class Writing:
         )
 
 
-class Question(str):
-    """A conversation that the model is to answer. As a text: its messages as JSON."""
+@dataclass(frozen=True)
+class Question:
+    """A conversation that the model is to answer, or whose answer it is to score."""
 
     column: str
     messages: list[dict]
-    tools: Any  # as the row has them
-    place: str  # for error messages
+    tools: Any = None  # as the row has them
+    place: str = ""  # for error messages
+
+    def __str__(self) -> str:
+        return json.dumps(self.messages, default=str)
 
     @classmethod
-    def of(cls, messages: Any, column: str, tools: Any, place: str) -> Question | None:
-        """The messages before the last answer, if there is one; None for a value that is no conversation. Errors:
-        `RunError`."""
+    def of(cls, messages: Any, column: str, tools: Any, place: str, answered: bool = False) -> Question | None:
+        """The messages before the last answer, if there is one; with it if `answered`. None for a value that is no
+        conversation. Errors: `RunError`."""
         messages = [messages] if isinstance(messages, Mapping) else messages
-        if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        if not is_talk(messages):
             return None
         some = [without_nulls(renamed(message, f"predict: {column!r} of {place}")) for message in messages]
-        if any("role" not in message for message in some):
-            return None
-        while some and some[-1]["role"] == "assistant":
+        while some and some[-1]["role"] == "assistant" and not answered:
             some.pop()
         if not some:
             raise RunError(
                 "LS2404", f"predict: {column!r} of {place} has no message that could be answered: only the assistant's"
             )
-        question = cls(json.dumps(some, default=str))
-        question.column, question.messages, question.tools, question.place = column, some, tools, place
-        return question
+        if answered and some[-1]["role"] != "assistant":
+            raise RunError(
+                "LS2407",
+                f"predict: {column!r} of {place} ends with a message of {some[-1]['role']}; this model scores an "
+                "answer, so the last message must be the assistant's",
+            )
+        return cls(column, some, tools, place)
 
 
-def prompt_text(tokenizer: Any, how: Writing, text: str) -> str:
+def is_talk(value: Any) -> bool:
+    """Whether a value is a list of messages."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(m, Mapping) and ("role" in m or {"from", "value"} <= m.keys()) for m in value)
+
+
+def prompt_text(tokenizer: Any, how: Writing, content: str | Question) -> str:
     """Render a `Question`, or a text that the user says, up to where the answer begins. Errors: `RunError`."""
-    messages, tools, place = [{"role": "user", "content": text}], None, f"the text {text[:40]!r}"
-    if isinstance(text, Question):
-        messages = [{**message, "content": message.get("content", "")} for message in text.messages]
-        tools, place = _offered(text.tools, how, text.place), text.place
+    if isinstance(content, Question):
+        messages = [{**message, "content": message.get("content", "")} for message in content.messages]
+        tools, place = _offered(content.tools, how, content.place), content.place
+    else:
+        messages, tools, place = [{"role": "user", "content": content}], None, f"the text {content[:40]!r}"
     try:
         return how.text(tokenizer, messages, tools, True)
     except Exception as error:  # templates may raise anything
         reason = " ".join(str(error).split())
         raise RunError("LS2406", f"predict: the chat template cannot be used on {place}: {reason}") from error
+
+
+def require_template(tokenizer: Any, rows: Iterable[Sequence[Any]]) -> bool:
+    """Whether there is a conversation among rows of a model that was trained on texts. Errors: `RunError` if its
+    tokenizer has no chat template."""
+    talk = next((row[0] for row in rows if isinstance(row[0], Question)), None)
+    if talk is not None and not tokenizer.chat_template:
+        raise RunError(
+            "LS2408",
+            f"predict: {talk.place} is a conversation, and this model was trained on texts, with a tokenizer that has "
+            "no chat template; give it a text",
+        )
+    return talk is not None
 
 
 def _is_marked(tokenizer: Any, template: str | None, tools: Any) -> bool:

@@ -59,6 +59,8 @@ class Predicts(Task):
     example_input: ClassVar[str] = "some text"  # for the command line, if there is no sample
     input_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name the input columns
     answer_name: ClassVar[str | None] = None  # entry of a prediction to display; None: all entries
+    reads_conversations: ClassVar[bool] = False  # by the tokenizer's chat template, also if it was trained on texts
+    scores_answers: ClassVar[bool] = False  # whether a conversation ends with the answer
 
     @classmethod
     def input_columns(cls, run: Run) -> tuple[str, ...]:
@@ -79,12 +81,12 @@ class Predicts(Task):
 
     @classmethod
     @abstractmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the prediction of the exported model in `folder` for each row, in row order: JSON by name. A row has
-        one value per `input_columns`. Errors: `RunError`."""
+        one text per `input_columns`, or, if the task reads conversations, one `Question`. Errors: `RunError`."""
 
     @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
+    def format_prediction(cls, row: Sequence[Any], answer: Mapping[str, Any]) -> str:
         """Format a prediction as one line of text."""
         return json.dumps(answer, ensure_ascii=False) if cls.answer_name is None else str(answer[cls.answer_name])
 

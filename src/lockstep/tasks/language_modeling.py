@@ -140,6 +140,7 @@ class LanguageModeling(PerToken, Generates):
 
     Options = LanguageModelingOptions
     head = heads.CAUSAL
+    reads_conversations = True
     greedy_by = "set task.temperature=0, or task.samples=0 for no generation"
     greedy_option = ("temperature", 0.0)
     column_keys = ("text",)
@@ -405,7 +406,7 @@ class LanguageModeling(PerToken, Generates):
         return tuple(column for column in (options.messages, options.tools) if column is not None)
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the continuation of the text as `written`."""
         from lockstep.tasks.models import inference, models
 

@@ -73,6 +73,7 @@ class Preference(AnswerPairs, UsesReference):
 
     Options = PreferenceOptions
     head = heads.CAUSAL
+    reads_conversations = True
     column_keys = ("prompt", "chosen", "rejected")
     answer_name = "written"
     default_model = "openai-community/gpt2"
@@ -208,7 +209,7 @@ class Preference(AnswerPairs, UsesReference):
         return cls.input_columns(run) if cls.options_of(run).conversations else ()
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the greedy continuation of the prompt as `written`."""
         from lockstep.tasks.models import inference, models
 

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from lockstep.config.run import Run
+from lockstep.data import conversations
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
@@ -45,6 +46,8 @@ class Reward(AnswerPairs):
     pipeline = "text-classification"
     mean_sums: ClassVar[Mapping[str, str]] = {"accuracy": "right", "margin": "margin", "reward": "reward"}
     metric_names = tuple(mean_sums)
+    reads_conversations = True
+    scores_answers = True
 
     @property
     def config_entries(self) -> dict[str, Any]:
@@ -89,22 +92,32 @@ class Reward(AnswerPairs):
         return ("answer",) if options.prompt is None else (options.prompt, "answer")
 
     @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
-        """Yield the `reward` of a prompt with an answer."""
+    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
+        return ("messages",) if cls.options_of(run).conversations else ()
+
+    @classmethod
+    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the `reward` of a prompt with an answer, or of the last answer of a conversation."""
         from lockstep.tasks.models import inference, models
 
         model, tok = models.exported(cls.head, folder, run)
         options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
+        if not options.conversations:
+            conversations.require_template(tok, rows)
+        by_template = options.model_copy(update={"conversations": True})
 
-        def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            prompts = [row[0] if options.prompt else None for row in rows]
-            tokens = [tokens_of(tok, options, prompt, row[-1])[0] for prompt, row in zip(prompts, rows, strict=True)]
-            ids = [{"input_ids": each[: run.data.max_length]} for each in tokens]
+        def tokens(row: Sequence[Any]) -> list[int]:
+            if isinstance(row[0], conversations.Question):
+                return tokens_of(tok, by_template, None, row[0].messages)[0]
+            return tokens_of(tok, options, row[0] if options.prompt else None, row[-1])[0]
+
+        def answer(rows: list[Sequence[Any]]) -> list[dict[str, Any]]:
+            ids = [{"input_ids": tokens(row)[: run.data.max_length]} for row in rows]
             rewards = model(**inference.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 
         return inference.answers(rows, answer)
 
     @classmethod
-    def format_prediction(cls, row: Sequence[str], answer: Mapping[str, Any]) -> str:
-        return f"{answer['reward']:.4f}  " + "\t".join(row)
+    def format_prediction(cls, row: Sequence[Any], answer: Mapping[str, Any]) -> str:
+        return f"{answer['reward']:.4f}  " + "\t".join(map(str, row))

@@ -9,13 +9,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from lockstep.config.run import Run, RunError, replacing
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
-from lockstep.data.conversations import Question
+from lockstep.data.conversations import Question, is_talk
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.job import Job
 from lockstep.tasks.abilities import Predicts
@@ -23,8 +24,50 @@ from lockstep.track.console import Console
 from lockstep.training.evaluate_export import finished, note_edited
 from lockstep_trace import streams
 
+_MESSAGES = ("messages", "tools")  # columns of a conversation for a model that was trained on texts
+
 # A text; the texts of a pair, or the messages of a conversation; texts by column
 PredictionInput = str | Sequence[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+
+Row = tuple[str | Question, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What a model's task reads."""
+
+    columns: Sequence[str]  # of texts
+    talks: Sequence[str] = ()  # of a conversation and its tools, in place of texts
+    learned: bool = True  # whether it was trained on conversations
+    answered: bool = False  # whether a conversation ends with the answer
+
+    @classmethod
+    def of(cls, task: type[Predicts], run: Run) -> Reads:
+        talks = tuple(task.conversation_columns(run))
+        usual = _MESSAGES if task.reads_conversations else ()
+        return cls(task.input_columns(run), talks or usual, bool(talks), task.scores_answers)
+
+    def question(self, value: PredictionInput, place: str) -> Question | None:
+        """The conversation of a row; None if it has texts. Errors: `RunError`."""
+        if not self.talks:
+            return None
+        by_name = value if isinstance(value, Mapping) else dict.fromkeys(self.talks[:1], value)
+        if self.answered and (whole := self._joined(by_name)) is not None:
+            return Question.of(whole, self.talks[0], None, place, True)
+        if not self.learned and set(self.columns) <= by_name.keys():
+            return None
+        some = [by_name.get(column) for column in self.talks]
+        return Question.of(some[0], self.talks[0], next(iter(some[1:]), None), place, self.answered)
+
+    def _joined(self, by_name: Mapping[str, Any]) -> list[Any] | None:
+        """A prompt and its answer, of which one is a list of messages, as one conversation."""
+        if not set(self.columns) <= by_name.keys() or not any(is_talk(by_name[column]) for column in self.columns):
+            return None
+        roles = ("user", "assistant")[-len(self.columns) :]
+        parts = [(role, by_name[column]) for role, column in zip(roles, self.columns, strict=True)]
+        return [
+            m for role, part in parts for m in ([{"role": role, "content": part}] if isinstance(part, str) else part)
+        ]
 
 
 def predictions(
@@ -33,9 +76,9 @@ def predictions(
     """Yield one dict per input: its texts by column, and the answer by name, as JSON values. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
-    reads = task.input_columns(run), task.conversation_columns(run)
-    rows = [row_of(each, reads[0], f"text {place}", reads[1]) for place, each in enumerate(inputs, 1)]
-    yield from (_whole(task.input_columns(run), row, answer) for row, answer in _answered(task, run, export, rows))
+    reads = Reads.of(task, run)
+    rows = [row_of(each, reads, f"text {place}") for place, each in enumerate(inputs, 1)]
+    yield from (_whole(reads.columns, row, answer) for row, answer in _answered(task, run, export, rows))
 
 
 def predict(
@@ -51,24 +94,27 @@ def predict(
     run, export = finished(output, overrides)  # report its errors before reading input
     note_edited(output)
     task = _task(run)
-    columns, talks = task.input_columns(run), task.conversation_columns(run)
+    reads, rows = Reads.of(task, run), list[Row]()
     if texts:
-        rows = [row_of(word, columns, repr(word[:40])) for word in words]
+        rows += [row_of(word, reads, repr(word[:40])) for word in words]
     else:
-        rows = [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, columns, talks)]
+        rows += [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, reads)]
     if not words:
-        rows = [row_of(line.rstrip("\n"), task.input_columns(run), f"line {n}") for n, line in enumerate(sys.stdin, 1)]
+        rows = [row_of(line.rstrip("\n"), reads, f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
         raise RunError(
             "LS5070",
             'predict: no text given; use lockstep predict OUTPUT "some text", a file, or lines on standard input',
         )
+    if not reads.learned and any(isinstance(row[0], Question) for row in rows):
+        note = "the model was trained on texts; conversations are rendered by the chat template of its tokenizer"
+        streams.put(sys.stderr, f"note: {note}\n", flush=True)
     answers = _answered(task, run, export, rows)
     if out is not None:
-        _written(out, task.input_columns(run), answers)
+        _written(out, reads.columns, answers)
         Console(True).say(f"{out}: {len(rows):,} predictions")
     elif as_json:
-        _dump(sys.stdout, task.input_columns(run), answers)
+        _dump(sys.stdout, reads.columns, answers)
     else:
         console = Console(True)
         for row, answer in answers:
@@ -76,19 +122,19 @@ def predict(
     return 0
 
 
-def row_of(value: PredictionInput, columns: Sequence[str], place: str, talks: Sequence[str] = ()) -> tuple[str, ...]:
+def row_of(value: PredictionInput, reads: Reads, place: str) -> Row:
     """Texts of one row, in the order of the columns, or a conversation. `place` locates the row in error messages.
-    `talks`: `conversation_columns`. Errors: `RunError`."""
-    by_name = value if isinstance(value, Mapping) else dict.fromkeys(talks[:1], value)
-    some = [by_name.get(column) for column in talks]
-    if talks and (question := Question.of(some[0], talks[0], next(iter(some[1:]), None), place)):
+    Errors: `RunError`."""
+    columns = reads.columns
+    if (question := reads.question(value, place)) is not None:
         return (question,)
     if isinstance(value, Mapping):
         if missing := [column for column in columns if column not in value]:
             raise RunError(
                 "LS5071",
                 f"predict: {place} has no column {missing[0]!r}, which this model reads; it has "
-                f"{', '.join(map(str, value))}" + "".join(f". A conversation is read from {t!r}" for t in talks[:1]),
+                f"{', '.join(map(str, value))}"
+                + "".join(f". A conversation is read from {t!r}" for t in reads.talks[:1]),
             )
         row = tuple(_text(value[column], column, place) for column in columns)
     elif isinstance(value, str):
@@ -96,10 +142,10 @@ def row_of(value: PredictionInput, columns: Sequence[str], place: str, talks: Se
     else:
         row = tuple(_text(each, f"text {n}", place) for n, each in enumerate(value, 1))
     if len(row) != len(columns):
-        reads = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
+        texts = "one text" if len(columns) == 1 else f"two texts ({' and '.join(columns)}), with one tab between them"
         raise RunError(
             "LS5072",
-            f"predict: this model reads {reads}, as in $'first text\\tsecond text' or on a line of standard input; "
+            f"predict: this model reads {texts}, as in $'first text\\tsecond text' or on a line of standard input; "
             f"{place} is {' | '.join(row)[:60]!r}",
         )
     row = tuple(map(_as_utf8, row))
@@ -118,7 +164,7 @@ def _as_utf8(text: str) -> str:
         return text
 
 
-def rows_of(run: Run, word: str, columns: Sequence[str], talks: Sequence[str] = ()) -> list[tuple[str, ...]]:
+def rows_of(run: Run, word: str, reads: Reads) -> list[Row]:
     """Rows of a command-line word: the file's rows if it names a file, else the word itself. Errors: `RunError`, also
     for a word that can only be a file name, if that file does not exist."""
     path = Path(word)
@@ -127,7 +173,7 @@ def rows_of(run: Run, word: str, columns: Sequence[str], talks: Sequence[str] = 
         if one_name and (row_files.format_of(path) or _is_folder(path)):
             what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
             raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")
-        return [row_of(word, columns, repr(word[:40]))]
+        return [row_of(word, reads, repr(word[:40]))]
     ending, layout = row_files.format_of(path), run.data.layout
     if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
         layout = "rows"
@@ -138,15 +184,15 @@ def rows_of(run: Run, word: str, columns: Sequence[str], talks: Sequence[str] = 
             lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()
         except UnicodeError as error:
             raise RunError("LS5076", f"predict: {word} cannot be read as {run.data.encoding}: {error}") from None
-        return [row_of(line, columns, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
-    reading = ["encoding"]
+        return [row_of(line, reads, f"{word}, line {n}") for n, line in enumerate(lines, 1)]
+    keys = ["encoding"]
     if layout != "rows":
-        reading += ["layout", "columns"]
+        keys += ["layout", "columns"]
     elif ending in file_formats.SEPARATORS:
-        reading += ["separator", "quote"]
-    section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in reading})
+        keys += ["separator", "quote"]
+    section = DataSection.model_validate({"train": word} | {key: getattr(run.data, key) for key in keys})
     data = source.load(section, run.seed).splits["train"]
-    return [row_of(_flat(row, columns), columns, f"{word}, row {n}", talks) for n, row in enumerate(data)]
+    return [row_of(_flat(row, reads.columns), reads, f"{word}, row {n}") for n, row in enumerate(data)]
 
 
 def _is_folder(path: Path) -> bool:
@@ -180,28 +226,27 @@ def _task(run: Run) -> type[Predicts]:
     return task
 
 
-def _answered(
-    task: type[Predicts], run: Run, export: Path, rows: list[tuple[str, ...]]
-) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+def _answered(task: type[Predicts], run: Run, export: Path, rows: list[Row]) -> Iterator[tuple[Row, dict[str, Any]]]:
     ACTIVITY.set("loading the model")
     for count, pair in enumerate(zip(rows, task.predict(run, export, rows), strict=True), 1):
         ACTIVITY.set(f"predicting, {count:,} of {len(rows):,} texts")
         yield pair
 
 
-def _whole(columns: Sequence[str], row: Sequence[str], answer: dict[str, Any]) -> dict[str, Any]:
-    inputs = {row[0].column: row[0].messages} if isinstance(row[0], Question) else dict(zip(columns, row, strict=True))
+def _whole(columns: Sequence[str], row: Row, answer: dict[str, Any]) -> dict[str, Any]:
+    first = row[0]
+    inputs = {first.column: first.messages} if isinstance(first, Question) else dict(zip(columns, row, strict=True))
     return {**{column: value for column, value in inputs.items() if column not in answer}, **answer}
 
 
-def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+def _dump(file: TextIO, columns: Sequence[str], answers: Iterator[tuple[Row, dict[str, Any]]]) -> None:
     for row, answer in answers:
         values = _whole(columns, row, answer)
         line = json.dumps(values, ensure_ascii=False)
         file.write((line if streams.encodes(file, line) else json.dumps(values)) + "\n")
 
 
-def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[tuple[str, ...], dict[str, Any]]]) -> None:
+def _written(out: Path, columns: Sequence[str], answers: Iterator[tuple[Row, dict[str, Any]]]) -> None:
     """Write JSON lines to a file, atomically. Errors: `RunError`."""
     try:
         with replacing(out) as aside, open(aside, "w", encoding="utf-8") as file:

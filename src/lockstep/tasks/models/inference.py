@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lockstep.data import conversations, lm_documents
-from lockstep.data.conversations import Writing
+from lockstep.data.conversations import Question, Writing
 
 AT_ONCE = 32  # rows of a batch
 SORTED = 16  # batches per window of rows sorted by length
 
-Row = Sequence[str]  # a text, or the two of a pair
+Row = Sequence[Any]  # a text, the two of a pair, or a `Question`
 
 
 def answers(
@@ -32,7 +32,7 @@ def answers(
     """Yield the answer to each row, in order."""
     for start in range(0, len(rows), at_once * SORTED):
         window = rows[start : start + at_once * SORTED]
-        order = sorted(range(len(window)), key=lambda place: sum(map(len, window[place])))
+        order = sorted(range(len(window)), key=lambda place: sum(len(str(each)) for each in window[place]))
         by_place: dict[int, dict[str, Any]] = {}
         for first in range(0, len(order), at_once):
             places = order[first : first + at_once]
@@ -181,12 +181,16 @@ def continuations(
 ) -> Iterator[dict[str, Any]]:
     """Generate a continuation (`written`) of each text with an exported causal language model. `talks`: of
     conversations, which the model answers."""
-    other = None if talks is None else conversations.turn_end(tokenizer, talks)
+    by_template = talks
+    if talks is None and conversations.require_template(tokenizer, rows):
+        by_template = Writing("messages", tools="tools")
+    other = None if by_template is None else conversations.turn_end(tokenizer, by_template)
 
     def answer(rows: list[Row]) -> list[dict[str, Any]]:
         ((text,),) = rows  # one at a time: each has its own length limit and random draws
-        text = conversations.prompt_text(tokenizer, talks, text) if talks else text
-        spoken = talks is not None
+        spoken = talks is not None or isinstance(text, Question)
+        if spoken and by_template is not None:
+            text = conversations.prompt_text(tokenizer, by_template, text)
         return [{"written": continuation(model, tokenizer, text, spoken, most, tokens, temperature, seed, other)}]
 
     return answers(rows, answer, at_once=1)
