@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
@@ -22,6 +22,7 @@ from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
 from lockstep.tasks.answer_pairs import AnswerPairOptions, tokens_of
 from lockstep.tasks.models import inference
+from lockstep.tasks.models import models as building
 from support.harness import TINY
 from support.messages import raises
 
@@ -216,6 +217,25 @@ def test_predict_asks_by_what_the_template_renders(
         user, chat_template=template, add_generation_prompt=True, return_dict=False
     )
     assert asked == [rendered]
+
+
+@pytest.mark.parametrize("task", [{}, {"name": "preference", "prompt": "prompt", "conversations": True}])
+def test_generate_of_the_export_stops_where_samples_stop(
+    task: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    size = {} if "name" in task else {"block_size": 24}
+    end, other = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    for template, ends in ((CHATML, end), (OTHER, [end, other])):
+        folder = tmp_path / ("other" if template == OTHER else "usual")
+        folder.mkdir()
+        run = run_of(folder, tokenizer, template, **size, **task)
+        trained = find("tasks", run.task.name)(run, prepared(run))  # type: ignore[call-arg]
+        model: Any = trained.model()
+        trained.write(folder / "export", model.state_dict())
+        assert GenerationConfig.from_pretrained(folder / "export").eos_token_id == ends
+    model.generation_config.eos_token_id = [7, other, end]  # as instruct models have it
+    building.stop_at(model, ends)
+    assert model.generation_config.eos_token_id == [7, other, end]
 
 
 @pytest.mark.parametrize(

@@ -291,8 +291,9 @@ def never_ends(tokenizer: Any, learned: Iterable[np.ndarray], other: int | None 
     if end is not None and other is not None and any(other in ids for ids in learned):
         name, of = tokenizer.convert_ids_to_tokens([other, end])
         return [
-            f"the chat template ends an answer by {name!r}, not by the end token ({of!r}): samples and predict "
-            f"stop at both; elsewhere give generate eos_token_id=[{end}, {other}], or let eos_token be {name!r}"
+            f"the chat template ends an answer by {name!r}, not by the end token ({of!r}): samples, predict and the "
+            f"export's generation_config.json stop at both (with an adapter alone, which has no such file, give "
+            f"generate eos_token_id=[{end}, {other}])"
         ]
     if end is None:
         return ["the tokenizer has no end token, so the model does not learn where an answer ends; set its eos_token"]

@@ -385,6 +385,10 @@ class LanguageModeling(PerToken, Generates):
         options = cls.options_of(run)
         return options.temperature == 0 or options.samples == 0
 
+    @property
+    def end_tokens(self) -> list[int]:
+        return self._decoding(0).ends
+
     def _decoding(self, tokens: int) -> Decoding:
         from lockstep.tasks.models.inference import Decoding
 

@@ -20,6 +20,7 @@ from lockstep.config.run import Run
 from lockstep.data import conversations, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
+from lockstep.data.lm_documents import end_of
 from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
 from lockstep.tasks.models import heads
@@ -123,6 +124,12 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models import model_configs
 
         return model_configs.causal_entries(run)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        how = conversations.Writing(self.options.prompt or "prompt", self.options.chat_template)
+        other = conversations.turn_end(self.tokenizer, how) if self.options.conversations else None
+        return [token for token in (end_of(self.tokenizer), other) if token is not None]
 
     @property
     def usage(self) -> str:

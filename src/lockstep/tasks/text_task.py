@@ -431,10 +431,16 @@ class TextTask(Task):
 
         model: Any = models.to_fill(self.run, self.model)
         self.set_export_entries(model.config)
+        models.stop_at(model, self.end_tokens)
         models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)
 
     def set_export_entries(self, config: Any) -> None:
         """Set entries of the exported model's config that training has decided."""
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Tokens at which a text ends that the model continues; empty if it continues none."""
+        return []
 
     @property
     def chat_template(self) -> str | None:

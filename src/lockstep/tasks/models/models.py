@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -355,6 +355,18 @@ def save(
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = template
     tokenizers.save(tokenizer, folder)
+
+
+def stop_at(model: nn.Module, ends: Sequence[int]) -> None:
+    """Let `generate` of the saved model stop at these tokens, too; a model that names them stays as it is."""
+    for module in model.modules():  # peft wraps a model
+        if (config := vars(module).get("generation_config")) is None:
+            continue
+        own = config.eos_token_id
+        known = [*own] if isinstance(own, list | tuple) else [own] * (own is not None)
+        if further := [token for token in ends if token not in known]:
+            every = [*known, *further]
+            config.eos_token_id = every if len(every) > 1 else every[0]
 
 
 @contextmanager
