@@ -21,6 +21,7 @@ from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
+from lockstep.training import rank
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
 from support.documents import chapters
 from support.harness import run_on, tiny
@@ -233,6 +234,43 @@ def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
         trackers.close("stopped")
         assert held == ids == {name: opened[0]}
     assert opened == [ids[name]] * 2
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_goes_on_in_the_same_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start with other keys, data or code, or after the end, is another run of the trackers."""
+    names, opened = ["mlflow", "wandb", "trackio"], list[dict[str, str]]()
+    for name in names:
+        kind: Any = plugins.find("track", name)
+        monkeypatch.setattr(kind, "open", lambda self: opened[-1].setdefault(type(self).__name__.lower(), self.run_id))
+        for method in ("log", "show", "close"):
+            monkeypatch.setattr(kind, method, lambda *_: None)
+    clock = iter(range(100))
+    monkeypatch.setattr("lockstep.track.trackio.time", SimpleNamespace(strftime=lambda _: str(next(clock))))
+    monkeypatch.setattr(rank, "SystemMetrics", lambda _: None)
+    console, world = SimpleNamespace(tracker=print, note=print), SimpleNamespace(is_main=True)
+
+    def begin(*keys: str, data: str = "data", code: str = "", step: int = 0, end: Any = "failed") -> dict[str, str]:
+        run = tiny(f"output={tmp_path}", f"track.to=[{','.join(names)}]", *keys)
+        checkpoints = SimpleNamespace(trackers={}, code={"mine.py": code})  # read anew by each process
+        task = SimpleNamespace(prepared=SimpleNamespace(key=data))
+        session: Any = SimpleNamespace(run=run, world=world, task=task, checkpoints=checkpoints)
+        opened.append({})
+        rank.RankZeroSinks(session, console, step).close(end)  # type: ignore[arg-type]
+        assert opened[-1].keys() == {*names}
+        return opened[-1]
+
+    first = begin()
+    assert begin("track.every=1") == first
+    others = [begin("seed=5"), begin(data="other"), begin(code="other")]
+    known = [*first.values()]
+    for other in [*others, begin(step=1), begin()]:  # a checkpoint has its own
+        assert not {*known} & {*other.values()}
+        known += other.values()
+    (tmp_path / "trackers.json").write_text("[")
+    assert not {*known} & {*begin(end="done").values()}
+    assert not (tmp_path / "trackers.json").exists()
 
 
 @pytest.mark.processes

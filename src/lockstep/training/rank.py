@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from lockstep.checkpoint import exported, remote_sync
+from lockstep.checkpoint import exported, remote_sync, tracker_runs
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
@@ -162,8 +162,12 @@ class RankZeroSinks(Sinks):
 
     def _open(self, step: int) -> None:
         session, console = self._session, self._console
-        ids, loud = session.checkpoints.trackers, self._loud
+        ids, loud, which = session.checkpoints.trackers, self._loud, self._which
+        if loud and not step and not ids:
+            ids.update(tracker_runs.of_earlier_start(*which))
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
+        if loud and not step:
+            tracker_runs.keep(*which, dict(ids))
         self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
@@ -204,6 +208,13 @@ class RankZeroSinks(Sinks):
     def close(self, end: End) -> None:
         """Close the trackers. No calls may follow."""
         self._trackers.close(end)
+        if self._loud and end == "done":
+            tracker_runs.forget(self._session.run)
+
+    @property
+    def _which(self) -> tuple[Run, str, dict[str, str]]:
+        session = self._session
+        return session.run, session.task.prepared.key, session.checkpoints.code
 
 
 def work(job: Job, world: World) -> int:
