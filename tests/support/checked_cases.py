@@ -297,6 +297,26 @@ def in_two_micro_batches(model: nn.Module) -> None:
             optimizer.zero_grad()
 
 
+class Recurrent(nn.Module):
+    """Characters, time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(9, 8), nn.GRU(8, 8), nn.Linear(8, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.layer(self.embedding(ids))[0])
+
+
+def streams_time_first() -> None:
+    model = Recurrent()
+    optimizer = sgd(model)
+    for ids in torch.randint(0, 9, (40, 4)).split(8):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids[:-1]).flatten(0, 1), ids[1:].flatten()).backward()
+        optimizer.step()
+
+
 def codes_that_are_sampled() -> None:
     in_two_micro_batches(Sampling())
 

@@ -104,6 +104,87 @@ def numbers_in_a_list(wrong: bool) -> None:
         step(model, optimizer, x, y)
 
 
+def a_state_that_is_not_loaded(wrong: bool) -> None:
+    """A run that goes on from a checkpoint, with a schedule for all of it."""
+    states: dict[str, object] = {}
+    for part in range(2):
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
+        if part:
+            model.load_state_dict(states["model"])  # type: ignore[arg-type]
+        if part and not wrong:
+            optimizer.load_state_dict(states["optimizer"])  # type: ignore[arg-type]
+            scheduler.load_state_dict(states["scheduler"])  # type: ignore[arg-type]
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            scheduler.step()
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        states = {name: copy.deepcopy(each.state_dict()) for name, each in parts.items()}
+
+
+def a_schedule_of_micro_batches(wrong: bool) -> None:
+    """It is made for the steps of the optimizer."""
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+    for i, (x, y) in enumerate(batches(3)):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if (wrong and i) or i % 2:
+            scheduler.step()
+
+
+def steps_in_hooks(wrong: bool) -> None:
+    """Control: hooks that run when the gradient is there."""
+    model = net()
+
+    def attach(parameter: nn.Parameter) -> None:
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+        def apply(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if wrong:
+            parameter.register_hook(apply)
+        else:
+            parameter.register_post_accumulate_grad_hook(apply)
+
+    for parameter in model.parameters():
+        attach(parameter)
+    for x, y in batches():
+        functional.cross_entropy(model(x), y).backward()
+
+
+class Language(nn.Module):
+    """Takes a mask and labels, and shifts these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.embedding(input_ids) * attention_mask.unsqueeze(-1))
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def ends_that_also_pad(wrong: bool) -> None:
+    """Control: labels by the mask."""
+    model = Language()
+    optimizer = sgd(model)
+    for ids in torch.randint(1, 9, (24, 7)).split(6):
+        lengths = torch.tensor([[7], [6], [5], [5], [4], [3]])
+        mask = (torch.arange(7) < lengths).long()
+        ids = ids.masked_fill(torch.arange(7) >= lengths - 1, 0)
+        optimizer.zero_grad()
+        hidden = ids == 0 if wrong else mask == 0
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(hidden, -100)).backward()
+        optimizer.step()
+
+
 CONTRADICTIONS: dict[Callable[[bool], None], str] = {
     squares_of_all_pairs: "loss-broadcast",
     probabilities_in_kl_div: "loss-of-probabilities",
@@ -111,6 +192,10 @@ CONTRADICTIONS: dict[Callable[[bool], None], str] = {
     frozen_norms: "norm-not-frozen",
     norms_frozen_for_one_pass: "norm-not-frozen",
     numbers_in_a_list: "unregistered",
+    a_state_that_is_not_loaded: "state-not-loaded",
+    a_schedule_of_micro_batches: "scheduler",
+    steps_in_hooks: "stale-gradient",
+    ends_that_also_pad: "end-not-learned",
 }
 
 
@@ -163,4 +248,37 @@ def numbers_learned_later() -> None:
             later.zero_grad()
 
 
-UNUSUAL = (distances_of_all_pairs, statistics_that_adapt, numbers_updated_by_hand, numbers_learned_later)
+def a_second_phase() -> None:
+    """It begins with the last weights, empty moments and a schedule of its own; the first one was saved as a whole."""
+    model = net()
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            scheduler.step()
+        copy.deepcopy(optimizer.state_dict())
+
+
+def a_schedule_of_epochs_and_steps() -> None:
+    """Rates per micro-batch, of a schedule that counts them."""
+    model = net()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)
+    for i, (x, y) in enumerate(batches(3)):
+        (functional.cross_entropy(model(x), y) / 2).backward()
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if i:
+            scheduler.step()
+
+
+UNUSUAL = (
+    a_second_phase,
+    a_schedule_of_epochs_and_steps,
+    distances_of_all_pairs,
+    statistics_that_adapt,
+    numbers_updated_by_hand,
+    numbers_learned_later,
+)

@@ -29,6 +29,7 @@ from support.checked_cases import (
     codes_that_are_sampled,
     positions_of_rows,
     statistics_of_micro_batches,
+    streams_time_first,
 )
 from support.harness import lockstep_environment
 
@@ -140,6 +141,11 @@ def test_micro_batches_that_cannot_be_one_batch_are_not_compared(
     rows = [f for f in checked(case, tmp_path) if f.code.startswith("check-")]
     assert {f.level for f in rows} == {"info"}
     assert any(why in f.what for f in rows if f.code == "check-not-made")
+
+
+def test_rows_of_a_recurrent_module_may_be_times(tmp_path: Path) -> None:
+    rows = [f for f in checked(streams_time_first, tmp_path) if f.code == "check-rows"]
+    assert {f.level for f in rows} == {"info"}
 
 
 RANKS = """

@@ -10,8 +10,9 @@ from torch import nn
 import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
-from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Trace, read
-from lockstep_trace.rules import replicas
+from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
+from lockstep_trace.rules import gradients, losses, replicas
+from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.proved_cases import CLOSE, LIKELY, PROVED
@@ -89,6 +90,58 @@ def test_shards_that_all_ranks_draw_alike_are_a_finding(contents: list[int], con
         ranks.append(rank)
     rows_ = [*replicas.equal_shards(Trace(Path(), {}, tuple(ranks), 0), 0)]
     assert [f.code for f in proved(rows_)] == (["equal-shards"] if proved_ else [])
+
+
+@pytest.mark.parametrize(
+    ("by", "whole", "proved_"), [((0.5, 0.8), False, True), ((0.5, 0.5), False, False), ((0.5, 0.8), True, False)]
+)
+def test_shards_that_a_script_scales_by_other_factors_are_a_finding(
+    by: tuple[float, float], whole: bool, proved_: bool
+) -> None:
+    """The controls: one factor, and experts that are scaled by themselves."""
+    size = (4, 2) if whole else (2, 2)
+    ranks = []
+    for number, factor in enumerate(by):
+        rows = [Parameter(n, (4, 2), (0, 0), (2, 2), 1, "float32", "cpu", 0, True, True, "") for n in ("a", "b")]
+        rows.append(Parameter("c", (4, 2), (0, 0), size, 1, "float32", "cpu", 0, True, True, ""))
+        layout = OptimizerLayout("SGD", tuple(rows), (), False, None, ("M",))
+        rank = Rank({"rank": number, "world": 2}, Path())
+        for at in range(3):
+            step = Step({"step": at}, layout)
+            vars(step)["arrived"] = {n: Value(0, 4.0) for n in "abc"}
+            scales = {"a": factor, "b": factor, "c": 1.0 if whole else factor}
+            vars(step)["grads"] = {n: Value(0, 4.0 * x**2) for n, x in scales.items()}
+            rank.steps.setdefault(0, {})[at] = step
+        ranks.append(rank)
+    rows_ = [*gradients.clipping(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [f.code for f in proved(rows_)] == (["clip-own-shards"] if proved_ else [])
+
+
+@pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])
+def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    ranks = []
+    for number in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda number=number: number)
+        model, rank = nn.Linear(3, 5), Rank({"rank": number, "world": 2}, Path())
+        for at in range(3):
+            own = nn.functional.normalize(model(torch.rand(4, 3)), dim=-1)
+            parts = [torch.rand(4, 5), torch.rand(4, 5)]
+            place = 0 if way == "own candidates first" else number
+            parts[place] = own
+            targets = torch.arange(4) + (4 * number if way == "with it" else 0)
+            loss = nn.functional.cross_entropy(own @ torch.cat(parts).T / 0.1, targets)
+            (function,) = graph.objectives(loss)
+            assert function.targets is not None
+            about = function.about | {"diagonal": bool(function.targets[-1])}
+            assert about["gathered"] == [4, 8, place]
+            layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
+            record = {"step": at, "objectives": [about], "examples": [f"{number}.{at}"]}
+            rank.steps.setdefault(0, {})[at] = Step(record, layout)
+        ranks.append(rank)
+    rows = [*losses.contrastive(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [f.code for f in proved(rows)] == (["labels-without-offset"] if way == "without the offset" else [])
 
 
 @pytest.mark.parametrize("way", ["zeroed", "zeroed in place", "cut", "two factors of zeros"])

@@ -117,6 +117,12 @@ class Step:
         return self._values("unclipped", self._present) if "unclipped" in self.raw else self.grads
 
     @cached_property
+    def arrived(self) -> dict[str, Value]:
+        """Name -> gradient after the last backward, without sketches, where the script writes to gradients; at first
+        steps."""
+        return self._values("arrived", self._present, sketch=False)
+
+    @cached_property
     def before(self) -> dict[str, Value]:
         return self._values("before", range(len(self.layout.parameters)), sketch=False)
 

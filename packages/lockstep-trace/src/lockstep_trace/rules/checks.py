@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep_trace.causes import few
-from lockstep_trace.read import OptimizerLayout, Step, Trace, Value, decode
+from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, decode
 from lockstep_trace.rules.finding import INFO, SUSPICIOUS, Finding
 from lockstep_trace.rules.premises import declared
 
@@ -46,7 +46,10 @@ def _of_step(trace: Trace, optimizer: int, step: int) -> Iterator[Finding]:
     for rank, record, check in ranks:
         updates = [u for u in rank.check_updates if u["opt"] == optimizer and u["step"] == step]
         rows = [("", finding) for finding in _accumulated(record, check, step)]
-        rows += [(r["reference"], _of_reference(r, step)) for r in check.get("references", ()) if _differs_from(r)]
+        references = [
+            {**r, "loaded": _loaded(rank, record, r)} for r in check.get("references", ()) if _differs_from(r)
+        ]
+        rows += [(r["reference"], _of_reference(r, step)) for r in references]
         rows += [("update", finding) for update in updates for finding in _updated(update, step)]
         for reference, finding in rows:
             findings.setdefault((reference, finding.code), []).append((rank.number, finding))
@@ -59,6 +62,14 @@ def _of_step(trace: Trace, optimizer: int, step: int) -> Iterator[Finding]:
 
 def _differs_from(reference: Mapping[str, Any]) -> bool:
     return bool(reference["result"] == "differs")
+
+
+def _loaded(rank: Rank, step: Step, reference: Mapping[str, Any]) -> bool:
+    """Return whether a loader gave batches of as many rows as the call has, or the loss has a target for each row, so
+    that its first dimension is examples."""
+    names = {name for name, _ in step.fed or ()}
+    targets = any((o.get("shape") or [0])[0] == reference.get("rows") for o in step.objectives or ())
+    return targets or any(r["loader"] in names and r.get("batch") == reference.get("rows") for r in rank.loaders)
 
 
 def _of_reference(reference: Mapping[str, Any], step: int) -> Finding:
@@ -268,6 +279,9 @@ def _mixed(reference: Mapping[str, Any], step: int) -> Finding:
     what += f"first {_place(reference)}"
     if reference.get("batch_norm"):
         return Finding("check-rows", f"{what}: statistics of the batch", "as batch norm does", step, INFO)
+    if reference.get("time_first") and not reference["loaded"]:
+        cause = "as a module with batch_first=False does if the first dimension is time"
+        return Finding("check-rows", what, cause, step, INFO)
     cause = (
         "an output depends on the place of its row in the batch: look for positions or masks along the first dimension"
         if reordered

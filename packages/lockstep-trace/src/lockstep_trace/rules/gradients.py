@@ -92,6 +92,7 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"step {number}: ranks clip the shards of the same tensors by different norms"
             yield Finding("clip-own-shards", what, own, number, WRONG)
             break
+    yield from _by_hand(trace, optimizer)
     early = _first(trace, optimizer, lambda s: any(c.get("early") for c in s.clips or ()))
     if early is None:
         return
@@ -106,6 +107,42 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield weakened(
         Finding("clip-early", what, cause, step.step), again, otherwise, "whether the limit is for the whole gradient"
     )
+
+
+def _by_hand(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report shards of the same tensors that code of the script's own scales by different factors on the ranks, each
+    rank all of its shards by one: no correct program changes the direction of a gradient along the bounds of shards."""
+    rows = [(n, scales) for n in trace.steps(optimizer) if (scales := _scales_by_hand(trace, optimizer, n))]
+    rows = [(n, scales) for n, scales in rows if causes.own_norms(scales) is not None]
+    if len(rows) >= 2:
+        number, scales = rows[0]
+        what = f"step {number}: the script scales the shards of the same tensors by different factors on the ranks"
+        yield Finding("clip-own-shards", what, str(causes.own_norms(scales)), number, WRONG)
+
+
+def _scales_by_hand(trace: Trace, optimizer: int, number: int) -> dict[int, float]:
+    """Return rank -> factor between the gradients after backward and those of the step; empty without one factor of
+    all parameters, as where a rank's experts are scaled by themselves."""
+    scales: dict[int, float] = {}
+    for rank, step in trace.at(optimizer, number):
+        sharded = [p.name for p in step.layout.parameters if not p.whole and p.name in step.arrived]
+        pairs = [(v.square, step.grads[n].square) for n, v in step.arrived.items() if v.square > 0]
+        factors = [(after / before) ** 0.5 for before, after in pairs]
+        if step.clips or len(sharded) < 2 or not factors or max(factors) > 1.001 * min(factors):
+            return {}
+        scales[rank.number] = sum(factors) / len(factors)
+    return scales if len(scales) > 1 else {}
+
+
+def stale(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report an optimizer that steps in a hook inside of backward before the hook's gradient is added: each step reads
+    the gradients of the backward before, which are those of other weights and examples."""
+    row = _first(trace, optimizer, lambda s: f"stale gradient: {optimizer}" in (s.notes or ()), PATIENCE)
+    if row is not None:
+        what = "optimizers step inside of backward before it has added to any gradient of theirs: each step reads the "
+        what += f"gradients of the backward before (rank {row[0].number})"
+        cause = "step in register_post_accumulate_grad_hook: Tensor.register_hook runs before .grad is written"
+        yield Finding("stale-gradient", what, cause, None, WRONG)
 
 
 def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:

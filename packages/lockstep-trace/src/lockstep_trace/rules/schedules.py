@@ -15,12 +15,13 @@ LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
 TINY = 1e-4  # of the largest rate
 MOST_OF = 20  # steps
+LEAST_OF = 8  # steps whose number is no other one by chance
 LATER = ("SWALR",)  # schedulers that start at an epoch chosen by the script
 
 
 def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report schedulers not stepped exactly once per optimizer step. Never proved: the schedule's length may account
-    for it."""
+    """Report schedulers not stepped exactly once per optimizer step. The schedule's length may account for it, unless
+    it is exactly the number of the optimizer's steps in a whole run."""
     for rank in trace.ranks[:1]:
         steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n > 0]
         if len(steps) < PATIENCE:
@@ -37,6 +38,9 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
             if usual < 2 or counts.count(usual) < 0.6 * len(counts):
                 continue
             at = steps[counts.index(usual)].step
+            whole = trace.complete and len(steps) + 1 >= LEAST_OF
+            lengths = [r["length"] for r in (rank.ended or {}).get("lengths", ()) if r["opt"] == optimizer]
+            proved = whole and len(steps) + 1 in lengths and len({n.rstrip("'") for n in steps[-1].schedulers}) == 1
             micro = steps[0].backwards
             why = (
                 "it is stepped with each micro-batch: step it where the optimizer steps"
@@ -44,7 +48,9 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 else "it is stepped with each rank or twice: call scheduler.step() once for each optimizer.step()"
             )
             what = f"before step {at} {name} is stepped {usual} times between two steps of the optimizer"
-            yield Finding("scheduler", what, why, at, SUSPICIOUS, LENGTH, COUNTS)
+            if proved:
+                what += f"; it is made for {len(steps) + 1}, as many as the optimizer makes"
+            yield weakened(Finding("scheduler", what, why, at), proved, LENGTH, COUNTS)
 
 
 def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
@@ -85,6 +91,59 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             cause = "step it once an epoch, or make it for all steps of the optimizer"
             otherwise = "a rate that is meant to go up and down with this period"
             yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
+
+
+def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report an optimizer or a schedule that begins anew where weights go on.
+
+    A new phase may begin with empty moments and a new schedule, from weights and a checkpoint of the last one. It is
+    proved by the schedule: made for exactly the steps of the saved state and those made here together, in a whole run,
+    it began at its first step; or its state was loaded, and the moments that belong to it were not."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    first = rank.steps[optimizer].get(0) if rank is not None else None
+    if rank is None or first is None or not first.resume:
+        return
+    states, count, loaded = first.resume["states"], len(rank.steps[optimizer]), first.resume["loaded"]
+    goes_on = [k for k, by in states if k and (_same_weights(rank, by, first) if by is not None else _read(first))]
+    if not goes_on and not loaded:
+        return
+    lengths = [r for r in (rank.ended or {}).get("lengths", ()) if r["opt"] == optimizer]
+    counted = [k for k, _ in states if k] if loaded else goes_on
+    anew = [
+        (r["name"], k, r["length"])
+        for r in lengths
+        for k in counted
+        if not r["resumed"] and r["length"] == k + count and abs(r["count"] - count) <= 1 and trace.complete
+    ]
+    midway = [r["name"] for r in lengths if r["resumed"] and not loaded and first.moments]
+    kind = first.layout.optimizer
+    what = f"{kind} begins with empty moments, from weights with which a state of {(goes_on or [0])[0]} steps was saved"
+    if anew:
+        name, steps, length = anew[0]
+        what = f"{kind} goes on after {steps} steps with its state" if loaded else what
+        what += f"; {name} is made for {length} steps, {steps} and the {count} made here, and begins at its first one"
+    elif midway:
+        what += f"; {midway[0]} goes on where it was"
+    elif loaded:
+        return
+    cause = "load the states of optimizer and scheduler with the weights: look at the names under which they are saved"
+    otherwise, decides = "a new phase with new moments", "whether the run is to go on with that of the checkpoint"
+    yield weakened(Finding("state-not-loaded", what, cause, 0), bool(anew or midway), otherwise, decides)
+
+
+def _read(first: Step) -> bool:
+    """Return whether a model loaded weights after a checkpoint was read."""
+    return bool(first.resume["model_loads"])
+
+
+def _same_weights(rank: Rank, other: int, first: Step) -> bool:
+    """Return whether a step begins with the weights that another optimizer of the process has left."""
+    steps = rank.steps.get(other)
+    last = steps[max(steps)] if steps else None
+    if last is None or not (last.measured and first.measured) or last.layout.optimizer != first.layout.optimizer:
+        return False
+    left, now = ([v.fingerprint for v in values.values()] for values in (last.weights, first.before))
+    return len(left) > 0 and left == now
 
 
 def never(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -29,6 +29,7 @@ def tokens(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield from _shifted_twice(looks, rank.models)
     yield from _copied(looks)
     yield from _mask(steps)
+    yield from _ends(steps)
     yield from _attention(rank, optimizer)
 
 
@@ -91,6 +92,22 @@ def _mask(steps: list[Step]) -> Iterator[Finding]:
         "what padding's number is",
     )
     yield Finding("padding-seen", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+
+
+def _ends(steps: list[Step]) -> Iterator[Finding]:
+    """Report rows whose last token counts as content by the mask and as padding by the labels, as it is the token that
+    pads: the only one that is never learned.
+
+    A correct program that leaves out the end of a text leaves it out of the input, too, or masks it there. It is
+    reported only if no row learns it, and each learns the token before."""
+    rows = [(s, t) for s in steps for t in s.tokens if t.get("ends")]
+    if len(rows) < PATIENCE or any(t["unlearned"] < t["ends"] or t["learned"] for _, t in rows):
+        return
+    step, look = rows[0]
+    what = f"step {step.step}: {look['ends']} rows end in the token that also pads, attention_mask is 1 there, and its "
+    what += "label is -100; no label is this token: the end of a text is never learned"
+    cause = "give padding a token of its own, or make labels by attention_mask and not by the token"
+    yield Finding("end-not-learned", what, cause, step.step, WRONG)
 
 
 def _attention(rank: Rank, optimizer: int) -> Iterator[Finding]:

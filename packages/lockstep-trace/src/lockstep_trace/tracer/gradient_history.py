@@ -32,10 +32,13 @@ class GradientHistory:
         self.zeroed: dict[int, bool] = {}  # since each optimizer's last step
         self.added: set[int] = set()  # optimizers to whose gradients a backward added since their last step
         self.in_backward = False
+        self.inside: dict[int, tuple[weakref.ref[Any], list[GradientVersion]]] = {}  # optimizers that step in backward
         self.factors = ClippingFactors()
 
     def before_backward(self, steps: Sequence[int]) -> None:
         self._look_for_zeroed(steps)
+        alive = {n: o for n, (ref, _) in self.inside.items() if (o := ref()) is not None}
+        self.inside = {n: (weakref.ref(o), gradient_versions(parameters_of(o))) for n, o in alive.items()}
         self.in_backward = True
         self.clipped = [(clip, rows) for clip, rows in self.clipped if not touched(rows)]
 
@@ -71,6 +74,18 @@ class GradientHistory:
         added = number in self.added or (self.in_backward and touched(self.last.get(number, [])))
         return added and not self.zeroed.get(number, True)
 
+    def is_stale(self, number: int, optimizer: Any) -> bool:
+        """Return whether an optimizer steps inside of backward, before that has added to any of its gradients."""
+        if not self.in_backward:
+            return False
+        known = self.inside.get(number)
+        self.inside[number] = known or (weakref.ref(optimizer), [])
+        if known is None:
+            return False
+        rows = known[1]
+        now = [p for p in parameters_of(optimizer) if p.grad is not None]
+        return bool(rows) and len(now) >= len(rows) and not any(untouched(row) is None for row in rows)
+
     def rewritten(self) -> bool:
         """Return whether gradients were modified since the last backward or clipping."""
         return touched(self.after)
@@ -86,6 +101,10 @@ class GradientHistory:
         self.last[number] = gradient_versions(parameters)
         self.zeroed[number] = not self.last[number]
         self.added.discard(number)
+
+
+def parameters_of(optimizer: Any) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class ClippingFactors:

@@ -21,7 +21,8 @@ MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
 HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-TOKENS = ("hash", "count", "labels", "first", "equal", "next", "holes", "kept")  # of `_tokens`
+OF_LABELS, OF_ENDS = ("labels", "first", "equal", "next"), ("ends", "unlearned", "learned")
+TOKENS = ("hash", "count", *OF_LABELS, "holes", "kept", *OF_ENDS)  # of `_tokens`
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
@@ -99,14 +100,14 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
     """Return numbers about the token numbers [B, T] of a call, None without: an order-dependent hash of them and their
     count; of labels [B, T]: how many are not ignored, how many of these stand first in a row, equal the token at their
     position, and equal the next one; of a mask [B, T]: zeros between ones of a row, and ones at padding, which are
-    runs of one value at the ends of rows that stands nowhere else in them."""
+    runs of one value at the ends of rows that stands nowhere else in them; and of both, `_ends`."""
     named = dict(tensors)
     integers = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
     ids = named.get("input_ids", integers[0] if integers else None)
     if ids is None or ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point() or ids.numel() > HASHED:
         return None
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)
-    numbers = [hash_of(ids)[0], zero + ids.numel()] + [zero] * 6
+    numbers = [hash_of(ids)[0], zero + ids.numel()] + [zero] * (len(TOKENS) - 2)
     labels = named.get("labels")
     if labels is not None and labels.shape == ids.shape and not labels.is_floating_point():
         valid = labels != -100
@@ -119,7 +120,21 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
         run = (ids == last).flip(1).long().cumprod(1).flip(1).bool()
         padding = run & ((ids == last) == run).all(1, keepdim=True) & (run.sum(1, keepdim=True) > 1)
         numbers[6:8] = [(~keep & before & after).sum(), (keep & padding).sum()]
+        if labels is not None and labels.shape == ids.shape and not labels.is_floating_point():
+            numbers[8:11] = _ends(ids, labels, keep)
     return torch.stack([n.reshape(()) for n in numbers])
+
+
+def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
+    """Return how many rows end in the token that fills masked positions, if all of these hold one; how many of these
+    rows have no label there and one at the token before; and how many labels are this token."""
+    least, most = (ids.masked_fill(keep, fill).reshape(-1) for fill in (1 << 30, -1))
+    value = most.max()
+    last = (keep * torch.arange(1, ids.shape[1] + 1, device=ids.device)).max(1, keepdim=True).values - 1
+    at, before = last.clamp(min=0), (last - 1).clamp(min=0)
+    ends = (least.min() == value) & (ids.gather(1, at) == value) & (last > 0)
+    unlearned = ends & (labels.gather(1, at) == -100) & (labels.gather(1, before) == ids.gather(1, before))
+    return [ends.sum(), unlearned.sum(), (labels == value).sum()]
 
 
 def token_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

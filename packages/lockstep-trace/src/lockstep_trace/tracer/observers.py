@@ -49,6 +49,7 @@ def install(hooks: Any) -> None:
     _wrap_saved(hooks)
     _wrap_divergence(hooks)
     frozen_norms.install(hooks)
+    _wrap_reading(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
 
 
@@ -117,11 +118,35 @@ def _wrap_optimizers(hooks: Any) -> None:
         result = load(self, *args, **kwargs)
         if hooks.recorder is not None:
             hooks.guarded(hooks.recorder.schedules.loads, self)
+            hooks.guarded(hooks.recorder.resumes.loads, self)
         return result
 
+    take = kind.state_dict
+
+    @functools.wraps(take)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if hooks.recorder is not None and not torch.compiler.is_compiling():
+            hooks.guarded(hooks.recorder.saves_state, self)
+        return take(self, *args, **kwargs)
+
     kind.__init__, kind.load_state_dict = begin, load_state_dict  # type: ignore[method-assign]
+    kind.state_dict = state_dict  # type: ignore[method-assign]
     for holder in (kind, nn.Module):
         _wrap_zero(hooks, holder)
+
+
+def _wrap_reading(hooks: Any) -> None:
+    """Wrap `torch.load`, to see the states of optimizers in checkpoints."""
+    original = torch.load
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(hooks.recorder.resumes.reads, result)
+        return result
+
+    torch.load = load
 
 
 def _wrap_zero(hooks: Any, holder: Any) -> None:
@@ -170,6 +195,8 @@ def _wrap_loads(hooks: Any) -> None:
             hooks.guarded(_loads, recorder, self, state_dict)
             recorder.since.loaded = "after" if recorder.since.evaluated else "before"
         result = load(self, state_dict, *args, **kwargs)
+        if recorder is not None:
+            recorder.resumes.model_loads += 1
         if recorder is not None and getattr(result, "unexpected_keys", None):
             hooks.guarded(_loaded, recorder, self, state_dict, result, sys._getframe(1))
         return result

@@ -28,6 +28,7 @@ from .modes import ModelModes
 from .pending import Pending
 from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
+from .resumes import Resumes
 from .schedules import Schedules
 from .settings import Settings
 from .state_loads import StateLoads
@@ -52,6 +53,7 @@ class Recorder:
         self.roots: list[weakref.ref[nn.Module]] = []
         self.optimizers: list[weakref.ref[Any]] = []
         self.schedules = Schedules()
+        self.resumes = Resumes()
         self.steps: list[int] = []
         self.layouts = Layouts(self.write)
         self.strays = Strays()
@@ -72,6 +74,7 @@ class Recorder:
         self.with_gradients = False  # in the last outermost call of a model
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
+        self.arrivals = False  # gradients were written to by hand before the last step, one of the first
         self.optimizer_refs: list[weakref.ref[Any]] = []  # all that were made
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
         self.late_written: dict[int, tuple[int, int]] = {}  # their (version, address) at the last step
@@ -205,6 +208,15 @@ class Recorder:
     def after_backward(self) -> None:
         """Record that `backward` has returned."""
         self.gradients.after_backward(self.models())
+        if self.arrivals and self.measures():
+            self.since.arrived = self._arrived()
+
+    def _arrived(self) -> dict[Any, Tensor]:
+        """Measure gradients after a backward, without sketches, by key of their parameters."""
+        optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
+        params = self.parts(p for o in optimizers for group in o.param_groups for p in group["params"])
+        present = [p for p in params if p.grad is not None]
+        return dict(zip(map(placement.key, present), measured_gradients(present, sketch=False), strict=True))
 
     def scaled(self, scale: Tensor) -> None:
         """Record the scale of a loss that a scaler multiplied."""
@@ -252,6 +264,12 @@ class Recorder:
         self.steps.append(0)
         return len(self.optimizers) - 1
 
+    def saves_state(self, optimizer: Any) -> None:
+        """Record that an optimizer's state was taken, if it has made a step."""
+        number = next((n for n, ref in enumerate(self.optimizers) if ref() is optimizer), None)
+        if number is not None:
+            self.resumes.saves(number, optimizer, self.steps[number])
+
     def parts(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the parameters themselves, or the parts of them in a rank's shard."""
         return [part for parts in fsdp1.expanded(parameters, self.models()) for part in parts]
@@ -293,7 +311,12 @@ class Recorder:
         }
         if step and self.gradients.added_to(number):
             self.since.notes.append(f"not zeroed: {number}")
+        if step == 0 and (resume := self.resumes.at_first_step(number, optimizer)) is not None:
+            here["resume"] = resume
+        if self.gradients.is_stale(number, optimizer):
+            self.since.notes.append(f"stale gradient: {number}")
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
+        self.arrivals = bool(here["rewritten"]) and not self.since.clips and step < LOOKED_AT
         if not self.measures(step):
             return here
         here["measured"] = self._measure(number, layout, [p for p, _ in parameters])
@@ -321,6 +344,8 @@ class Recorder:
             return
         self.flush()
         record = self._cheap(here)
+        if "resume" in here:
+            record["resume"] = here["resume"]
         record |= {"idle": self.schedules.idle(optimizer), "schedulers": self.schedules.since(optimizer, number)}
         if (loaded := self.schedules.pop_loaded(optimizer)) is not None:
             record["loaded"] = loaded
@@ -427,6 +452,9 @@ class Recorder:
         record["moments_of"], vectors["moments"] = [], []
         if self.steps[here["number"]] % SPARSE == 0:
             vectors["moments"] = moments(optimizer, params, record)
+        arrived = [self.since.arrived.get(placement.key(p)) for p in params if p.grad is not None]
+        if arrived and all(v is not None for v in arrived):
+            vectors["arrived"] = [v for v in arrived if v is not None]
         vectors["buffers"] = buffers(self.models(), record)
         return vectors | modules(self.since, record)
 

@@ -28,6 +28,7 @@ class Since:
     losses: list[tuple[Tensor, bool]] = field(default_factory=list)  # (value, whether scaled)
     backwards: int = 0
     cleared: int = 0  # backwards whose gradients were cleared before the next one
+    arrived: dict[Any, Tensor] = field(default_factory=dict)  # gradients after the last backward, measured
     bare: list[tuple[str, list[int], Tensor]] = field(default_factory=list)  # `Strays.bare`
     attention: list[Tensor] = field(default_factory=list)  # `attention.SEEN`
     means: int = 0  # backwards of a mean that nothing divides
@@ -154,8 +155,9 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
 def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, Any]:
     if objective.targets is None:
         return {}
-    count, *hashes, equal = next(numbers).tolist()
-    return {"targets": count, "hashes": [fingerprint.hexed(n) for n in hashes]} | ({"equal": True} if equal else {})
+    count, one, other, equal, diagonal = next(numbers).tolist()
+    marks = {name: True for name, value in (("equal", equal), ("diagonal", diagonal)) if value}
+    return {"targets": count, "hashes": [fingerprint.hexed(one), fingerprint.hexed(other)]} | marks
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Scheduler:
     fresh: bool = False  # stepped since the last step of any optimizer
     length: int | None = None  # steps that it is made for
     number: int | None = None  # of its optimizer
+    resumed: bool = False  # its state was loaded
     counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
     watched: dict[str, Any] = field(default_factory=dict)  # of ReduceLROnPlateau: mode, scores, rates after each
 
@@ -83,6 +84,7 @@ class Schedules:
         """Return name, length, number of steps and optimizer of each scheduler that has a length and was stepped."""
         return [
             {"name": s.name, "length": s.length, "count": sum(s.counts.values()), "opt": s.number}
+            | {"resumed": s.resumed}
             for s in self.schedulers
             if s.length and s.number is not None and s.counts and not s.counts.get("accelerate")
         ]
@@ -139,6 +141,8 @@ class Schedules:
 
     def resumes(self, scheduler: Any) -> None:
         """Record that a scheduler's state was loaded."""
+        for each in self.schedulers:
+            each.resumed = each.resumed or each.ref() is scheduler
         loaded = self.loaded_of(getattr(scheduler, "optimizer", None))
         if loaded is not None and loaded.scheduler == type(scheduler).__name__:
             loaded.resumed = [float(rate) for rate in getattr(scheduler, "_last_lr", None) or []]

@@ -123,9 +123,10 @@ def _compared(reference: str, call: ModuleCall, size: int, result: Replay, index
     inner = dict(quiet(call, True).named_modules()).get(module)
     kind = type(inner).__name__ if inner is not None else ""
     norms = isinstance(inner, placement.BATCH_NORM) or operation == "batch_norm"
-    return [
-        observation | {"result": "differs", "module": module, "kind": kind, "operation": operation, "batch_norm": norms}
-    ]
+    about = {"module": module, "kind": kind, "operation": operation, "batch_norm": norms}
+    if isinstance(inner, nn.RNNBase | nn.MultiheadAttention):
+        about["time_first"] = not inner.batch_first
+    return [observation | {"result": "differs"} | about]
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
