@@ -61,11 +61,20 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
 ) -> None:
     mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
     stale = {"chat_template.jinja": b"old", "additional_chat_templates/rag.jinja": b"old", "added_tokens.json": b"{}"}
-    stale |= {"generation_config.json": b"{}", "adapter_config.json": b"{}", "pytorch_model.bin": b"old"}
+    stale |= {"adapter_config.json": b"{}", "pytorch_model.bin": b"old"}
     mine |= stale  # transformers would load them beside the export's files
     hub.put("models", "user/feelings", mine, private=True)
+    ours = {"generation_config.json": b"{}"}  # of an earlier push
+    hub.repositories["models", "user/feelings"].commit(mine | ours, title="Trained with lockstep")
     assert lockstep(finished, *PUSH)[0] == 0
     there = hub.files("user/feelings")
+    by_hand = there | {"generation_config.json": b'{"temperature": 0.7}'}
+    hub.put("models", "user/feelings", by_hand)
+    (finished / "out/export/README.md").write_text((finished / "out/export/README.md").read_text() + "\n")
+    assert lockstep(finished, *PUSH)[0] == 0
+    again = hub.files("user/feelings")
+    assert again.pop("generation_config.json") == by_hand["generation_config.json"]
+    assert again.keys() == there.keys()
     assert there.pop("notes.md") == b"mine"  # is not ours to remove
     assert set(there) == {str(p.relative_to(finished / "out/export")) for p in (finished / "out/export").rglob("*")}
 

@@ -33,8 +33,11 @@ class Repository:
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)  # branch or tag -> commit
+    titles: dict[str, str] = field(default_factory=dict)  # file -> title of its last commit
 
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+    def commit(self, files: dict[str, bytes], branch: str = "main", title: str = "By hand") -> str:
+        before = self.commits.get(self.names.get(branch, ""), {})
+        self.titles |= {name: title for name, content in files.items() if before.get(name) != content}
         sha = hashlib.sha1(f"{len(self.commits)}{sorted(files)}".encode()).hexdigest()
         self.commits[sha], self.names[branch] = files, sha
         return sha
@@ -194,6 +197,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
             wanted = [f for f in files if (f in asked if what == "paths-info" else f.startswith(rest))]
             found = [_entry(f, files[f]) for f in wanted]
+            if b"expand=true" in body.lower():
+                last = {"id": sha, "date": "2026-01-01T00:00:00.000Z"}
+                found = [each | {"lastCommit": last | {"title": there.titles[each["path"]]}} for each in found]
             if what == "tree" and "recursive=true" not in self.path.lower():  # for nested files, the folder's name
                 start = f"{rest}/" if rest else ""
                 inner = {f: f.removeprefix(start).partition("/") for f in wanted}
@@ -215,7 +221,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
-        sha = there.commit(files)
+        title = next((line["value"]["summary"] for line in lines if line["key"] == "header"), "")
+        sha = there.commit(files, title=title)
         return self._answer(200, {"commitUrl": f"{self.hub.address}/{name}/commit/{sha}", "commitOid": sha})
 
     def _file(self, content: bytes | None, sha: str) -> None:

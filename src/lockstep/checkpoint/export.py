@@ -266,6 +266,8 @@ def _licence(task: Task, base: str | None) -> str:
     return f"None is stated. Those {' and '.join(others)} apply."
 
 
+_COMMIT = "Trained with lockstep"  # title of a push
+_CONFIGS = ("config.json", "generation_config.json")
 PUSHED = "hub.json"  # file in OUTPUT: repository and commit of the pushed export
 # Files of an earlier push that a push deletes if this export lacks them.
 _STALE = [
@@ -524,15 +526,26 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
     files["README.md"] = text.replace(HERE, repository).encode()
     there = [file.rfilename for file in about.siblings or []]
     stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in _STALE)]
+    stale = [name for name in stale if name not in _of_others(api, repository, stale)]
     commit = api.create_commit(  # not upload_folder, which may create several commits
         repository,
         [
             *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
             *(CommitOperationDelete(path_in_repo=name) for name in stale),
         ],
-        commit_message="Trained with lockstep",
+        commit_message=_COMMIT,
     )
     return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
+
+
+def _of_others(api: Any, repository: str, names: list[str]) -> set[str]:
+    """Configs that somebody put into the repository by hand: their last commit is not one of lockstep's. Weights and a
+    tokenizer are not among them: transformers would load them in place of the export's."""
+    configs = [name for name in names if name in _CONFIGS]
+    if not configs:
+        return set()
+    about = api.get_paths_info(repository, configs, expand=True)
+    return {each.path for each in about if each.last_commit is None or each.last_commit.title != _COMMIT}
 
 
 def _be_patient(timeout_s: float) -> None:
