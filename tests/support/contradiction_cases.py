@@ -248,6 +248,21 @@ def numbers_learned_later() -> None:
             later.zero_grad()
 
 
+def a_schedule_that_begins_later() -> None:
+    """By `last_epoch`; the optimizer's state is loaded."""
+    model = net()
+    state = None
+    for epoch in range(2):
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), "initial_lr": 0.02}], lr=0.02)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16, last_epoch=8 * epoch - 1)
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            scheduler.step()
+        state = copy.deepcopy(optimizer.state_dict())
+
+
 def a_second_phase() -> None:
     """It begins with the last weights, empty moments and a schedule of its own; the first one was saved as a whole."""
     model = net()
@@ -275,6 +290,7 @@ def a_schedule_of_epochs_and_steps() -> None:
 
 
 UNUSUAL = (
+    a_schedule_that_begins_later,
     a_second_phase,
     a_schedule_of_epochs_and_steps,
     distances_of_all_pairs,

@@ -39,7 +39,11 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 continue
             at = steps[counts.index(usual)].step
             whole = trace.complete and len(steps) + 1 >= LEAST_OF
-            lengths = [r["length"] for r in (rank.ended or {}).get("lengths", ()) if r["opt"] == optimizer]
+            lengths = [
+                r["length"]
+                for r in (rank.ended or {}).get("lengths", ())
+                if r["opt"] == optimizer and r["name"] != "LinearLR"
+            ]
             proved = whole and len(steps) + 1 in lengths and len({n.rstrip("'") for n in steps[-1].schedulers}) == 1
             micro = steps[0].backwards
             why = (

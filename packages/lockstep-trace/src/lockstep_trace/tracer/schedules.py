@@ -25,7 +25,7 @@ class Scheduler:
     fresh: bool = False  # stepped since the last step of any optimizer
     length: int | None = None  # steps that it is made for
     number: int | None = None  # of its optimizer
-    resumed: bool = False  # its state was loaded
+    resumed: bool = False  # its state was loaded, or it began later than at its first step
     counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
     watched: dict[str, Any] = field(default_factory=dict)  # of ReduceLROnPlateau: mode, scores, rates after each
 
@@ -66,6 +66,8 @@ class Schedules:
         for each in self.schedulers:
             each.stepped = each.stepped or each.optimizer() is scheduler.optimizer
         known.fresh = True
+        if not known.counts and getattr(scheduler, "last_epoch", 0) > 0:  # `last_epoch`, or set by hand
+            known.resumed = True
         if counted:
             known.counts[by] = known.counts.get(by, 0) + 1
             known.length = known.length or length_of(scheduler)
