@@ -254,7 +254,10 @@ def _begins() -> None:
 
 
 def _importable(run: Run) -> None:
-    """Reject plug-in classes defined in `__main__`, which other processes cannot import. Errors: `RunError`."""
+    """Reject plug-in classes defined in `__main__`, which other processes cannot import. Errors: `RunError`, and
+    `TypeError` for a path instead of a run."""
+    if not isinstance(run, Run):
+        raise TypeError(f"run: {run!r} is not a Run; use lockstep.Run.load(path)")
     names = {"task.name": run.task.name, "strategy.name": run.strategy.name, "launch.name": run.launch.name}
     for key, name in [*names.items(), *(("track.to", name) for name in run.track.to)]:
         if name.startswith("__main__."):

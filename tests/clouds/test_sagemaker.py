@@ -102,6 +102,10 @@ def test_the_plan_is_pure_and_shows_no_secret(
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
     assert main(["plan", "run.yaml", "launch.secrets=[HF_TOKEN=lockstep/hf]"]) == 0
     said = capsys.readouterr().out
+    assert said.count("\n") <= 30
+    assert "--verbose prints them" in said
+    assert main(["plan", "run.yaml", "launch.secrets=[HF_TOKEN=lockstep/hf]", "--verbose"]) == 0
+    said += capsys.readouterr().out
     assert '"TrainingJobName"' in said
     assert "lockstep/hf" in said
     assert "hf_xxx" not in said

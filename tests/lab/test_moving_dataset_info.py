@@ -34,6 +34,23 @@ def test_dataset_info_of_llama_factory_is_read(here: Path, capsys: pytest.Captur
     assert "has no entry of that name" in refused("lf.yaml", _FACTORY.replace("NAME", "none"), capsys)
 
 
+def test_messages_on_the_command_line_replace_the_columns_of_instructions(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = factory(here, {"file_name": "rows.json"}).replace("finetuning_type: full", "finetuning_type: lora")
+    text = text.replace("a/b", "base")
+    (here / "base").mkdir()
+    (here / "base" / "config.json").write_text('{"model_type": "llama", "dtype": "float32"}')
+    run = moved("lf.yaml", text, "task.messages=talk", "data.source=x/y")
+    assert run.task.options["messages"] == "talk"
+    assert not {key for key in ("prompt", "response") if run.task.options.get(key)}
+    assert "replaced by task.messages: template: qwen" in capsys.readouterr().out
+    assert run.model.dtype == "float32"  # not the default of an adapter, since its base is saved in it
+    (here / "data" / "rows.json").write_text('[{"instruction": "a", "output": "b"}]')
+    (here / "moved.yaml").unlink()
+    assert "data/rows.json has no column 'talk'" in refused("lf.yaml", text, capsys, "task.messages=talk")
+
+
 OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 TALKS = {"file_name": "t.jsonl", "formatting": "sharegpt", "columns": {"messages": "talk"}}
 PAIRS = {"file_name": "p.jsonl", "formatting": "sharegpt", "ranking": True, "columns": {"messages": "talk"}}

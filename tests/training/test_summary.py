@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from lockstep.cli import main
@@ -16,7 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.strategies.job import Job
 from lockstep.track.best import Best
-from lockstep.training.summary import better_step, padding_ratio, the_same_elsewhere
+from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
 from lockstep.training.throughput import Counts
 from support.harness import TINY, tiny
 
@@ -140,3 +141,16 @@ def test_little_padding_is_not_none() -> None:
     texts[1000, 1004] = "; 0% padding (random micro-batches: <1%)"
     for (padded, chance), text in texts.items():
         assert padding_ratio(task, Counts(tokens=1000, padded=padded, padded_by_chance=chance)) == text
+
+
+def test_frozen_weights_in_bfloat16_are_not_called_float32() -> None:
+    wide, narrow = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+
+    def described(*weights: torch.nn.Parameter) -> str:
+        run = SimpleNamespace(precision="fp32", model=SimpleNamespace(quantization=None))
+        update = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+        strategy: Any = SimpleNamespace(run=run, update=update, model=SimpleNamespace(parameters=lambda: weights))
+        return precisions(strategy)
+
+    assert described(wide) == "computed and kept in float32"
+    assert described(wide, narrow) == "computed in fp32, kept in weights bfloat16 and float32"

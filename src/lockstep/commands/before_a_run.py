@@ -21,7 +21,7 @@ from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
 from lockstep.track import json_output
-from lockstep.track.console import Console, error
+from lockstep.track.console import RECORD, Console, error
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     json_output.option(parser)
     parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
+    parser.add_argument("--verbose", action="store_true", help="print the files of a submitted job as a whole")
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -59,6 +60,7 @@ def run_plan(args: argparse.Namespace) -> int:
             "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",
             **(amounts(run) if isinstance(job, str) else sizes_of(job)),
             "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
+            **plan.facts,
         }
     )
     if isinstance(job, str):
@@ -67,8 +69,13 @@ def run_plan(args: argparse.Namespace) -> int:
         run = job.run
         for text in (*job.notes, *remarks(job)):
             console.note(text)
-    for path, text in plan.files.items():
+    whole = args.verbose or RECORD.get() is not None or not plan.facts
+    for path, text in plan.files.items() if whole else ():
         console.say(f"--- {path}\n{text}", whole=True)
+    if not whole:
+        names = ", ".join(f"{Path(path).name} ({len(text.splitlines())} lines)" for path, text in plan.files.items())
+        folder = Path(next(iter(plan.files))).parent
+        console.facts({"files": f"{names}: train writes them to {folder}; --verbose prints them"})
     for note in plan.notes:
         console.say(f"note: {note}")
     wrong = failures(run, launcher, plan, job, args.offline)

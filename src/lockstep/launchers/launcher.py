@@ -34,6 +34,7 @@ class LaunchPlan:
     variables: Mapping[str, str] = field(default_factory=dict)  # its environment variables
     files: Mapping[str, str] = field(default_factory=dict)  # path -> text, written before the start
     notes: list[str] = field(default_factory=list)  # for the user
+    facts: Mapping[str, str] = field(default_factory=dict)  # shown instead of the files, unless --verbose
     job: Job | None = None  # resolved job for ranks on this machine; None: each rank resolves the run
 
 

@@ -84,7 +84,7 @@ def precisions(strategy: Strategy) -> str:
         for what, tensors in tensors_of.items()
         if tensors
     ]
-    if run.precision == "fp32" and all(part.endswith(" float32") for part in parts):
+    if run.precision == "fp32" and {t.dtype for tensors in tensors_of.values() for t in tensors} <= {torch.float32}:
         return "computed and kept in float32"
     packed = run.model.quantization or "uint8"
     return f"computed in {run.precision}, kept in {', '.join(parts).replace('uint8', packed)}"

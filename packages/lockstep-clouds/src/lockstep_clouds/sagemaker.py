@@ -1,8 +1,8 @@
 """SageMaker: a training job on instances that AWS starts, monitors and ends.
 
 In: `launch: {name: sagemaker, role: ..., s3: ..., instance: ..., ...}`. Out: an exit status, and OUTPUT/export. The
-request to AWS is in OUTPUT/launch/create_training_job.json, as `lockstep plan` shows it. `sagemaker_entry.py` runs in
-the containers.
+request to AWS is in OUTPUT/launch/create_training_job.json, and `lockstep plan --verbose` prints it. The containers run
+`sagemaker_entry.py`.
 
 It uses boto3 rather than the sagemaker package: 62 MB in 3 s instead of 1 GB in 149 s. One call creates the job, and
 botocore validates its arguments against AWS's API model.
@@ -34,6 +34,7 @@ from lockstep_clouds.sagemaker_request import (
     COMMAND,
     DATA,
     check_request,
+    facts_of,
     prefix_of,
     processes_of,
     request_of,
@@ -118,7 +119,8 @@ class Sagemaker(SubmittedJob):
             str(run.folder / "launch/run.yaml"): parcel.run.dump(),
             str(run.folder / "launch/requirements.txt"): requirements([*options.requirements, *distributions_of(run)]),
         }
-        return LaunchPlan(processes, ["/bin/sh", "-c", COMMAND], request["Environment"], files, notes)
+        command = ["/bin/sh", "-c", COMMAND]
+        return LaunchPlan(processes, command, request["Environment"], files, notes, facts_of(request))
 
     def _parcel(self, run: Run, options: Any) -> Parcel:
         launch = run.launch.model_copy(update={"processes": processes_of(run, options.instance)})

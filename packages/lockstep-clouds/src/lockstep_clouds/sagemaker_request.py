@@ -187,6 +187,31 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
     return extended
 
 
+def facts_of(request: Mapping[str, Any]) -> dict[str, str]:
+    """Summarize a request as `name -> value` lines."""
+    resources, limits = request["ResourceConfig"], request["StoppingCondition"]
+    instances = f"{resources['InstanceCount']} x {resources['InstanceType']}"
+    spot = ", spot" if request.get("EnableManagedSpotTraining", False) else ""
+    channels = {c["ChannelName"]: c["DataSource"]["S3DataSource"]["S3Uri"] for c in request["InputDataConfig"]}
+    checkpoints = request["CheckpointConfig"]
+    own = {"TrainingJobName", "AlgorithmSpecification", "RoleArn", "InputDataConfig", "OutputDataConfig", "Environment"}
+    own |= {"ResourceConfig", "StoppingCondition", "EnableManagedSpotTraining", "CheckpointConfig", "HyperParameters"}
+    further = ", ".join(sorted(request.keys() - own))
+    return {
+        "job": request["TrainingJobName"],
+        "instances": f"{instances}, {resources['VolumeSizeInGB']} GB disk each{spot}",
+        "limit": f"MaxRuntimeInSeconds {limits['MaxRuntimeInSeconds']}"
+        + (f", MaxWaitTimeInSeconds {limits['MaxWaitTimeInSeconds']}" if "MaxWaitTimeInSeconds" in limits else ""),
+        "image": request["AlgorithmSpecification"]["TrainingImage"],
+        "role": request["RoleArn"],
+        "channels": ", ".join(f"{name} {address}" for name, address in channels.items()),
+        "checkpoint": f"{checkpoints['LocalPath']} <-> {checkpoints['S3Uri']}",
+        "artifacts": request["OutputDataConfig"]["S3OutputPath"],
+        "tuning": f"{len(request['HyperParameters'])} hyperparameters: the keys that decide the weights",
+        **({"further": further} if further else {}),
+    }
+
+
 def check_request(request: dict[str, Any]) -> None:
     """Validate a request against botocore's API model, without a network. Errors: `RunError`."""
     import botocore.session

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import dataset_info, table, trainer
+from lockstep.lab.import_config import dataset_info, model_defaults, table, trainer
 from lockstep.lab.import_config.table import RunDraft
 
 _TOKENS = "a tokenizer is used as saved: save one with these tokens, and set tokenizer.source"
@@ -366,6 +366,8 @@ def _adapter_llama_factory(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         entries["lora_alpha"] = theirs.get("lora_alpha", 2 * (theirs.get("lora_rank") or 8))
         entries["target_modules"] = "all-linear" if target == "all" else [t.strip() for t in str(target).split(",")]
         table.lora(draft, entries, "finetuning_type lora")
+        if not any(theirs.get(key) for key in ("bf16", "fp16", "pure_bf16")):
+            draft.at_end.append(lambda draft: model_defaults.note_saved_dtype(draft, "finetuning_type lora"))
     elif kind != "full":
         why = "all weights are trained, or those of an adapter (model.adapter)"
         draft.drop("finetuning_type", kind, why, True, ("model.adapter", "model.freeze"))

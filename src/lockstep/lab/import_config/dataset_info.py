@@ -15,8 +15,8 @@ from lockstep.lab.import_config import table
 from lockstep.lab.import_config.table import RunDraft
 
 TEMPLATE = (
-    "a prompt and its response are read as they are, and its column input is not: make conversations of them "
-    "(task.messages=messages), or name a column of whole prompts (task.prompt=...)"
+    "lockstep reads one prompt column and applies no template to it. Write a file with a column of messages and give "
+    "it: --data FILE task.messages=messages; or, if a column has whole prompts: task.prompt=COLUMN"
 )
 _ENTRY = {"hf_hub_url", "ms_hub_url", "file_name", "subset", "split", "num_samples", "formatting", "ranking"}
 _ENTRY |= {"columns", "tags"}
@@ -87,7 +87,7 @@ def _instructions(names: dict[str, Any], usual: bool, origin: str, draft: RunDra
     if usual:
         names["query"] = "input"
     for theirs in [name for name in _JOINED if names.get(name)]:
-        why = "a prompt is one column: join them, and set task.prompt=..."
+        why = "lockstep reads one prompt column: join the columns and set task.prompt=..."
         default = ", by default" * (usual and theirs == "query")
         draft.lacks(f"{origin}: columns: {theirs}: {names.pop(theirs)}{default}", why, "task.prompt", "task.messages")
     _others(names, origin, draft)

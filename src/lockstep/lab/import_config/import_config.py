@@ -28,6 +28,8 @@ from lockstep_trace.plurals import quantity
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")
+# columns of a language model: conversations, pairs or whole texts
+_LM_COLUMNS = tuple(map(frozenset, (("task.messages",), ("task.prompt", "task.response"), ("task.text",))))
 _PROMPTS = ("input", "context", "system")  # columns of instruction data that the prompt also needs
 _PLACES = ("data.source", "data.train", "data.validation", "data.test", "model.source", "tokenizer.source")
 
@@ -65,6 +67,7 @@ def move(
         talk.console.say(f"read: {line}")
     for key, value in by_hand.items():
         draft.set(key, value, "")
+    _replace_columns(draft)
     looked = _look(draft, flags["data"] is not None, talk)
     if looked is not None and "data.validation_fraction" not in draft.keys:
         draft.rows = looked.sizes.get("train")
@@ -78,7 +81,8 @@ def move(
     refused = [] if partial else draft.deciding()  # which the error lists
     for gap in draft.gaps:
         if gap not in refused:
-            talk.console.say(str(gap))
+            by = " and ".join(sorted(draft.by_hand.keys() & set(gap.by)))
+            talk.console.say(f"replaced by {by}: {gap.name} ({gap.why})" if by else str(gap))
     if refused:
         raise _incomplete(origin, refused)
     run = _written(path, text, partial, talk)
@@ -88,6 +92,14 @@ def move(
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
+
+
+def _replace_columns(draft: RunDraft) -> None:
+    """Remove the file's columns of a language model if the command line gives those of another form."""
+    form = next((columns for columns in _LM_COLUMNS if draft.by_hand.keys() & columns), frozenset())
+    for key in frozenset().union(*_LM_COLUMNS) - form if form else ():
+        if key not in draft.by_hand:
+            draft.keys.pop(key, None)
 
 
 def _deepspeed(draft: RunDraft) -> None:
@@ -174,6 +186,12 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
     elif looked is not None and draft.keys["task.name"] in columns.tasks():
         there = list(looked.languages or looked.kinds)
         if not any(k.startswith("task.") and str(v) in there for k, v in draft.keys.items()):
+            for key in [key for key in _COLUMNS if isinstance(draft.by_hand.get(key), str)]:
+                raise RunError(
+                    "LS8210",
+                    f"{key}: {looked.source} has no column {draft.by_hand[key]!r}; it has {looked.described()}. Name "
+                    "another column, or give the file that has it with --data",
+                )
             if (other := columns.fit(draft.keys["task.name"], looked)) is None:
                 raise RunError(
                     "LS8201",
@@ -204,7 +222,7 @@ def _columns(draft: RunDraft, fit: columns.Fit, looked: DatasetProfile, talk: Pr
         talk.note(f"task.{key}: {fit.keys.get(key)}; {why}")
     more = [name for name in _PROMPTS if name in looked.kinds and name not in draft.keys.values()]
     if "task.prompt" in draft.keys and more and draft.keys["task.prompt"] not in draft.by_hand.values():
-        why = f"a prompt is one column, and {draft.keys['task.prompt']} is read: join both, or set task.prompt=..."
+        why = f"lockstep reads one prompt column, {draft.keys['task.prompt']}: join both, or set task.prompt=..."
         draft.lacks(f"column {more[0]} of {looked.source}", why, "task.prompt")
 
 

@@ -126,10 +126,15 @@ def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] 
 
 
 def note_saved_dtype(draft: RunDraft, where: str) -> None:
-    """A note where a model that is loaded without `dtype` is saved in fewer bits than float32."""
-    if draft.keys.keys() & {"model.dtype", "model.adapter", "model.quantization"}:
+    """Note that a model loaded without `dtype` is saved in fewer bits than float32. Keep the base of an adapter in
+    float32 if it is saved so; the default of `model.dtype` would round it to bfloat16."""
+    if draft.keys.keys() & {"model.dtype", "model.quantization"}:
         return
     name = str(getattr(model_config(draft, {}), "dtype", None)).removeprefix("torch.")
+    if "model.adapter" in draft.keys:
+        if name == "float32":
+            draft.set("model.dtype", name, "(the dtype that the model is saved in)")
+        return
     if name in ("bfloat16", "float16"):
         draft.notes.append(
             f"{where} names no dtype: transformers 5 keeps the weights in {name}, as they are saved, and transformers "

@@ -455,10 +455,7 @@ def _sides(languages: list[str]) -> Fit:
     source, target = languages[:2]
     return Fit(
         {"source": source, "target": target},
-        {
-            "source": f"a guess, as nothing says which of {', '.join(languages)} is translated into which; "
-            "edit task.source and task.target"
-        },
+        {"source": f"the direction {source} to {target} is a guess; to change it, edit task.source and task.target"},
     )
 
 
