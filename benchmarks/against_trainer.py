@@ -36,9 +36,8 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.data import source
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models.model_configs import load_config
 from lockstep.tasks.task import Task
@@ -54,7 +53,7 @@ class Ours:
     def __init__(self, run: Run, world: World) -> None:
         self.run, self.world = run, world
         task_class: Any = plugins.find("tasks", run.task.name)
-        self.task: Task = task_class(run, prepare(run, task_class))
+        self.task: Task = task_class(Job.of(run).with_data())
         self.strategy: Strategy = strategy_class(run)(Job.of(run, world.size), world)
         self.strategy.build(self.task)
         self.feed = StepLoader(self.task, self.strategy.own_micro_batches(), world.device)

@@ -41,7 +41,7 @@ def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
     """Seconds of each arm's steps and the waiting part of them, on this rank."""
     task, strategy = build(run, world)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
-    checkpoints = Checkpoints(run, world, task.prepared, 10**6)
+    checkpoints = Checkpoints(task.job.having(run), world, 10**6)
     batch, step = feed.make(0).to(world.device), 0
     found: dict = {arm: {"seconds": [], "stalls": []} for arm in ARMS}
 

@@ -19,9 +19,8 @@ import torch
 from lockstep.checkpoint.shard_files import StateHash
 from lockstep.config import plugins
 from lockstep.config.run import load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job, strategy_class
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.sdc_check import SdcCheck
 
@@ -31,7 +30,7 @@ def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader,
     run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"sdc_check.every={every}"])
     task_class: Any = plugins.find("tasks", run.task.name)
     world = World(run)
-    task, strategy = task_class(run, prepare(run, task_class)), strategy_class(run)(Job.of(run, world.size), world)
+    task, strategy = task_class(Job.of(run).with_data()), strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, job=strategy.job, world=world, feed=feed, strategy=strategy)

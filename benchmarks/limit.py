@@ -25,10 +25,9 @@ from torch import nn
 from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.config.schedules import learning_rate
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 
 
@@ -100,7 +99,7 @@ def main() -> None:
             run = load(None, [], values)
             task_class = plugins.find("tasks", run.task.name)
             world = World(run).join()
-            task = task_class(run, prepare(run, task_class))
+            task = task_class(Job.of(run).with_data())
             strategy = plugins.find("strategies", "single")(Job.of(run, world.size), world)
             strategy.build(task)
             feed = StepLoader(task, strategy.own_micro_batches(), world.device)

@@ -98,12 +98,12 @@ class Numbers(Sinks):
 def overhead_ms(world: World, run: Run) -> float:
     """Milliseconds per step outside of the step function."""
     job = for_rank(run, world)
-    session, prepared = build_session(job, world), job.data
+    session = build_session(job, world)
     assert isinstance(session.strategy, Waits)
     with tempfile.TemporaryDirectory() as folder:
         trackers = Trackers(run.model_copy(update={"output": folder}), 0, {}, print, print, world.is_main)
         sinks = Numbers(trackers, SystemMetrics(world))
-        none = NoCheckpoints(run, world, prepared, session.feed.total)
+        none = NoCheckpoints(job, world, session.feed.total)
         session.feed.make(0)  # exclude costs of the first batch
         world.barrier()
         start = time.perf_counter()

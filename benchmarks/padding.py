@@ -21,9 +21,8 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.single import Single
 from lockstep.training.data_loader import StepLoader
 
@@ -35,7 +34,7 @@ def built(run: Run) -> tuple[Single, StepLoader]:
     world = World(run)
     strategy = Single(Job.of(run), world)
     task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     strategy.build(task)
     return strategy, StepLoader(task, strategy.own_micro_batches(), world.device)
 

@@ -22,9 +22,9 @@ from run import processor
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
+from lockstep.data.job import Job, strategy_class
 from lockstep.proof.recording import Recording, read
 from lockstep.proof.verify import RECORD, compare_recordings, findings, record_alone
-from lockstep.strategies.job import Job, strategy_class
 from lockstep_trace.compare_traces import Comparison
 
 # (name in the table, strategy.name, strategy.options)

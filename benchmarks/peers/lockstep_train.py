@@ -105,7 +105,7 @@ def main() -> None:
         session = build_session(job, world)
         keep_freed_memory()  # as `dry_run.try_a_step` does
         meter = Meter(session.strategy.model, args, *examples(args))
-        checkpoints = NoCheckpoints(run, world, job.data, session.feed.total)
+        checkpoints = NoCheckpoints(job, world, session.feed.total)
         Path(folder).mkdir(exist_ok=True)
         train(replace(session, checkpoints=checkpoints, sinks=Steps(meter)), session.new_state())
         score = None

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep import RunError
+from lockstep.data.job import Job
 from lockstep.strategies.exact.reduction_tree import ReductionTree, partial_nodes, share
-from lockstep.strategies.job import Job
 from lockstep.strategies.single import ReplicatedStrategy
 
 

@@ -16,10 +16,10 @@ from lockstep.checkpoint.manifest import averaged
 from lockstep.checkpoint.shard_files import Mean
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory
@@ -104,8 +104,8 @@ def test_averages_that_say_nothing_are_refused(overrides: list[str], wanted: tup
 
 
 def test_an_average_is_part_of_the_arithmetic_where_training_keeps_it() -> None:
-    assert tiny().arithmetic() == tiny("average.last=3").arithmetic()
-    assert tiny().arithmetic().items() < tiny(EMA).arithmetic().items()
+    assert arithmetic_of(tiny()) == arithmetic_of(tiny("average.last=3"))
+    assert arithmetic_of(tiny()).items() < arithmetic_of(tiny(EMA)).items()
     assert tiny("average.last=3", "evaluate.patience=2", "evaluate.every=2").export == "last"
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.manifest import Manifest, Progress, best_first, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.data.job import arithmetic_of
 from lockstep.lab.sweep.sweep import SweepTrial
 from support.best import told
 from support.command import CommandJob, train
@@ -76,24 +77,25 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_patience_counts_evaluations_without_a_better_one() -> None:
     run = run_of(evaluate={"every": 1, "patience": 2}, checkpoint={"best": "accuracy"})
-    progress = Progress.of(run, {})
+    progress = Progress.of(run.checkpoint.best, {})
     over = []
     for step, score in enumerate([0.5, 0.4, 0.6, 0.6, None, 0.7], 1):
         progress = progress.after(step, score)
-        over.append(progress.over(run))
-        assert Progress.of(run, json.loads(json.dumps(progress.dump()))) == progress  # through a manifest
+        over.append(progress.over(run.evaluate.patience))
+        stored = json.loads(json.dumps(progress.dump()))  # in a manifest
+        assert Progress.of(run.checkpoint.best, stored) == progress
     assert over == [False, False, False, False, True, False]
     assert (progress.best, progress.step, progress.since) == (0.7, 6, 0)
     other = run_of(evaluate={"every": 1, "patience": 1}, checkpoint={"best": "-loss"})
-    assert Progress.of(other, progress.dump()) == Progress("-loss")  # counted by another metric
+    assert Progress.of(other.checkpoint.best, progress.dump()) == Progress("-loss")  # counted by another metric
 
 
 def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
     run = run_of(evaluate={"every": 1, "patience": 2, "min_delta": 0.1}, checkpoint={"best": "accuracy"})
-    progress, over = Progress.of(run, {}), []
+    progress, over = Progress.of(run.checkpoint.best, {}), []
     for step, score in enumerate([0.5, 0.55, 0.61, 0.65, 0.7], 1):
         progress = progress.after(step, score, run.evaluate.min_delta)
-        over.append(progress.over(run))
+        over.append(progress.over(run.evaluate.patience))
     assert over == [False, False, False, False, True]  # 0.61 is better than 0.5 by more than 0.1, 0.7 than 0.61 is not
     assert (progress.best, progress.step, progress.since) == (0.61, 3, 2)
     with raises("LS1060"):
@@ -120,7 +122,7 @@ def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> N
 def test_of_equal_scores_the_earliest_is_best_and_nan_is_none() -> None:
     run = run_of(evaluate={"every": 1}, checkpoint={"best": "-loss"})
     scores = {3: {"loss": 2.0}, 2: {"loss": 1.0}, 4: {"loss": float("nan")}, 1: {"loss": 1.0}, 5: {}}
-    assert [each.step for each in best_first(run, scores)] == [1, 2, 3]
+    assert [each.step for each in best_first(run.checkpoint.best, scores)] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
     run = run_of(**values)
     assert (run.export, run.checkpoint.best) == (export, by)
     assert load(None, [], yaml.safe_load(run.dump())) == run
-    assert run.arithmetic() == run_of().arithmetic()  # a run may change its mind
+    assert arithmetic_of(run) == arithmetic_of(run_of())  # a run may change its mind
 
 
 @pytest.mark.parametrize(

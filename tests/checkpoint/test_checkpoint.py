@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint.checkpoint import Checkpoints, check_resumable, finished, newest_first
 from lockstep.checkpoint.manifest import Manifest, changed, read_manifest
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -29,7 +29,7 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
     world = World(run)
     task, strategy = build(run, world)
     return (
-        Checkpoints(run, world, task.prepared, 6),
+        Checkpoints(task.job.having(run), world, 6),
         strategy,
         StepLoader(task, strategy.own_micro_batches(), world.device),
     )
@@ -176,7 +176,7 @@ def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(folder: Path, 
 def test_other_arithmetic_is_refused_with_the_keys_that_differ(trained: tuple, change: str, named: list[str]) -> None:
     run = run_in(trained[0], change)
     with pytest.raises(RunError) as caught:
-        check_resumable(run, prepare(run, Classification))
+        check_resumable(Job.of(run).with_data())
     for text in [*named, "step 4", "output=FOLDER"]:
         assert text in str(caught.value)
 
@@ -185,7 +185,7 @@ def test_other_data_is_refused(trained: tuple) -> None:
     run = run_in(trained[0])
     other = dataclasses.replace(prepare(run, Classification), key="another")
     with raises("LS6051"):
-        check_resumable(run, other)
+        check_resumable(dataclasses.replace(Job.of(run), prepared=other))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_other_data_is_refused(trained: tuple) -> None:
 )
 def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list[str]) -> None:
     run = run_in(trained[0], *changes)
-    manifest = check_resumable(run, prepare(run, Classification))
+    manifest = check_resumable(Job.of(run).with_data())
     assert manifest is not None
     assert manifest.step == 4
 
@@ -213,20 +213,20 @@ def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_p
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.jsonl").write_text("".join(lines))
 
-    def of(folder: str, *overrides: str) -> tuple[Run, Prepared]:
+    def of(folder: str, *overrides: str) -> Job:
         run = run_in(trained[0], f"data={{source: {tmp_path / folder}, max_length: 32}}", *overrides)
-        return run, prepare(run, Classification)
+        return Job.of(run).with_data()
 
-    run, prepared = of("first")
+    job = of("first")
     manifest = manifest_of(trained[0] / "checkpoints" / "step-000004")
-    manifest = dataclasses.replace(manifest, arithmetic=run.arithmetic(), data=prepared.key)
+    manifest = dataclasses.replace(manifest, arithmetic=job.arithmetic(), data=job.data.key)
     (tmp_path / "first").rename(tmp_path / "renamed")
-    assert changed(*of("renamed"), manifest) is None
-    told = changed(*of("other"), manifest)
+    assert changed(of("renamed"), manifest) is None
+    told = changed(of("other"), manifest)
     assert told is not None
     assert "trained on other data" in told
     assert f"data.source: '{tmp_path}/first' in the checkpoint, '{tmp_path}/other' now" in told
-    told = changed(*of("renamed", "optim.max_grad_norm=3"), manifest)
+    told = changed(of("renamed", "optim.max_grad_norm=3"), manifest)
     assert told is not None
     assert "optim.max_grad_norm: 0.5 in the checkpoint, 3.0 now" in told
     assert "data.source" not in told, "the same data under another name is no reason"
@@ -237,9 +237,9 @@ def test_the_same_data_in_another_cache_is_the_same_data(
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     run = run_in(trained[0])
-    found = prepare(run, Classification)
-    assert str(tmp_path) in found.tokenizer
-    assert check_resumable(run, found) is not None
+    job = Job.of(run).with_data()
+    assert str(tmp_path) in job.data.tokenizer
+    assert check_resumable(job) is not None
 
 
 def test_a_change_of_version_or_threads_is_told(folder: Path, trained: tuple) -> None:
@@ -254,17 +254,17 @@ def test_a_change_of_version_or_threads_is_told(folder: Path, trained: tuple) ->
 
 def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Path) -> None:
     run = run_in(folder)
-    prepared: Prepared = prepare(run, Classification)
+    job = Job.of(run).with_data()
     train(run, 5)
     (folder / "export").mkdir()
     (folder / "export" / "config.json").write_text("{}")
     (folder / "export.json").write_text('{"config.json": ""}')
-    assert not finished(run, check_resumable(run, prepared))
+    assert not finished(run, check_resumable(job))
     train(run, 6)
-    assert finished(run, check_resumable(run, prepared))
+    assert finished(run, check_resumable(job))
     (folder / "export" / "config.json").unlink()
-    assert not finished(run, check_resumable(run, prepared))
-    assert not finished(run_in(tmp_path / "none"), check_resumable(run_in(tmp_path / "none"), prepared))
+    assert not finished(run, check_resumable(job))
+    assert not finished(run_in(tmp_path / "none"), check_resumable(job.into(str(tmp_path / "none"))))
 
 
 def test_newest_is_by_number_and_not_by_letter(folder: Path) -> None:
@@ -272,4 +272,4 @@ def test_newest_is_by_number_and_not_by_letter(folder: Path) -> None:
     later = dataclasses.replace(manifest_of(here / "step-000004"), step=1_000_000)
     (here / "step-1000000").mkdir()
     (here / "step-1000000" / "manifest.json").write_bytes(later.dump())
-    assert [m.step for _, m in newest_first(run_in(folder))] == [1_000_000, 4, 3, 2, 1]
+    assert [m.step for _, m in newest_first(run_in(folder).folder)] == [1_000_000, 4, 3, 2, 1]

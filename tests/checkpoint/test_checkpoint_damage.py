@@ -12,11 +12,9 @@ import pytest
 
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.checkpoint.manifest import Manifest, read_manifest
-from lockstep.data.prepare import prepare
-from lockstep.tasks.classification import Classification
 from support.harness import digest
 from support.messages import raises
-from support.saving import SHARD, Job, bytes_in, run_in
+from support.saving import SHARD, Job, bytes_in, job_of, run_in
 
 DAMAGES = 150
 
@@ -137,7 +135,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
     folder, digests, other = trained
     job, dice = Job(run_in(tmp_path / "out")), random.Random(0)
     fresh, used = digest(job.strategy.state_dict()), dict.fromkeys((kind.__name__ for kind in KINDS), 0)
-    prepared, ends = job.task.prepared, dict.fromkeys(range(5), 0)
+    ends = dict.fromkeys(range(5), 0)
     for i in range(DAMAGES):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         shutil.copytree(folder, tmp_path / "out", symlinks=True)
@@ -159,7 +157,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
             assert bytes_in(tmp_path / "out") == content, what
             assert digest(job.strategy.state_dict()) == before, what
             continue
-        check_resumable(job.run, prepared)  # what the command looks at first
+        check_resumable(job.task.job.having(job.run))  # what the command looks at first
         step, notes = job.opened(job.run).resume(job.strategy)
         assert step == whole, what
         assert digest(job.strategy.state_dict()) == digests[whole], what
@@ -173,4 +171,4 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
 def test_a_whole_checkpoint_of_another_run_is_refused(trained: tuple[Path, dict[int, str], Path]) -> None:
     run = run_in(trained[2])
     with raises("LS6051", "seed", "1", "0"):
-        check_resumable(run, prepare(run, Classification))
+        check_resumable(job_of(run))

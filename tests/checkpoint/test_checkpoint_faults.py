@@ -142,7 +142,7 @@ def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, i
     """A checkpoint, another one with the disk full, and one after it has been cleared."""
     task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
-    checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
+    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
     ballast, left = run.folder.parent / "ballast", ""
     for step in range(3):
         strategy.train_step(feed.make(step), 1e-3)
@@ -245,7 +245,7 @@ def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypat
 def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str | None, list[str], int]:
     task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
-    checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
+    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
     real, error, step = shard_files.write, None, 0
 
     def full(path: Path, blocks: Any) -> shard_files.Written:

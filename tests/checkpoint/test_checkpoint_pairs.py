@@ -38,7 +38,7 @@ def saved(world: World, run: Run) -> str:
     task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
-    checkpoints = Checkpoints(run, world, task.prepared, 6)
+    checkpoints = Checkpoints(task.job.having(run), world, 6)
     checkpoints.save(2, strategy)
     checkpoints.settle()
     found = digest(strategy.state_dict())
@@ -53,7 +53,7 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
     found = []
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
-        step, notes = Checkpoints(here, world, task.prepared, 6).resume(strategy)
+        step, notes = Checkpoints(task.job.having(here), world, 6).resume(strategy)
         loaded = digest(strategy.state_dict())
         loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
         found.append(
@@ -195,12 +195,12 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
     task, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     said: list[str] = []
-    checkpoints = Checkpoints(run, world, task.prepared, 6, said.append)
+    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
     checkpoints.save(1, strategy)
     checkpoints.settle()
     before = digest(strategy.state_dict())
     strategy.train_step(feed.make(1), 1e-3)
-    resumed = Checkpoints(run, world, task.prepared, 6).resume(strategy)
+    resumed = Checkpoints(task.job.having(run), world, 6).resume(strategy)
     after = digest(strategy.state_dict())
     strategy.close()
     return said, resumed, before, after

@@ -47,7 +47,7 @@ def write(job: Job) -> Path:
 
 
 def is_finished(job: Job) -> bool:
-    return finished(job.run, next(manifest for _, manifest in newest_first(job.run)))
+    return finished(job.run, next(manifest for _, manifest in newest_first(job.run.folder)))
 
 
 def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:

@@ -16,6 +16,7 @@ from lockstep.checkpoint.folder import DiskSpace
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.errors import HALTED, uncoded
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.training import publish, rank
 from lockstep_trace.coded import codes
@@ -44,7 +45,7 @@ def is_consistent(run: Run, status: int, said: str) -> None:
     assert record is not None, said
     assert record.status == status, said
     assert [path for path in run.folder.rglob("*.partial") if path.parent.name != "checkpoints"] == []
-    newest = next((manifest for _, manifest in newest_first(run)), None)
+    newest = next((manifest for _, manifest in newest_first(run.folder)), None)
     if status == 0:
         assert finished(run, newest), said
         assert (run.folder / "report.html").is_file(), said
@@ -69,7 +70,7 @@ def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) 
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
         status, said = trained(run)
-        space = DiskSpace(run)
+        space = DiskSpace(Job.of(run))
         space.export = 150_000
         space.check(0, 9, 3, 1)
         space.export = 200_000

@@ -11,13 +11,11 @@ import pytest
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.commands.while_it_runs import checkpoints, last_metrics
 from lockstep.config.run import RunError
-from lockstep.data.prepare import prepare
-from lockstep.tasks.classification import Classification
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.report import history
 from support.harness import digest, tiny
 from support.messages import raises
-from support.saving import SHARD, Job, bytes_in, here, run_in
+from support.saving import SHARD, Job, bytes_in, here, job_of, run_in
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -70,7 +68,7 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
         job.checkpoints.resume(job.strategy)
     if what != "shards":  # contents are read once, at the resume
         with raises("LS6050"):
-            check_resumable(run, prepare(run, Classification))
+            check_resumable(job_of(run))
     assert bytes_in(folder) == content
     sound, damaged = checkpoints(run, thorough=True)  # as `lockstep status` tells
     assert not sound
@@ -85,7 +83,7 @@ def test_links_in_a_circle_are_called_that(where: str, folder: Path) -> None:
     path.symlink_to(path.name)
     run = run_in(folder)
     with raises("LS6050", "its links lead in a circle"):
-        check_resumable(run, prepare(run, Classification))
+        check_resumable(job_of(run))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
@@ -93,7 +91,7 @@ def test_permission_denied_is_no_reason_to_begin_anew(folder: Path) -> None:
     (folder / "checkpoints").chmod(0)
     try:
         with pytest.raises(RunError, match="Permission denied"):
-            check_resumable(run_in(folder), prepare(run_in(folder), Classification))
+            check_resumable(job_of(run_in(folder)))
     finally:
         (folder / "checkpoints").chmod(0o755)
 

@@ -13,10 +13,10 @@ from datasets import Dataset
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.job import Job
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
 from lockstep.training.model_stats import remarks, unused_links
@@ -143,12 +143,9 @@ def test_keys_of_what_another_key_turns_off_are_noted(
     for given, noted in ((words, True), (words[:1], False), (words[1:], False)):
         run = make(tmp_path, kind, *given)
         task_class: Any = plugins.find("tasks", run.task.name)
-        found = prepare(run, task_class)
-        assert (
-            any(note.startswith(f"{key} has no effect") for note in remarks(replace(Job.of(run), prepared=found)))
-            == noted
-        )
-        assert not task_class(run, found).warnings  # nothing by which processes could differ
+        resolved = Job.of(run).with_data()
+        assert any(note.startswith(f"{key} has no effect") for note in remarks(resolved)) == noted
+        assert not task_class(resolved).warnings  # nothing by which processes could differ
 
 
 @pytest.mark.parametrize(
@@ -196,8 +193,9 @@ def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypa
         run = job(tmp_path, NET, "task.generate=null", *words, functions=NET_FUNCTIONS)
         task_class: Any = plugins.find("tasks", "module")
         prepared = prepare(run, task_class)
-        assert not task_class(run, prepared).warnings
-        return "\n".join(remarks(replace(Job.of(run), prepared=prepared)))
+        resolved = replace(Job.of(run), prepared=prepared)
+        assert not task_class(resolved).warnings
+        return "\n".join(remarks(resolved))
 
     assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split
     assert "task.samples has no effect" in said("task.samples=1")

@@ -11,9 +11,9 @@ import pytest
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import chunked_loss
 from lockstep.training.resolve import resolve_strategy
 from support.harness import TINY, build_with_feed, digest, run_on

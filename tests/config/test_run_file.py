@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lockstep.config.run import Run, RunError, load, schema
+from lockstep.data.job import arithmetic_of
 from support.messages import mentions, raises
 
 GOOD = """\
@@ -234,7 +235,7 @@ def test_bad_files(tmp_path: Path) -> None:
 
 
 def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
-    base = read(tmp_path, GOOD).arithmetic()
+    base = arithmetic_of(read(tmp_path, GOOD))
     same = [
         "launch.processes=3",
         "strategy.name=allreduce",
@@ -242,7 +243,7 @@ def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
         "track.to=[tensorboard]",
         "name=other",
     ]
-    assert read(tmp_path, GOOD, *same).arithmetic() == base
+    assert arithmetic_of(read(tmp_path, GOOD, *same)) == base
     for change in (
         "seed=1",
         "micro_batches=4",
@@ -251,7 +252,7 @@ def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
         "strategy.exact=false",
         "data.limit=5",
     ):
-        assert read(tmp_path, GOOD, change).arithmetic() != base, change
+        assert arithmetic_of(read(tmp_path, GOOD, change)) != base, change
 
 
 def test_the_schema_describes_every_key() -> None:

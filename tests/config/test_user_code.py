@@ -16,6 +16,7 @@ from lockstep.config import user_code
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.prepare import prepare
 from lockstep.distributed.consistency_check import disagreement, facts
 from lockstep_clouds.code_bundle import modules_of
@@ -150,27 +151,28 @@ def test_machines_with_other_code_do_not_train(here: Path, numbered: None) -> No
 def test_a_resume_with_edited_code(name: str, exact: bool, edited: str, refused: bool, here: Path) -> None:
     run = run_of(strategy={"name": name, "exact": exact}, output=str(here / "out"))
     known: Any = type("Known", (), {"key": "k"})
+    job = replace(Job.of(run_of()), run=run, prepared=known)
     folder = here / "out/checkpoints/step-000001"
     folder.mkdir(parents=True)
     (folder / "shard").write_text("")
     hashes = {"shard": hashlib.sha256(b"").hexdigest()}
-    made = Manifest(1, 6, run.arithmetic(), "k", name, 1, True, "cpu", 1, {}, {}, {}, hashes)
+    made = Manifest(1, 6, arithmetic_of(run), "k", name, 1, True, "cpu", 1, {}, {}, {}, hashes)
     made = replace(made, code=manifests.code_of(run))
     (folder / "manifest.json").write_bytes(made.dump())
     read = manifests.read_manifest(folder)
     assert isinstance(read, Manifest)
-    assert manifests.changed(run, known, read) is None
+    assert manifests.changed(job, read) is None
     (here / edited).write_text(FILES[edited] + "z = 3\n")
-    reason = manifests.changed(run, known, read)
+    reason = manifests.changed(job, read)
     assert (reason is not None) == refused
     if reason is None:
         return
     assert edited in reason
     assert "checkpoint.changed_code=allow" in reason
     with raises("LS6051"):
-        manifests.check_resumable(run, known)
+        manifests.check_resumable(job)
     allowed = run.model_copy(update={"checkpoint": run.checkpoint.model_copy(update={"changed_code": "allow"})})
-    assert manifests.check_resumable(allowed, known) == read
+    assert manifests.check_resumable(replace(job, run=allowed)) == read
 
 
 def test_a_parcel_holds_everything_of_the_user_s(here: Path) -> None:

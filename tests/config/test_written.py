@@ -15,8 +15,8 @@ from lockstep.cli import main
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
 from lockstep.config.written import applies, with_defaults_named
+from lockstep.data.job import Job
 from lockstep.launchers.start import resolved
-from lockstep.strategies.job import Job
 from support.messages import mentions
 from support.mistakes import RUN, prepare
 from support.written_keys import accused, keys_written

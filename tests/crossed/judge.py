@@ -175,7 +175,7 @@ def _check(overrides: list[str], which: str) -> None:
 
 def _gives_bits(overrides: list[str]) -> bool:
     from lockstep.config.run import load
-    from lockstep.strategies.job import strategy_class
+    from lockstep.data.job import strategy_class
 
     run = load("run.yaml", overrides)
     return bool(strategy_class(run).gives_bits(run))
@@ -286,7 +286,7 @@ def _read(path: Path) -> Any:
 def _rounding(words: list[str]) -> float:
     """How far a way may be from one process, relatively, as its strategy says."""
     from lockstep.config.run import load
-    from lockstep.strategies.job import strategy_class
+    from lockstep.data.job import strategy_class
 
     run = load("run.yaml", words)
     return max(strategy_class(run).rounding(run), LOW_ROUNDING if run.precision != "fp32" else 1e-4)

@@ -9,7 +9,7 @@ import torch
 from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
@@ -18,7 +18,7 @@ from support.harness import tiny
 
 
 def task_of(run: Run) -> Classification:
-    return Classification(run, prepare(run, Classification))
+    return Classification(Job.of(run).with_data())
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
@@ -149,7 +149,7 @@ def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_
     run = tiny()
     found = []
     for ranks in (1, 2):
-        task = Drawing(run, prepare(run, Classification))
+        task = Drawing(Job.of(run).with_data())
         task.drawn = {}
         feeds = [StepLoader(task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
         for step in range(3):

@@ -4,6 +4,7 @@ epoch after epoch, their columns are renamed, and each has a loss of its own."""
 import gzip
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lockstep.checkpoint.manifest import Manifest, changed
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
@@ -183,7 +185,7 @@ def test_paths_of_sources_are_found_beside_the_run_file(tmp_path: Path, monkeypa
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
     task: Any = plugins.find("tasks", run.task.name)
-    return StepLoader(task(run, prepared(run)), share(run.micro_batches, rank, ranks), CPU)
+    return StepLoader(task(Job.of(run).with_data()), share(run.micro_batches, rank, ranks), CPU)
 
 
 def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_no_block_of_tokens_holds_texts_of_two_sources(packing: bool, tmp_path: 
     for split, path in found.splits.items():
         columns = Columns(path)
         assert sum(rows[split]) == len(columns)
-        task: Any = plugins.find("tasks", "language_modeling")(run, found)
+        task: Any = plugins.find("tasks", "language_modeling")(replace(Job.of(run), prepared=found))
         for row in range(len(columns)):
             words = task.tokenizer.decode(columns.ragged("input_ids").row(row))
             assert ("web" in words) != ("book" in words) or not {"web", "book"} & set(words.split())
@@ -287,7 +289,7 @@ def test_books_that_are_one_text_each_are_cut_at_their_ends(tmp_path: Path) -> N
     asked = {"name": "language_modeling", "block_size": 16}
     run = tiny(task=asked, data={"sources": sources, "validation_fraction": 0.25}, tokenizer={"train": "character"})
     found = prepared(run)
-    task: Any = plugins.find("tasks", "language_modeling")(run, found)
+    task: Any = plugins.find("tasks", "language_modeling")(replace(Job.of(run), prepared=found))
     for split, (start, stop) in {"train": (0.0, 0.75), "validation": (0.75, 1.0)}.items():
         rows, ends = task.splits[split].ragged("input_ids"), np.cumsum(found.facts["sources"]["rows"][split])
         assert len(ends) == 2
@@ -333,16 +335,19 @@ def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_pa
         run = tiny(data={"sources": sources, "max_length": 32})
         return run, prepared(run)
 
+    def job(pair: tuple[Run, Prepared]) -> Job:
+        return replace(Job.of(pair[0]), prepared=pair[1])
+
     first, moved, other = of("one", 30), of("two", 30), of("three", 40)
     assert first[1].key == moved[1].key != other[1].key
     assert sorted(first[1].splits) == sorted(other[1].splits)
     assert facts(first[0], first[1].key) == facts(moved[0], moved[1].key)
-    manifest = Manifest(1, 6, first[0].arithmetic(), first[1].key, "ddp", 1, True, "cpu", 1, {}, {})
-    assert changed(*moved, manifest) is None
-    assert "data.sources" in str(changed(*other, manifest))
+    manifest = Manifest(1, 6, arithmetic_of(first[0]), first[1].key, "ddp", 1, True, "cpu", 1, {}, {})
+    assert changed(job(moved), manifest) is None
+    assert "data.sources" in str(changed(job(other), manifest))
     heavier = [each.model_copy(update={"weight": 2.0}) for each in moved[0].data.sources or []]
     weighted = moved[0].model_copy(update={"data": moved[0].data.model_copy(update={"sources": heavier})})
-    assert "other arithmetic" in str(changed(weighted, moved[1], manifest))
+    assert "other arithmetic" in str(changed(job((weighted, moved[1])), manifest))
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from lockstep.config.run import DataSection, RunError, load
 from lockstep.data import arrow_cache, source, splitting
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.cache import cache_folder
+from lockstep.data.job import arithmetic_of
 from lockstep.data.prepare import prepare
 from support.caches import prepared
 from support.harness import tiny
@@ -152,7 +153,7 @@ def test_a_filter_that_is_none_is_told(given: str, told: str) -> None:
 def test_a_filter_is_written_down_as_it_was_given() -> None:
     run = tiny("data.filter={language: en, n: {min: 3}}", "data.filter.s=[a, b]")
     assert run.model_dump(mode="json")["data"]["filter"] == {"language": "en", "n": {"min": 3}, "s": ["a", "b"]}
-    assert run.arithmetic()["data.filter.n.min"] == 3
+    assert arithmetic_of(run)["data.filter.n.min"] == 3
     assert tiny("data.filter={language: 'no'}").data.filter == {"language": "no"}
 
 

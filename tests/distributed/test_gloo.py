@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.strategies.job import Job
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import gloo_threads
 from support.harness import build_with_feed, run_on, tiny

@@ -10,10 +10,10 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.data.job import strategy_class
 from lockstep.distributed import step_timer
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
-from lockstep.strategies.job import strategy_class
 from support.harness import build_with_feed, run_on, tiny
 
 

@@ -21,8 +21,8 @@ import yaml
 
 from lockstep.config import processor
 from lockstep.config.run import Run, load
+from lockstep.data.job import Scope, arithmetic_of
 from lockstep.distributed import portable
-from lockstep.strategies.job import Scope
 from lockstep.training.resolve import Machine, resolve
 from support.command import start, start_anew, write
 from support.harness import TINY
@@ -105,8 +105,8 @@ def test_a_run_sets_the_variables_and_the_next_takes_them_back(monkeypatch: pyte
 
 
 def test_portable_is_part_of_the_arithmetic() -> None:
-    assert changed().arithmetic() != changed(exact=True).arithmetic()
-    assert changed().arithmetic() == changed(name="ddp").arithmetic()
+    assert arithmetic_of(changed()) != arithmetic_of(changed(exact=True))
+    assert arithmetic_of(changed()) == arithmetic_of(changed(name="ddp"))
 
 
 @pytest.mark.slow

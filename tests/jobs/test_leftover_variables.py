@@ -6,10 +6,10 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config import processor
+from lockstep.data.job import Job
 from lockstep.distributed import consistency_check
 from lockstep.distributed.world import World
 from lockstep.launchers.start import joining
-from lockstep.strategies.job import Job
 from lockstep.training.startup import other_arithmetic
 from support.command import LOCKSTEP, ended, start
 from support.harness import tiny

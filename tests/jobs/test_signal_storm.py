@@ -85,7 +85,7 @@ def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) ->
         done[-1] += f" -> {status}"
         until(lambda: not processes_in(folder), "the ranks to end with their launcher")
         run = load(folder / "out" / "run.yaml", {"output": str(folder / "out")})
-        newest = next((m for _, m in newest_first(run)), None)
+        newest = next((m for _, m in newest_first(run.folder)), None)
         story = "\n".join([*done, out, err])
         assert status != 75 or newest is not None, story
         assert status != 0 or finished(run, newest), story

@@ -13,7 +13,7 @@ import pytest
 from lockstep.checkpoint.manifest import name_of, newest_first
 from lockstep.cli import main
 from lockstep.config.run import load
-from lockstep.lab.branch import load_of, parsed
+from lockstep.lab.branch import parsed
 from lockstep.training import fingerprints
 from support import stream_runs
 from support.branches import began_at, weights_of
@@ -51,7 +51,7 @@ def branched(folder: Path, name: str, step: int, *overrides: str, **values: Any)
 
 
 def test_the_bits_of_a_run_that_was_never_branched(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert [m.step for _, m in newest_first(load_of(folder / "first"))] == [10, 6]  # checkpoint.at is kept
+    assert [m.step for _, m in newest_first(folder / "first")] == [10, 6]  # checkpoint.at is kept
     assert branched(folder, "same", 6, "steps=14") == 0
     assert weights_of(folder / "same") == weights_of(folder / "alone")
     assert began_at(folder / "same") == [6]

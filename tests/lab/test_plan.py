@@ -11,12 +11,11 @@ import torch
 from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.lab.import_config.import_config import FILL_IN
 from lockstep.launchers import start
 from lockstep.strategies.exact import stepper
-from lockstep.strategies.job import strategy_class
 from lockstep.training import resolve
 from support.command import STEPS, write
 from support.harness import tiny
@@ -77,7 +76,7 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
     rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
     run = load("run.yaml", [])
     task_class = find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     count = sum(p.numel() for p in task.model().parameters())
     assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
     assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
@@ -122,7 +121,7 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
 def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], run_file: Path) -> None:
     """docs/reference/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
     run = load("run.yaml", words)
-    assert tuple(strategy_class(run).bytes_held(run, 4).values()) == held
+    assert tuple((job := Job.of(run, 4)).strategy.bytes_held(job).values()) == held
 
 
 def test_plan_says_how_fsdp2_gathers_here(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +175,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
 ) -> None:
     run = load("run.yaml", [])
     task_class = find("tasks", run.task.name)
-    count = sum(p.numel() for p in task_class(run, prepare(run, task_class)).model().parameters())
+    count = sum(p.numel() for p in task_class(Job.of(run).with_data()).model().parameters())
     for there, status in (20 * count, 0), (20 * count - 1, 1):  # weights, gradients, moments and one partial sum
         monkeypatch.setattr("lockstep.distributed.system_metrics.capacity", lambda device, sharing, n=there: n)
         assert main(["plan", "run.yaml"]) == status
@@ -243,7 +242,7 @@ def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, mo
     """Muon keeps 4 for a matrix of the layers and 8 for the rest; Adafactor a number for a row and one for a column."""
     run = tiny(f"optim={name}", "model.config.n_embd=64")
     task_class = find("tasks", run.task.name)
-    model = task_class(run, prepare(run, task_class)).model()
+    model = task_class(Job.of(run).with_data()).model()
     optimizer = stepper.build(run.optim, model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.exported import damage
 from lockstep.config.errors import FAILED
-from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed import host_memory
 from lockstep.distributed.world import World
@@ -33,7 +32,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
 from lockstep.tasks.modules import wrapped_module
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_check import cause, differences
@@ -298,7 +297,7 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_tokens_that_are_others_are_named() -> None:
     short, run = (tiny(*ONE, f"data.max_length={most}") for most in (8, 32))
     task, strategy = build(short, World(short))
-    whole = type(task)(run, task.prepared)  # as a stale entry of the cache would have it
+    whole = type(task)(replace(task.job, run=run))  # as a stale entry of the cache would have it
     sides = sides_of(whole, strategy)
     assert differences(sides, strategy)
     assert "The tokens of example" in cause(sides, strategy)
@@ -375,7 +374,7 @@ def test_an_error_of_the_plain_path_names_the_key(
 def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) -> None:
     """transformers loads the tokenizer of some families by the family's class, whatever was saved."""
     run = make(tmp_path, "documents", *ONE, "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED)}")
-    task = find("tasks", run.task.name)(run, prepare(run, find("tasks", run.task.name)))
+    task = make_task(Job.of(run).with_data())
     job = plain_sides.job_of(task)
     examples = job.encode(job.splits["train"])
     with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Give tokenizer\.source"):

@@ -10,8 +10,8 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.training.resolve import for_rank
 from lockstep_plan import calibrate, devices, rates
 from lockstep_plan.devices import Device, Link

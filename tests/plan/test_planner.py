@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from lockstep.cli import main
+from lockstep.data.job import Job
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.job import Job
 from lockstep_plan import devices, planner
 from lockstep_plan import fake_world as ranks_of
 from lockstep_plan.devices import Device, at

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.cli import main
 from lockstep.config.run import Run
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.job import Job
 from support.harness import run_on, tiny
 from support.marks import long, slow
 from support.messages import mentions, raises
@@ -131,7 +131,7 @@ def test_what_is_computed_again_is_not_kept() -> None:
 
 
 def test_a_resume_may_change_it() -> None:
-    assert tiny(AGAIN, "model.offload_activations=true").arithmetic() == tiny().arithmetic()
+    assert arithmetic_of(tiny(AGAIN, "model.offload_activations=true")) == arithmetic_of(tiny())
 
 
 # -- what waits on the host: the choice and the way there and back, without a GPU ------------------------------------

@@ -16,9 +16,9 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
@@ -363,6 +363,6 @@ def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pyt
 
 
 def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
-    assert tiny(COMPILE).arithmetic()["model.compile"] is True
-    assert tiny("model.compile=false").arithmetic()["model.compile"] is False
-    assert "model.compile" not in tiny().arithmetic()  # decided later
+    assert arithmetic_of(tiny(COMPILE))["model.compile"] is True
+    assert arithmetic_of(tiny("model.compile=false"))["model.compile"] is False
+    assert "model.compile" not in arithmetic_of(tiny())  # decided later

@@ -13,9 +13,9 @@ import transformers
 from crossed import families as small
 from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.job import Job, strategy_class
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import effects_of
-from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks import translation
 from lockstep.tasks.classification import Classification

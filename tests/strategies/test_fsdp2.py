@@ -9,11 +9,11 @@ import torch
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed import torch_internals
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import TreeScatter
 from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import padding
 from lockstep.training.data_loader import StepLoader
 from support.fsdp2_runs import LLAMA, of

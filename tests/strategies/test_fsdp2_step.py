@@ -12,9 +12,9 @@ from torch import nn
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer, ShardedWeights
-from lockstep.strategies.job import Job, strategy_class
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
@@ -76,7 +76,7 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
     found = []
     for i, run in enumerate(runs):
         task, strategy, feed = build_with_feed(run, world)
-        checkpoints = Checkpoints(run, world, task.prepared, 6)
+        checkpoints = Checkpoints(task.job.having(run), world, 6)
         step, notes = checkpoints.resume(strategy)
         assert (step, notes) == (2 * i, [])
         for t in (step, step + 1):
@@ -123,7 +123,7 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
 
 def decided(run: Run, processes: int, memory: int) -> str:
     assert strategy_class(run).needs_memory_to_resolve(run)
-    return FSDP2.resolve_options(run, processes, 100, 100, memory).strategy.options["gather"]
+    return FSDP2.resolve_options(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:

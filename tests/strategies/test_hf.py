@@ -11,11 +11,11 @@ import torch
 
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job
+from lockstep.data.job import strategy_class as class_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact import stepper
-from lockstep.strategies.job import Job
-from lockstep.strategies.job import strategy_class as class_of
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises

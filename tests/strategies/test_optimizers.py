@@ -96,7 +96,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         strategy.dry_run(feed.longest())
         for t in range(2):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
-        checkpoints = Checkpoints(run, world, task.prepared, 6)
+        checkpoints = Checkpoints(task.job.having(run), world, 6)
         checkpoints.save(2, strategy)
         checkpoints.settle()
         exported = strategy.exported()
@@ -110,7 +110,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         answer |= {"loss": float(result.loss), "after": digest(strategy.state_dict())}
         if other is not None:
             there = run.model_copy(update={"output": other.output})
-            step, notes = Checkpoints(there, world, task.prepared, 6).resume(strategy)
+            step, notes = Checkpoints(task.job.having(there), world, 6).resume(strategy)
             assert (step, len(notes)) == (2, 0 if strategy.gives_bits(run) else 1)
             strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
             answer["gone on"] = digest(strategy.state_dict())
@@ -205,7 +205,7 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     for run, other in zip(runs, others, strict=True):
         task, strategy, feed = build_with_feed(run, world)
         there = run.model_copy(update={"output": other.output})
-        assert Checkpoints(there, world, task.prepared, 6).resume(strategy) == (2, [])
+        assert Checkpoints(task.job.having(there), world, 6).resume(strategy) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
         found.append(digest(strategy.state_dict()))
         strategy.close()

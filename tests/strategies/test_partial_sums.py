@@ -7,11 +7,11 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config.run import Run
+from lockstep.data.job import strategy_class
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import fsdp2
 from lockstep.strategies.exact.reduction_tree import most_held
-from lockstep.strategies.job import strategy_class
 from support.harness import build_with_feed, run_on, tiny
 from support.tensor_writes import Written
 

@@ -13,10 +13,10 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import cuts, layers, pipelining
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.tasks.classification import Classification

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from lockstep.checkpoint import manifest
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import repeatable
 from lockstep.training import resolve
 from support.harness import build_with_feed, rank_0_of
@@ -244,7 +244,7 @@ def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: py
     """Wherever it goes on, and however many steps are left."""
     run = packed(tmp_path, "steps=20", "epochs=null")
     for then, gpus in (("whole", 0), (False, 1)):
-        made = SimpleNamespace(arithmetic=region.with_compile(run, then).arithmetic())
+        made = SimpleNamespace(arithmetic=arithmetic_of(region.with_compile(run, then)))
         monkeypatch.setattr(manifest, "Manifest", SimpleNamespace)
         monkeypatch.setattr(manifest, "candidates", lambda run, made=made: iter([(None, made)]))
         assert decided(run, monkeypatch, gpus) == (then, [])

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.training.evaluation import evaluate_with_tables
 from support import label_runs
@@ -126,7 +126,7 @@ def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) 
 def adapted(run: Run, folder: Path, kind: str) -> Run:
     """The run on an adapter of a model that it would have made itself, which is written to the folder."""
     task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     place = folder / f"{kind} model"
     if not place.exists():
         model = task.model()

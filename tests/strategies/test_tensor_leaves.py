@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from lockstep.config.run import Run
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import tensor_plans
 from lockstep.strategies.exact import tensor_leaves
@@ -338,8 +339,8 @@ def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate:
 
 def test_leaves_are_part_of_the_arithmetic() -> None:
     run = tiny(strategy={"name": "ddp", "tensor_leaves": 4})
-    assert run.arithmetic()["strategy.tensor_leaves"] == 4
-    assert Run.default(run, "strategy.tensor_leaves") == 1
+    assert arithmetic_of(run)["strategy.tensor_leaves"] == 4
+    assert Job.of(run).default("strategy.tensor_leaves") == 1
 
 
 def test_modules_keep_their_weights_names() -> None:

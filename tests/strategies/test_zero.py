@@ -15,12 +15,12 @@ import yaml
 
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
+from lockstep.data.job import Job
+from lockstep.data.job import strategy_class as class_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.engines.zero_partition import own_activations
-from lockstep.strategies.job import Job
-from lockstep.strategies.job import strategy_class as class_of
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate

@@ -128,7 +128,7 @@ class Job:
         story = "\n".join([*self.story, out, err])
         if (self.out / "run.yaml").exists():
             run = load(self.out / "run.yaml", {"output": str(self.out)})
-            newest = next((found for _, found in newest_first(run)), None)
+            newest = next((found for _, found in newest_first(run.folder)), None)
             assert status != 75 or newest is not None, story
             assert status != 0 or finished(run, newest), story
         assert status not in (0, 75) or (self.out / "run.yaml").exists(), story

@@ -23,14 +23,12 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training import reference_pass
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import gloo_threads
@@ -74,13 +72,12 @@ def tiny(*overrides: str, **values: Any) -> Run:
 
 def build(run: Run, world: World) -> tuple[Task, Strategy]:
     """Task and built strategy of a run."""
-    task_class = find("tasks", run.task.name)
-    task = task_class(run, prepared := prepare(run, task_class))
-    strategy = make_strategy(Job.of(run, world.size), world)
+    job = Job.of(run, world.size).with_data()
+    task, strategy = make_task(job), make_strategy(job, world)
     strategy.build(task)
     blocks.warm_up(strategy, task)
     region.warm_up(strategy, task)
-    reference_pass.provide(world, task, strategy, prepared, trained=False)
+    reference_pass.provide(world, task, strategy, job.data, trained=False)
     return task, strategy
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.strategies.allreduce import AllReduce
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 

@@ -287,8 +287,7 @@ def run_of(case: dict[str, Any]) -> Any:
 def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
     """Task, unbuilt strategy and this rank's batches on the host."""
     from lockstep.config import plugins
-    from lockstep.data.prepare import prepare
-    from lockstep.strategies.job import Job
+    from lockstep.data.job import Job
     from lockstep.tasks.abilities import UsesReference
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
@@ -299,7 +298,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", DS_ACCELERATOR="cuda")
     run = run_of(case)
     task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     if isinstance(task, UsesReference):
         for split, columns in task.splits.items():
             task.reference_outputs[split] = np.zeros((len(columns), task.reference_size))

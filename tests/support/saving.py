@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
+from lockstep.data.job import Job as Resolved
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.training import hooks, rank
@@ -24,6 +25,11 @@ def run_in(folder: Path, *overrides: str) -> Run:
     return tiny(f"output={folder}", "strategy.name=single", "launch.processes=1", *overrides)
 
 
+def job_of(run: Run) -> Resolved:
+    """The job that ranks of a run would have, with its data."""
+    return Resolved.of(run).with_data()
+
+
 class Job:
     """One process that trains, as far as checkpoints are concerned."""
 
@@ -35,7 +41,7 @@ class Job:
         self.done = 0
 
     def opened(self, run: Run) -> Checkpoints:
-        return Checkpoints(run, self.world, self.task.prepared, 6, self.said.append)
+        return Checkpoints(self.task.job.having(run), self.world, 6, self.said.append)
 
     def step(self) -> str:
         """Make a step. Returns a digest of the whole state after it."""

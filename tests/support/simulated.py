@@ -26,9 +26,8 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import make_strategy
 from lockstep.training.data_loader import StepLoader
 
@@ -228,7 +227,7 @@ class SimulatedJob:
 
     def __post_init__(self) -> None:
         kind = find("tasks", self.run.task.name)
-        self.task = kind(self.run, prepare(self.run, kind))
+        self.task = kind(Job.of(self.run).with_data())
         feed = StepLoader(self.task, range(self.run.micro_batches), torch.device("cpu"))
         self.batches: list[StepBatch] = [feed.make(step) for step in range(self.steps)]
 

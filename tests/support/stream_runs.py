@@ -25,6 +25,7 @@ import torch
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
@@ -96,7 +97,7 @@ def streamed(folder: Path, *overrides: str, **values: Any) -> Run:
 
 def task_of(run: Run) -> Any:
     found: Any = plugins.find("tasks", run.task.name)
-    return found(run, prepare(run, found))
+    return found(Job.of(run).with_data())
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:

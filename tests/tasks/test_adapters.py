@@ -12,6 +12,7 @@ import torch
 from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters
@@ -28,7 +29,7 @@ def pretrained(folder: Path, kind: str) -> Path:
     """A model and its tokenizer, to train an adapter on."""
     run = make(folder, kind)
     task_class: Any = find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     model = task.model()
     model.save_pretrained(folder / f"{kind}-model")
     task.tokenizer.save_pretrained(folder / f"{kind}-model")
@@ -212,7 +213,7 @@ def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
         folder, "token_classification", 'model.adapter={"type": "lora", "r": 4, "target_modules": "all-linear"}'
     )
     task_class: Any = find("tasks", run.task.name)
-    model = task_class(run, prepare(run, task_class)).model()
+    model = task_class(Job.of(run).with_data()).model()
     moving = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert [name for name in moving if "classifier" in name and "lora" in name] == []
     assert any("classifier.modules_to_save" in name for name in moving)

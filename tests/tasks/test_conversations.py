@@ -17,7 +17,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.data.splitting import warnings
 from lockstep.tasks.language_modeling import LanguageModeling
 from support.harness import run_on
@@ -154,7 +154,7 @@ def chats(folder: Path, rows: list[dict], *overrides: str, **task: Any) -> Run:
 
 
 def task_of(run: Run) -> LanguageModeling:
-    return LanguageModeling(run, prepare(run, LanguageModeling))
+    return LanguageModeling(Job.of(run).with_data())
 
 
 def targets(task: LanguageModeling, split: str = "train") -> list[str]:

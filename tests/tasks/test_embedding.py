@@ -16,7 +16,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.data import text_pairs
 from lockstep.data.batch import IGNORED
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.proof import against_plain
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def task_of(run: Run) -> Embedding:
-    return Embedding(run, prepare(run, Embedding))
+    return Embedding(Job.of(run).with_data())
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.plain.examples import encode_rows, values_of_labels
 from lockstep.plain.rows import WHOLE, NotCovered, read_splits
 from lockstep.tasks.classification import Classification
@@ -63,7 +63,7 @@ def texts(*labels: Any) -> list[dict[str, Any]]:
 
 
 def prepared(run: Run, task: type[Task] = Classification) -> Task:
-    return task(run, prepare(run, task))
+    return task(Job.of(run).with_data())
 
 
 def notes(task: Task) -> str:

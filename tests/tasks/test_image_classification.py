@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import splitting
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.lab.init import init as starter
@@ -112,7 +113,7 @@ def test_pixels_are_those_of_the_processor_as_one_call(folders: Path, tmp_path: 
     """Cut to size when the data are prepared, and normalised when a batch is made."""
     run = job(folders, tmp_path / "out")
     task_class: Any = plugins.find("tasks", "image_classification")
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     columns = task.splits["validation"]
     batch = task.collate(columns, np.arange(len(columns)), 0)
     files = [file for label in LABELS for file in sorted((folders / "validation" / label).iterdir())]
@@ -144,7 +145,7 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
     batches = []
     for data in ({"source": str(folders), "layout": "class_folders"}, {"source": str(tmp_path)}):
         run = job(folders, tmp_path / "out", data=data)
-        task = task_class(run, prepare(run, task_class))
+        task = task_class(Job.of(run).with_data())
         batches.append(task.collate(task.splits["train"], np.arange(12), 0))
         assert task.labels == list(LABELS)
     assert torch.equal(batches[0].inputs["pixel_values"], batches[1].inputs["pixel_values"])
@@ -187,7 +188,7 @@ def test_a_family_of_several_classes_is_built_from_scratch(folders: Path, tmp_pa
     task = {"name": "image_classification", "processor": {"size": SQUARE, "crop_size": SQUARE}}
     run = job(folders, tmp_path / "out", model=DEIT, task=task)
     task_class: Any = plugins.find("tasks", "image_classification")
-    model = task_class(run, prepare(run, task_class)).model(empty=True)
+    model = task_class(Job.of(run).with_data()).model(empty=True)
     assert type(model).__name__ == "DeiTForImageClassification"
 
 

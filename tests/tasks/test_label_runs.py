@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.tasks import own_metrics
 from lockstep.training.evaluation import evaluate_with_tables
 from support import own_scores
@@ -125,7 +125,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     """As many columns, of the same type, and every label among them."""
     run = make(folder, kind, "strategy.name=single", "metrics=support.own_scores.order")
     own_scores.SEEN.clear()
-    own_metrics.check(run, Job.of(run).with_data().make_task)
+    own_metrics.check(Job.of(run).with_data())
     (tried,) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)

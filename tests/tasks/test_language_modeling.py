@@ -17,10 +17,9 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import lm_documents
 from lockstep.data.batch import IGNORED
+from lockstep.data.job import Job
 from lockstep.data.lm_documents import Documents, examples, measured
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
@@ -77,7 +76,7 @@ def test_what_is_space_is_what_python_says() -> None:
 
 
 def task_of(run: Run) -> LanguageModeling:
-    return LanguageModeling(run, prepare(run, LanguageModeling))
+    return LanguageModeling(Job.of(run).with_data())
 
 
 def test_prompts_are_read_and_not_learned(tmp_path: Path) -> None:

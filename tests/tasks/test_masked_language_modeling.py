@@ -16,7 +16,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.data import masking
 from lockstep.data.batch import IGNORED
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.tasks.masked_language_modeling import MaskedLanguageModeling
 from support.task_runs import make
 
@@ -24,7 +24,7 @@ WORDPIECE = "tokenizer={train: wordpiece, vocab_size: 60}"  # words fall into pi
 
 
 def task_of(run: Run) -> MaskedLanguageModeling:
-    return MaskedLanguageModeling(run, prepare(run, MaskedLanguageModeling))
+    return MaskedLanguageModeling(Job.of(run).with_data())
 
 
 def known(size: int = 1000, **more: Any) -> masking.Vocabulary:

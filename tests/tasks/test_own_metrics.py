@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.tasks import own_metrics
 from lockstep.tasks.models.qa_spans import normal
 from lockstep.track.report import panels
@@ -127,7 +127,7 @@ def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path)
     """Of the same type and shape, and before any process starts."""
     run = run_of(folder, kind, "strategy.name=single")
     own_scores.SEEN.clear()
-    own_metrics.check(run, Job.of(run).with_data().make_task)
+    own_metrics.check(Job.of(run).with_data())
     ((tried, true),) = own_scores.SEEN
     world = World(run)
     task, strategy = build(run, world)
@@ -233,4 +233,4 @@ def test_what_has_no_predictions_says_so(folder: Path, tmp_path: Path, monkeypat
     own = job(tmp_path, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()"), "metrics=[support.own_scores.rewards]")
     for code, value, run in (("LS3320", "task.loss_chunk", of_chunks), ("LS3304", "task.metrics", own)):
         with raises(code, "metrics: ", value):
-            own_metrics.check(run, Job.of(run).with_data().make_task)
+            own_metrics.check(Job.of(run).with_data())

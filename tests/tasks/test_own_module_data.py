@@ -14,6 +14,7 @@ import torch
 import lockstep
 from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
 from lockstep.tasks.modules.dataset import INPUT
@@ -30,7 +31,7 @@ def of_data(data: str) -> str:
 
 
 def task_of(run: Run) -> Module:
-    return Module(run, prepare(run, Module))
+    return Module(Job.of(run).with_data())
 
 
 @pytest.mark.parametrize(

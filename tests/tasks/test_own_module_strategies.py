@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
 from lockstep.training.resolve import resolve_strategy
@@ -107,7 +107,7 @@ def test_a_pipeline_cuts_a_row_of_modules(module_folder: Path) -> None:
 
 def test_blocks_are_found_by_size_or_named(module_folder: Path) -> None:
     run = job(module_folder, NET, strategy={"name": "fsdp2"})
-    model = Module(run, prepare(run, Module)).model()
+    model = Module(Job.of(run).with_data()).model()
     assert {"blocks.0", "blocks.0.0", "head"} <= set(model.lockstep_called_once)  # type: ignore[arg-type]
     row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.PReLU())
     row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]

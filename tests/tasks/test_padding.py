@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
@@ -210,7 +211,7 @@ def test_a_wrong_value_names_the_key() -> None:
 def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
     task_class = find("tasks", run.task.name)
-    task = task_class(run, prepare(run, task_class))
+    task = task_class(Job.of(run).with_data())
     told = model_stats.padding(task)["padding"]
     assert told.startswith("computed, as with data.padding=batch: transformers has no")
     feed = StepLoader(task, [], torch.device("cpu"))
@@ -223,7 +224,7 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
 
 
 def test_padding_is_part_of_the_arithmetic() -> None:
-    assert tiny().arithmetic()["data.padding"] == "none"
+    assert arithmetic_of(tiny())["data.padding"] == "none"
 
 
 # -- steps -----------------------------------------------------------------------------------------------------------
@@ -275,7 +276,7 @@ ROBERTA = [f"model.{key}={value}" for key, value in (("type", "roberta"), ("conf
 def reading(tmp_path: Path, *overrides: str) -> Any:
     run = make(tmp_path, "packed", "task.samples=0", *overrides)
     task_class = find("tasks", run.task.name)
-    return task_class(run, prepare(run, task_class))
+    return task_class(Job.of(run).with_data())
 
 
 @pytest.mark.parametrize("way", ["none", "batch"])

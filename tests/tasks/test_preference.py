@@ -18,10 +18,11 @@ from safetensors.numpy import load_file, save_file
 from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.data.splitting import warnings
 from lockstep.distributed.world import World
 from lockstep.tasks.preference import Preference
+from lockstep.tasks.task import make_task
 from lockstep.tasks.text_task import TextData
 from lockstep.training.evaluation import evaluate
 from lockstep.training.predicting import predictions
@@ -223,7 +224,7 @@ def prepared(folder: Path, rows: list[dict], *overrides: str) -> Any:
     data = {"train": str(folder / "rows.jsonl"), "validation": str(folder / "rows.jsonl"), "max_length": 32}
     values = {"task": {"name": "preference"}, "model": GPT2, "tokenizer": {"train": "bpe", "vocab_size": 300}}
     run = tiny(*overrides, **values, data=data, output=str(folder / "out"))
-    return find("tasks", "preference")(run, prepare(run, find("tasks", "preference")))
+    return make_task(Job.of(run).with_data())
 
 
 SPOKEN = {

@@ -21,7 +21,7 @@ from lockstep.cli import main
 from lockstep.config.run import Run
 from lockstep.data import qa_features
 from lockstep.data.batch import IGNORED
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.data.qa_features import TokenWindow
 from lockstep.tasks.models import qa_spans
 from lockstep.tasks.question_answering import QuestionAnswering
@@ -30,7 +30,7 @@ from support.task_runs import WORDS, make, write
 
 
 def task_of(run: Run) -> QuestionAnswering:
-    return QuestionAnswering(run, prepare(run, QuestionAnswering))
+    return QuestionAnswering(Job.of(run).with_data())
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:

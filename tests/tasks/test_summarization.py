@@ -11,6 +11,7 @@ import torch
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.tasks.summarization import NAMES, Rouge, Summarization, f_measures, words
 from support.messages import raises
@@ -80,7 +81,7 @@ def run_of(folder: Path, *overrides: str):
 
 def test_targets_have_a_length_of_their_own(tmp_path: Path) -> None:
     run = run_of(tmp_path, "task.target_length=4")
-    task = Summarization(run, prepare(run, Summarization))
+    task = Summarization(Job.of(run).with_data())
     columns = task.splits["train"]
     assert columns.ragged("target_ids").lengths.max() == 4
     assert columns.ragged("input_ids").lengths.max() > 4

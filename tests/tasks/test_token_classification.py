@@ -12,7 +12,7 @@ import torch
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.tasks.task import spread_rows
 from lockstep.tasks.token_classification import TokenClassification, entities, parts
 from support.messages import raises
@@ -86,7 +86,7 @@ def test_a_letter_of_no_scheme_is_refused_beside_those_of_one() -> None:
 
 
 def task_of(run: Run) -> TokenClassification:
-    return TokenClassification(run, prepare(run, TokenClassification))
+    return TokenClassification(Job.of(run).with_data())
 
 
 def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from lockstep.cli import main
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import IGNORED
-from lockstep.data.prepare import prepare
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.tasks.models.inference import Decoding, by_forward, by_transformers
 from lockstep.tasks.translation import SIZES, Overlap, Translation
@@ -34,7 +34,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 
 def task_of(run: Run) -> Translation:
-    return Translation(run, prepare(run, Translation))
+    return Translation(Job.of(run).with_data())
 
 
 def rows_in(folder: Path, split: str) -> list[dict[str, str]]:

@@ -17,6 +17,7 @@ import pytest
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.config import plugins
 from lockstep.config.run import RunError
+from lockstep.data.job import arithmetic_of
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
@@ -385,7 +386,7 @@ def test_the_resolved_run_has_every_key_of_the_trackers_it_names() -> None:
     assert run.track.options["wandb"]["project"] == "lockstep"
     assert run.track.options["mlflow"]["experiment"] == "names"
     assert "trackio" not in run.track.options
-    assert "track.wandb.project" not in run.arithmetic()
+    assert "track.wandb.project" not in arithmetic_of(run)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -14,13 +14,13 @@ import torch
 from lockstep.checkpoint.manifest import Progress, best_first, score_of
 from lockstep.config import plugins
 from lockstep.config.run import Run
+from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
 from lockstep.lab.sweep import sweep
 from lockstep.lab.sweep.sweep_file import read as read_sweep
 from lockstep.proof import attest, diff, replay, verify
 from lockstep.proof import recording as recordings
 from lockstep.proof.recording import TRACE, Recording
-from lockstep.strategies.job import Job, strategy_class
 from lockstep.strategies.strategy import NotFinite
 from lockstep.track.best import Best
 from lockstep.track.console import Console
@@ -311,10 +311,11 @@ def test_what_is_not_finite_passes_nowhere(
         calibrate.check_finite({"links": {"latency_s": bad}, "flops": [1e9]})
 
     run = tiny("checkpoint.best=-loss", "evaluate.every=1", "evaluate.patience=2")
-    progress = Progress.of(run, {}).after(1, score_of(run, {"loss": 2.0})).after(2, score_of(run, {"loss": bad}))
-    assert (progress.step, progress.since, progress.over(run)) == (1, 1, False)
-    assert progress.after(3, score_of(run, {"loss": bad})).over(run)
-    assert [c.step for c in best_first(run, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
+    best = run.checkpoint.best
+    progress = Progress.of(best, {}).after(1, score_of(best, {"loss": 2.0})).after(2, score_of(best, {"loss": bad}))
+    assert (progress.step, progress.since, progress.over(run.evaluate.patience)) == (1, 1, False)
+    assert progress.after(3, score_of(best, {"loss": bad})).over(run.evaluate.patience)
+    assert [c.step for c in best_first(best, {1: {"loss": 2.0}, 2: {"loss": bad}})] == [1]
     assert not Best().update(1, {"loss": bad})
 
     values = tiny(f"output={tmp_path / 'out'}").model_dump(mode="json")

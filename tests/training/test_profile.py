@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import Run
+from lockstep.data.job import arithmetic_of
 from lockstep.distributed.step_timer import Profiler
 from lockstep.distributed.world import World
 from lockstep.track.report.report import write_report
@@ -67,7 +68,7 @@ def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
 
 
 def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
-    assert tiny("profile.steps=5").arithmetic() == tiny().arithmetic()
+    assert arithmetic_of(tiny("profile.steps=5")) == arithmetic_of(tiny())
     with raises("LS1002", "profile.steps"):
         tiny("profile.steps=-1")
     with raises("LS1000", "step"):

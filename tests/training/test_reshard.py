@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job
 from lockstep.distributed.sharded import Incomplete, PeerReader, TensorSlice
-from lockstep.strategies.job import Job
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import PeerCheckpoints, neighbours
 from lockstep.training.recovery.reshard import newest_complete

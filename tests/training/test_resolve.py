@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job, Scope
 from lockstep.launchers import start
 from lockstep.strategies.ddp import DDP
-from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.pipeline import Pipeline
 from lockstep.training import resolve
 from lockstep.training.resolve import Machine, for_rank

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.resolve import resolve_strategy

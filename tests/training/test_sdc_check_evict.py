@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import load
+from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.strategies.job import Job
-from lockstep.training.resolve import resolve_strategy
+from lockstep.training.resolve import Machine, resolve, resolve_strategy
 from lockstep.training.sdc_check import check_eviction, decide_eviction, third_of
 from support.command import LOCKSTEP, CommandJob, bits, each_step_once, ended, start, write
 from support.harness import TINY
@@ -56,6 +56,19 @@ def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() 
         check_eviction(Job.of(load(None, [*EXCLUDE, *RANKS], TINY)), "the model is compiled")
     check_eviction(Job.of(load(None, ["sdc_check.every=1", *RANKS], TINY)), "the model is compiled")  # which only stops
     check_eviction(Job.of(load(None, [*EXCLUDE, *MACHINES], TINY)), "it takes one machine")  # where machines leave
+
+
+def test_what_the_run_file_and_the_memory_here_reveal_is_refused_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with raises("LS5154"):
+        resolve(load(None, [*EXCLUDE, *RANKS, "average.ema=0.9"], TINY), Machine(), 3)
+    assert resolve(load(None, [*EXCLUDE, *RANKS], TINY), Machine(), 3)  # the control
+    sharded = load(None, ["sdc_check.every=1", "strategy.name=fsdp2"], TINY)
+    assert resolve(sharded, Machine(), 2)  # it fits
+    monkeypatch.setattr("lockstep.distributed.system_metrics.capacity", lambda device, sharing: 10)
+    with raises("LS5150"):
+        resolve(sharded, Machine(), 2)
 
 
 def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.run import Run, load
-from lockstep.strategies.job import Job
+from lockstep.data.job import Job
 from lockstep.training.sdc_check import drawn
 from support import stream_runs
 from support.harness import TINY, run_on

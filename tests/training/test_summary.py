@@ -13,9 +13,9 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
-from lockstep.strategies.job import Job
 from lockstep.track.best import Best
 from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
 from lockstep.training.throughput import Counts
@@ -41,7 +41,7 @@ def test_the_same_weights_on_another_number_of_processes(
     found, said = pasted(run, now)
     assert (found.strategy.name, found.launch.processes) == then
     assert said == f"gives the same weights on {'1 process' if then[1] == 1 else f'{then[1]} processes'}"
-    assert found.arithmetic() == run.arithmetic()
+    assert arithmetic_of(found) == arithmetic_of(run)
     assert found.folder == Path(f"{output}-{then[1]}")
     assert (found.max_time, found.hub.push_to, found.remote_dir) == (None, None, None)
     assert planned(found)[1].processes == then[1]

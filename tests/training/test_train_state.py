@@ -9,7 +9,7 @@ import torch
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.config.run import Run, load
 from lockstep.data.batch import StepResult
-from lockstep.strategies.job import Job
+from lockstep.data.job import Job
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.hooks import StepHooks
 from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState

@@ -33,8 +33,8 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
 from lockstep.config.errors import CodedError
-from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
+from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.distributed.event_log import launched_by
 
 if TYPE_CHECKING:
@@ -74,25 +74,24 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: Run,
+        job: Job,
         world: World,
-        prepared: Prepared,
         steps: int,
         say: Callable[[str], None] = lambda text: None,
         every: int = 0,  # steps between checkpoints; `steps` is the total of the run
     ) -> None:
-        self.run, self.world, self.prepared, self.say = run, world, prepared, say
-        self.steps, self.every, self.folder = steps, every, folder_of(run)
-        self.code = manifests.code_of(run)  # as of this process's start
+        self.job, self.run, self.world, self.say = job, job.run, world, say
+        self.steps, self.every, self.folder = steps, every, folder_of(job.run.folder)
+        self.code = manifests.code_of(job.run)  # as of this process's start
         self.trackers: dict[str, str] = {}  # tracker -> run id, stored in the manifest
         self.newest: int | None = None  # step of the last checkpoint written or resumed from
         self.best: float | None = None  # highest `checkpoint.best` score among kept checkpoints
         self._shard: Shard | None = None
         self._saving: _Saving | None = None
         self._sees: bool | None = None  # whether this rank sees rank 0's OUTPUT
-        self.catalog = CheckpointCatalog(run, world, prepared, say)
+        self.catalog = CheckpointCatalog(job, world, say)
         self.mirror = self.catalog.mirror  # on rank 0, if the run has a mirror
-        self.room = DiskSpace(run)
+        self.room = DiskSpace(job)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -119,8 +118,8 @@ class Checkpoints:
         manifest = Manifest(
             step=step,
             steps=self.steps,
-            arithmetic=self.run.arithmetic(),
-            data=self.prepared.key,
+            arithmetic=self.job.arithmetic(),
+            data=self.job.data.key,
             strategy=self.run.strategy.name,
             world_size=self.world.size,
             hosts=self.world.hosts,
@@ -224,7 +223,7 @@ class Checkpoints:
     def is_best(self, scores: Mapping[str, float]) -> bool:
         """Whether an evaluation is the best so far by `checkpoint.best`. Equal on every rank, because the scores are.
         Errors: `RunError`, if the scores lack that metric."""
-        score = score_of(self.run, scores)
+        score = score_of(self.run.checkpoint.best, scores)
         if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
             raise RunError(
                 "LS6002",
@@ -234,7 +233,7 @@ class Checkpoints:
         return score is not None and (self.best is None or score > self.best)
 
     def _heed(self, scores: Mapping[str, float]) -> None:
-        score = score_of(self.run, scores)
+        score = score_of(self.run.checkpoint.best, scores)
         if score is not None and (self.best is None or score > self.best):
             self.best = score
 
@@ -320,7 +319,7 @@ class Checkpoints:
                 continue
             assert isinstance(manifest, Manifest)
             if self.world.is_main:
-                clear_away(self.run)
+                clear_away(self.run.folder)
             self.newest = manifest.step
             self.trackers.update(manifest.trackers)
             if state is not None:
@@ -328,21 +327,21 @@ class Checkpoints:
             before = {
                 m.step: m.scores for _, m, _ in checkpoints if isinstance(m, Manifest) and m.step <= manifest.step
             }
-            self.best = next((best.score for best in best_first(self.run, before)), None)
+            self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []
             notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
             return manifest.step, notes
         if faults:
             raise manifests.none_usable(self.run, faults)
         if self.world.is_main:
-            clear_away(self.run)
+            clear_away(self.run.folder)
         return 0, notes
 
     def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
         """Load the newest verified checkpoint of at most `most` updates. Every rank must see the folder; nothing is
         written to it. Returns its step (0: no such checkpoint) and notes for the user. Collective."""
         self._sees = True
-        every = manifests.candidates(self.run) if self.world.is_main else ()
+        every = manifests.candidates(self.run.folder) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
         checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
@@ -362,7 +361,7 @@ class Checkpoints:
         for _, manifest, away in every:
             if isinstance(manifest, Manifest) and manifest.step <= step:
                 places.setdefault(manifest.step, []).append((manifest, away))
-        for best in best_first(self.run, {s: there[0][0].scores for s, there in places.items()}):
+        for best in best_first(self.run.checkpoint.best, {s: there[0][0].scores for s, there in places.items()}):
             if best.step == step or (last is not None and best.score < last):
                 break
             name = name_of(best.step)
@@ -419,7 +418,7 @@ class Checkpoints:
         fault = None
         if self.world.is_main:
             fault = manifests.misfit(path, manifest)
-            if fault is None and manifests.changed(self.run, self.prepared, manifest):
+            if fault is None and manifests.changed(self.job, manifest):
                 fault = "it is of another run"
         if (fault := self.world.broadcast(fault)) is not None:
             return fault

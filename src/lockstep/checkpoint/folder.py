@@ -22,6 +22,7 @@ from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_fi
 from lockstep.config.folder_inside import FolderInside
 from lockstep.config.run import Run, RunError, redirected
 from lockstep.data.cache import cache_folder
+from lockstep.data.job import Job
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Written
@@ -33,7 +34,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
     for file in files:
         if (size := (aside / file.name).stat().st_size) != file.bytes:
             raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
-    final = placed(run, manifest, aside)
+    final = placed(run.folder, manifest, aside)
     with suppress(OSError):  # a convenience; some file systems (buckets, Windows shares) have no links
         link = final.parent / ".latest.partial"
         link.unlink(missing_ok=True)
@@ -42,14 +43,14 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
     prune(run, final, in_use)
 
 
-def placed(run: Run, manifest: Manifest, aside: Path) -> Path:
-    """Write the manifest into a folder and rename it to its checkpoint's name, replacing what is there. Errors:
-    `OSError`."""
+def placed(output: Path, manifest: Manifest, aside: Path) -> Path:
+    """Write the manifest into a folder and rename it to its checkpoint's name in OUTPUT, replacing what is there.
+    Errors: `OSError`."""
     from lockstep.checkpoint.shard_files import write
 
     write(aside / manifests.FILE, [manifest.dump()])
     sync(aside)
-    final = folder_of(run) / name_of(manifest.step)
+    final = folder_of(output) / name_of(manifest.step)
     if isinstance(manifests.read_manifest(final), Manifest):
         remove(final)  # damaged: otherwise the run would have resumed from it
     elif os.path.lexists(final):  # unreadable here, but perhaps not elsewhere: keep it under another name
@@ -78,10 +79,10 @@ def remove(path: Path) -> None:
     clear(gone)
 
 
-def clear_away(run: Run) -> None:
+def clear_away(output: Path) -> None:
     """Remove incomplete files left by killed processes."""
     for pattern in (".step-*.partial", ".step-*.removed"):
-        for path in folder_of(run).glob(pattern):
+        for path in folder_of(output).glob(pattern):
             clear(path)
 
 
@@ -94,13 +95,13 @@ _A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes per line of fingerprints.json
 class DiskSpace:
     """Disk space of one run's OUTPUT. Used on rank 0."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, job: Job) -> None:
+        self.run = run = job.run
         self.checkpoint = 0  # bytes of one checkpoint, all ranks together
         self.export = 0  # bytes
         self.export_written = False  # whether an export was written, and removed, before training
         self.too_large: str | None = None  # why a file of that export could not be written: the system's limit
-        self._folder, self._checkpoints = run.folder.resolve(), FolderInside(run.folder, folder_of(run).name)
+        self._folder, self._checkpoints = run.folder.resolve(), FolderInside(run.folder, folder_of(run.folder).name)
         self._low = False  # whether `warning` has already warned
         self._written: tuple[str, bytes] | None = None  # name and manifest of the last checkpoint written
 
@@ -130,7 +131,7 @@ class DiskSpace:
         lines = (steps - step) // self.run.track.every + 1
         records = _PAGES + (steps - step) * _A_STEP + lines * (_A_LINE + processes * _A_RANK)
         least = records + self.export + (self.checkpoint if saves else 0)
-        there = len(list(newest_first(self.run)))
+        there = len(list(newest_first(self.run.folder)))
         spare = sum(size_of(path) for path in self._dispensable())
         keep = max(self.run.checkpoint.keep, self.run.average.last or 0) + len(self.run.checkpoint.at)
         most = min(keep + 1 + bool(self.run.checkpoint.best), saves + there)

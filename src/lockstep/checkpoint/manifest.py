@@ -21,10 +21,10 @@ from lockstep.checkpoint import exported
 from lockstep.config import user_code
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
-    from lockstep.data.arrow_cache import Prepared
     from lockstep.distributed.world import World
 
 
@@ -38,10 +38,11 @@ class Progress:
     since: int = 0  # evaluations since then
 
     @classmethod
-    def of(cls, run: Run, saved: Mapping[str, Any]) -> Progress:
-        """Read the progress from a manifest; empty if it was counted with another metric."""
+    def of(cls, metric: str | None, saved: Mapping[str, Any]) -> Progress:
+        """Read the progress from a manifest; empty if it was counted with another metric than
+        `checkpoint.best`."""
         progress = cls(**saved)
-        return progress if progress.metric == (run.checkpoint.best or "") else cls(run.checkpoint.best or "")
+        return progress if progress.metric == (metric or "") else cls(metric or "")
 
     def after(self, step: int, score: float | None, delta: float = 0.0) -> Progress:
         """Progress after one more evaluation. A score counts as better only if it exceeds the best by more than
@@ -50,9 +51,9 @@ class Progress:
             return Progress(self.metric, score, step)
         return Progress(self.metric, self.best, self.step, self.since + 1)
 
-    def over(self, run: Run) -> bool:
+    def over(self, patience: int | None) -> bool:
         """Whether early stopping ends training: no improvement in `evaluate.patience` evaluations."""
-        return run.evaluate.patience is not None and self.since >= run.evaluate.patience
+        return patience is not None and self.since >= patience
 
     def dump(self) -> dict[str, Any]:
         """Progress as a JSON object; empty before the first evaluation."""
@@ -67,20 +68,20 @@ class Candidate:
     step: int
 
 
-def score_of(run: Run, scores: Mapping[str, float]) -> float | None:
+def score_of(metric: str | None, scores: Mapping[str, float]) -> float | None:
     """Score by `checkpoint.best`, negated for a metric with a minus sign so that higher is better. None if the metric
     is missing or not finite."""
-    metric = run.checkpoint.best or ""
+    metric = metric or ""
     score = scores.get(metric.removeprefix("-"))
     if score is None or not math.isfinite(score):
         return None
     return -score if metric.startswith("-") else score
 
 
-def best_first(run: Run, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
+def best_first(metric: str | None, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
     """Sort evaluated steps by score, best first; ties go to the earliest step."""
     candidates = [
-        Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(run, scores)) is not None
+        Candidate(score, step) for step, scores in evaluated.items() if (score := score_of(metric, scores)) is not None
     ]
     return sorted(candidates, key=lambda each: (-each.score, each.step))
 
@@ -158,8 +159,8 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def folder_of(run: Run) -> Path:
-    return run.folder / "checkpoints"
+def folder_of(output: Path) -> Path:
+    return output / "checkpoints"
 
 
 def read_manifest(folder: Path) -> Manifest | str:
@@ -205,11 +206,11 @@ def add_scores(folder: Path, scores: Mapping[str, float], state: Mapping[str, An
         os.replace(aside, folder / FILE)
 
 
-def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
+def candidates(output: Path) -> Iterator[tuple[Path, Manifest | str]]:
     """Iterate over all checkpoints, newest first, with the manifest or a description of its fault. Does not read their
     files and skips folders not named as checkpoints. A folder that cannot be listed is yielded itself, with the reason.
     """
-    folder = folder_of(run)
+    folder = folder_of(output)
     try:
         names = [entry.name for entry in os.scandir(folder) if re.fullmatch(r"step-\d{6,}", entry.name)]
     except (FileNotFoundError, NotADirectoryError):
@@ -223,9 +224,9 @@ def candidates(run: Run) -> Iterator[tuple[Path, Manifest | str]]:
         yield folder / name, read_manifest(folder / name)
 
 
-def newest_first(run: Run) -> Iterator[tuple[Path, Manifest]]:
+def newest_first(output: Path) -> Iterator[tuple[Path, Manifest]]:
     """Iterate over checkpoints with a readable manifest, newest first."""
-    for path, manifest in candidates(run):
+    for path, manifest in candidates(output):
         if isinstance(manifest, Manifest):
             yield path, manifest
 
@@ -252,7 +253,7 @@ def averaged(run: Run, step: int, every: int) -> list[int]:
 
 def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
     """Checkpoints not in `to_keep`, newest first; of equally good ones the earliest is kept."""
-    checkpoints = list(newest_first(run))
+    checkpoints = list(newest_first(run.folder))
     needed = to_keep(run, {manifest.step: manifest for _, manifest in checkpoints})
     return [path for path, manifest in checkpoints if manifest.step not in needed and path != newest]
 
@@ -262,7 +263,9 @@ def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
     of these), and those that the final average needs."""
     marked = manifests.keys() & set(run.checkpoint.at)
     best = [
-        best_first(run, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
+        best_first(
+            run.checkpoint.best, {step: manifest.scores for step, manifest in manifests.items() if step <= last}
+        )[:1]
         for last in (*marked, max(manifests, default=0))
     ]
     steps = {
@@ -275,10 +278,10 @@ def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
     return steps
 
 
-def newest_whole(run: Run) -> int | None:
+def newest_whole(output: Path) -> int | None:
     """Step of the newest checkpoint whose manifest and files exist; file contents are not read. None if there is
     none."""
-    return next((manifest.step for path, manifest in newest_first(run) if misfit(path, manifest) is None), None)
+    return next((manifest.step for path, manifest in newest_first(output) if misfit(path, manifest) is None), None)
 
 
 def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None:
@@ -298,11 +301,11 @@ def broken(path: Path, manifest: Manifest) -> str | None:
     return misfit(path, manifest) or mismatch(path, manifest, sorted(manifest.hashes))
 
 
-def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") -> str | None:
+def changed(job: Job, manifest: Manifest, mirror: str = "") -> str | None:
     """Explain why a run cannot resume from an intact checkpoint, or return None. `mirror`: where the checkpoint is, if
     not in OUTPUT."""
-    where, other = mirror or run.folder, "another mirror" if mirror else "another output=FOLDER"
-    differing = differing_keys(run, prepared.key, manifest)
+    run, where, other = job.run, mirror or job.run.folder, "another mirror" if mirror else "another output=FOLDER"
+    differing = differing_keys(job, manifest)
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
     if not differing.keys() <= _READ_FROM:
         return (
@@ -315,7 +318,7 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
             f"{', '.join(files)} changed since. Restore it, or give {other}. Where the changes decide no weight (how "
             "the model is scored, for example), checkpoint.changed_code=allow goes on"
         )
-    if manifest.data != prepared.key:
+    if manifest.data != job.data.key:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) that was trained on other data or with another "
             f"tokenizer: the contents have changed since. Restore them, or give {other}" + (f"\n{rows}" if rows else "")
@@ -323,16 +326,16 @@ def changed(run: Run, prepared: Prepared, manifest: Manifest, mirror: str = "") 
     return None
 
 
-def differing_keys(run: Run, data: str, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
-    """Keys that determine the weights and have changed since the checkpoint: key -> (value then, value now). `data`:
-    hash of the run's tokens; if the checkpoint has the same hash, keys that only locate the data are ignored."""
-    now = run.arithmetic()
+def differing_keys(job: Job, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
+    """Keys that determine the weights and have changed since the checkpoint: key -> (value then, value now). If the
+    tokens have the checkpoint's hash, keys that only locate the data are ignored."""
+    now = job.arithmetic()
     # a key that only one of the two has, such as a strategy's option, counts with its default
-    then = {key: run.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
-    if run.model.compile == "auto":  # decided later, as the checkpoint has it
+    then = {key: job.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
+    if job.run.model.compile == "auto":  # decided later, as the checkpoint has it
         then.pop("model.compile", None)
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
-    if manifest.data == data:
+    if manifest.data == job.data.key:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()
         keys = [key for key in keys if key not in _READ_FROM | same]
     return {key: (then.get(key), now.get(key)) for key in keys}
@@ -359,7 +362,7 @@ def facts_of(world: World) -> dict[str, Any]:
 
 
 def code_of(run: Run) -> dict[str, str]:
-    """Hashes of the user's files that determine the weights: file -> hash. As in `Run.arithmetic`, a strategy's files
+    """Hashes of the user's files that determine the weights: file -> hash. As in `Job.arithmetic`, a strategy's files
     are excluded under `strategy.exact`."""
     return user_code.hashes_of(user_code.named(run, strategy=not run.strategy.exact).values())
 
@@ -390,7 +393,7 @@ def differences(run: Run, world: World, name: str, manifest: Manifest, bits: boo
     ]
 
 
-def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
+def check_resumable(job: Job) -> Manifest | None:
     """Return the manifest of the newest checkpoint in OUTPUT that the run can resume from, or None. Its files are
     verified later, by the resume. Skips a damaged checkpoint of another run.
 
@@ -398,10 +401,10 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
     each fault, if checkpoints exist and none can be used.
     """
     unusable = []
-    for path, manifest in candidates(run):
+    for path, manifest in candidates(job.run.folder):
         reason = manifest if isinstance(manifest, str) else misfit(path, manifest)
         if reason is None and isinstance(manifest, Manifest):
-            reason = changed(run, prepared, manifest)
+            reason = changed(job, manifest)
             if reason is None:
                 return manifest
             if (damage := mismatch(path, manifest, sorted(manifest.hashes))) is None:
@@ -409,7 +412,7 @@ def check_resumable(run: Run, prepared: Prepared) -> Manifest | None:
             reason = f"{damage}, and it is of another run"
         unusable.append(f"{path.name}: {reason}")
     if unusable:
-        raise none_usable(run, unusable)
+        raise none_usable(job.run, unusable)
     return None
 
 
@@ -419,7 +422,7 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
     also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return RunError(
         "LS6050",
-        f"{folder_of(run)}{also} has checkpoints, but none of them can be used:\n{rows}\nNone of them was "
+        f"{folder_of(run.folder)}{also} has checkpoints, but none of them can be used:\n{rows}\nNone of them was "
         "changed. Make one readable (permissions, a disk that is not mounted, the version of lockstep that "
         f"wrote it), or give another output=FOLDER; to train from the start, move {run.folder} away{then}",
     )
@@ -446,4 +449,6 @@ def other_export(run: Run) -> str | None:
 
 def ended(run: Run, manifest: Manifest) -> bool:
     """Whether training ended at this checkpoint: it is the last step, or early stopping applied."""
-    return manifest.step >= manifest.steps or Progress.of(run, manifest.progress).over(run)
+    return manifest.step >= manifest.steps or Progress.of(run.checkpoint.best, manifest.progress).over(
+        run.evaluate.patience
+    )

@@ -41,7 +41,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.config.data_sources import address_of
 from lockstep.config.run import Run, RunError
-from lockstep.data.arrow_cache import Prepared
+from lockstep.data.job import Job
 from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, download, require
 from lockstep.distributed.activity import ACTIVITY
 
@@ -61,14 +61,18 @@ def reason_of(error: BaseException | None) -> str | None:
 class CheckpointCatalog:
     """Checkpoints that a run can resume from. `say` prints a message for the user; it is called on rank 0."""
 
-    def __init__(self, run: Run, world: World, prepared: Prepared, say: Callable[[str], None]) -> None:
-        self.run, self.world, self.prepared = run, world, prepared
-        self.mirror = RemoteSync(run, say) if run.remote_dir is not None and world.is_main else None
+    def __init__(self, job: Job, world: World, say: Callable[[str], None]) -> None:
+        self.job, self.run, self.world = job, job.run, world
+        self.mirror = RemoteSync(job.run, say) if job.run.remote_dir is not None and world.is_main else None
 
     def list_checkpoints(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
         """List the checkpoints of OUTPUT, then of the mirror, each newest first: (name, manifest or description of its
         fault, whether it is in the mirror). Also returns notes for the user. Collective. Errors: `RunError`."""
-        here = [(path.name, manifest, False) for path, manifest in candidates(self.run)] if self.world.is_main else []
+        here = (
+            [(path.name, manifest, False) for path, manifest in candidates(self.run.folder)]
+            if self.world.is_main
+            else []
+        )
         here = self.world.broadcast(here)
         if self.run.remote_dir is None:
             return here, []
@@ -79,16 +83,16 @@ class CheckpointCatalog:
                 f"remote_dir: {fault}, so the checkpoints there cannot be listed; make it reachable, or remove "
                 "remote_dir",
             )
-        notes = [f"{fault}; only the checkpoints in {folder_of(self.run)} are looked at"] if fault else []
+        notes = [f"{fault}; only the checkpoints in {folder_of(self.run.folder)} are looked at"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
 
     def left(self, step: int) -> tuple[int | None, float | None, dict[str, str]]:
         """Clear incomplete files after a rank failed; called on the new rank 0. Returns the step of the newest
         checkpoint of at most `step` updates, the highest kept score, and the trackers' run ids."""
-        clear_away(self.run)
-        there = [manifest for _, manifest in newest_first(self.run) if manifest.step <= step]
-        best = best_first(self.run, {manifest.step: manifest.scores for manifest in there})
+        clear_away(self.run.folder)
+        there = [manifest for _, manifest in newest_first(self.run.folder) if manifest.step <= step]
+        best = best_first(self.run.checkpoint.best, {manifest.step: manifest.scores for manifest in there})
         if not there:
             return None, None, {}
         return there[0].step, best[0].score if best else None, there[0].trackers
@@ -98,7 +102,7 @@ class CheckpointCatalog:
         None. Collective. Errors: `RunError`."""
         if not away:
             return None
-        reason, fault = self._by_main(lambda: self.mirror.fetch(self.prepared, name, manifest) if self.mirror else None)
+        reason, fault = self._by_main(lambda: self.mirror.fetch(self.job, name, manifest) if self.mirror else None)
         return reason or fault
 
     def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -176,16 +180,16 @@ class RemoteSync:
         self._there = {m.step: m for name, m in copies if isinstance(m, Manifest) and name not in self._damaged}
         return copies
 
-    def fetch(self, prepared: Prepared, name: str, manifest: Manifest | str) -> str | None:
+    def fetch(self, job: Job, name: str, manifest: Manifest | str) -> str | None:
         """Download a checkpoint into OUTPUT and verify it. Returns a description of its fault, or None. Errors:
         `RunError` if it belongs to another run; `OSError`."""
         if isinstance(manifest, str):
             return manifest
-        if (reason := changed(self.run, prepared, manifest, str(self.address))) is not None:
+        if (reason := changed(job, manifest, str(self.address))) is not None:
             raise RunError("LS6042", reason)
         if bad := [file for file in manifest.hashes if not re.fullmatch(r"\w[\w.-]*", file)]:
             return f"{FILE} names {bad[0]!r}, which is no file of a checkpoint"
-        aside = folder_of(self.run) / f".{name}.fetched.partial"
+        aside = folder_of(self.run.folder) / f".{name}.fetched.partial"
         come = [0]
 
         def tell(count: int) -> None:
@@ -210,7 +214,7 @@ class RemoteSync:
             self._damaged.add(name)
             (self._there or {}).pop(manifest.step, None)
             return fault
-        folder.placed(self.run, manifest, aside)
+        folder.placed(self.run.folder, manifest, aside)
         return None
 
     # -- copying -----------------------------------------------------------------------------------------------------
@@ -236,7 +240,7 @@ class RemoteSync:
 
     def missing(self) -> str | None:
         """Explain why OUTPUT's newest checkpoint is not in the store, as far as known, or return None."""
-        newest = next((m for _, m in newest_first(self.run)), None)
+        newest = next((m for _, m in newest_first(self.run.folder)), None)
         if newest is None or (newest.step in (self._there or {}) and self.fault is None):
             return None
         there = max(self._there or {}, default=None)
@@ -267,7 +271,7 @@ class RemoteSync:
         if self._there is None:
             self.list_checkpoints()
         there = self._there if self._there is not None else {}
-        here = {m.step: (path, m) for path, m in newest_first(self.run)}
+        here = {m.step: (path, m) for path, m in newest_first(self.run.folder)}
         needed = to_keep(self.run, {step: m for step, (_, m) in here.items()})
         self.in_use, faults = frozenset(name_of(step) for step in needed), list[str]()
         for step in sorted(needed, reverse=True):
@@ -371,31 +375,49 @@ def require_extra(run: Run) -> None:
         require(address_of(run.remote_dir), "remote_dir")
 
 
-def check(run: Run, prepared: Prepared | None = None) -> list[str]:
-    """Refuse, before training, a mirror that cannot be read and written, tested with a small object. With `prepared`
-    (the data), refuse a mirror that holds another run instead. Returns notes for the user. Errors: `RunError`."""
+def check(run: Run) -> list[str]:
+    """Refuse, before training, a mirror that cannot be read and written, tested with a small object. Returns notes for
+    the user. Errors: `RunError`."""
+    return _checked(run, _refuse_unwritable)
+
+
+def check_other(job: Job) -> None:
+    """Refuse, before training, a mirror that holds another run. Errors: `RunError`."""
+
+    def refuse(mirror: RemoteSync, bucket: Bucket) -> list[str]:
+        newest = next((m for _, m in mirror.list_checkpoints() if isinstance(m, Manifest)), None)
+        if newest is not None and (reason := changed(job, newest, str(mirror.address))) is not None:
+            raise RunError("LS6044", reason)
+        return []
+
+    _checked(job.run, refuse)
+
+
+def _refuse_unwritable(mirror: RemoteSync, bucket: Bucket) -> list[str]:
+    """Write and remove a small object; returns a note if nothing can be removed. Errors: `StoreError`."""
+    bucket.write(mirror.address.below(PROBE), b"lockstep\n")
+    try:
+        bucket.remove(mirror.address.below(PROBE))
+    except StoreError as error:
+        return [f"remote_dir: nothing can be removed there, so all checkpoints stay: {error}"]
+    return []
+
+
+def _checked(run: Run, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> list[str]:
+    """Call `refuse` with the mirror, if the run has one, and return its notes. Errors: `RunError`, also for a store
+    that does not answer, unless OUTPUT has a checkpoint."""
     if run.remote_dir is None:
         return []
     require_extra(run)
     mirror = RemoteSync(run)
     try:
         mirror._opened = bucket = Bucket(mirror.address, BRIEF)
-        if prepared is not None:
-            newest = next((m for _, m in mirror.list_checkpoints() if isinstance(m, Manifest)), None)
-            if newest is not None and (reason := changed(run, prepared, newest, str(mirror.address))) is not None:
-                raise RunError("LS6044", reason)
-            return []
-        bucket.write(mirror.address.below(PROBE), b"lockstep\n")
-        try:
-            bucket.remove(mirror.address.below(PROBE))
-        except StoreError as error:
-            return [f"remote_dir: nothing can be removed there, so all checkpoints stay: {error}"]
+        return refuse(mirror, bucket)
     except StoreError as error:
-        if error.again and newest_whole(run) is not None:
+        if error.again and newest_whole(run.folder) is not None:
             return [f"remote_dir: {error}; checkpoints are copied when it can be reached"]
         more = "; without it nobody can tell whether there are checkpoints" if error.again else ""
         raise RunError(error.code, f"remote_dir: {error.message}{more}") from error
-    return []
 
 
 def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = None) -> str | None:

@@ -25,8 +25,8 @@ from lockstep.track.console import RECORD, Console, error
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
+    from lockstep.data.job import Job
     from lockstep.launchers.launcher import Launcher, LaunchPlan
-    from lockstep.strategies.job import Job
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:

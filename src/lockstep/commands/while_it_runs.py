@@ -178,7 +178,7 @@ def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str
 
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}
-    for path, manifest in candidates(run):
+    for path, manifest in candidates(run.folder):
         if isinstance(manifest, str):
             damaged[path.name] = manifest or "not readable"
         elif (reason := broken(path, manifest) if thorough else misfit(path, manifest)) is not None:

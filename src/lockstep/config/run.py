@@ -59,13 +59,6 @@ from lockstep.config.sections import (
     without_empty,
 )
 
-_FREE = (
-    *("name", "output", "remote_dir", "max_time", "launch", "metrics", "evaluate", "checkpoint"),
-    *("fingerprint", "sdc_check", "verify"),
-    *("track", "profile", "export", "hub"),
-)
-
-
 MICRO_BATCHES = 8
 
 
@@ -231,30 +224,6 @@ class Run(Section):
         body = messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
         return written.header(body, map(filtered, self.written_keys)) + body
 
-    def arithmetic(self) -> dict[str, Any]:
-        """Return the keys that affect the weights, flat: a resume must not change any of them. With `strategy.exact`
-        they exclude the strategy and the number of processes."""
-        values = self.model_dump(mode="json")
-        for key in _FREE:
-            del values[key]
-        del values["average"]["last"]  # applied to existing checkpoints after training
-        if self.average.ema is None:
-            del values["average"]
-        for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
-            del values["model"][key]
-        if self.model.compile == "auto":  # not decided yet
-            del values["model"]["compile"]
-        task: Any = plugins.find("tasks", self.task.name)
-        pads = ("padding",) if task.own_model else ()  # its own collate function pads
-        for key in ("follow_links", "workers", "stream_cache_gb", *pads):
-            del values["data"][key]
-        for key in task.display_keys:
-            values["task"].pop(key, None)
-        if self.strategy.exact:
-            exact = self.strategy.exact
-            values["strategy"] = {"exact": exact, "tensor_leaves": self.strategy.tensor_leaves}
-        return messages.flat(values)
-
     def as_one_process(self) -> Run:
         """Return the run as one process on this machine trains it, without a strategy's and a launcher's own keys."""
         values: dict[str, Any] = self.model_dump(mode="json")
@@ -274,17 +243,6 @@ class Run(Section):
                 f"{source} cannot share {self.micro_batches} micro-batches{default}, because each process needs at "
                 "least one; use fewer processes or raise micro_batches",
             )
-
-    def default(self, key: str) -> Any:
-        """Return the default (JSON) of a key of `arithmetic`; None if it has none."""
-        name, _, inner = key.partition(".")
-        section: Any = getattr(self, name) if inner else self
-        kind, fields = {"task": "tasks", "optim": "optimizers"}.get(name), dict(type(section).model_fields)
-        if kind is not None:
-            fields |= plugins.find(kind, section.name).Options.model_fields  # type: ignore[attr-defined]
-        field = fields.get(inner or name)
-        value = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        return list(value) if isinstance(value, tuple) else value
 
 
 def load(

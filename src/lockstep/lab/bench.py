@@ -18,13 +18,13 @@ from typing import Any
 
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, load, replace_text, write_run_yaml
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import processor
 from lockstep.lab import bench_options
 from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.subprocess_job import Child
 from lockstep.lab.sweep import sweep_file
 from lockstep.launchers import start
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console, clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page

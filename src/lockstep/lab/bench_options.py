@@ -12,9 +12,9 @@ from typing import Any
 
 from lockstep.config.error_messages import flat
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
-from lockstep.strategies.job import Job
 
 GAIN = 1.02  # a smaller one is no gain, on however quiet a machine
 CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
@@ -78,8 +78,8 @@ def same_weights(row: BenchRow, base: BenchRow) -> str:
     """Whether the row trains the bits of `base`, in a word for a table."""
     if row.job is None or base.job is None:
         return "-"
-    mine, other = row.job.run, base.job.run
-    if "auto" in (mine.model.compile, other.model.compile):  # which ranks decide
+    mine, other = row.job, base.job
+    if "auto" in (mine.run.model.compile, other.run.model.compile):  # which ranks decide
         return "may differ"
     return "same" if mine.arithmetic() == other.arithmetic() else "other"
 

@@ -6,8 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.lab.sweep import sweep_file
-from lockstep.strategies.job import Job
 from lockstep.training.timing import Timing
 
 

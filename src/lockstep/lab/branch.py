@@ -30,9 +30,9 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.run import Run, RunError, load, replace_text, require_output, write_run_yaml
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
@@ -65,7 +65,7 @@ def branch(spec: str, run: Run) -> int:
             "LS8051", f"output: {run.folder} is the output of the original run; give the branch another output=FOLDER"
         )
     begun = None
-    if next(newest_first(run), None) is None:  # otherwise an earlier start has placed it, and this one resumes
+    if next(newest_first(run.folder), None) is None:  # otherwise an earlier start has placed it, and this one resumes
         with output_lock.owned(run, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)
@@ -88,7 +88,7 @@ def parsed(spec: str) -> tuple[Path, int]:
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
     job = start.resolved(run)[2]
     run = job.run
-    manifest = next((manifest_there for _, manifest_there in newest_first(load_of(output))), None)
+    manifest = next((manifest_there for _, manifest_there in newest_first(output)), None)
     if manifest is None:
         raise RunError("LS8054", f"{output} has no checkpoint to start from")
     ours = course(job)
@@ -113,7 +113,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     """Return how many of the first steps both runs share, and why no more. `manifest`: of any checkpoint of OUTPUT.
     Errors: `RunError`."""
     run, prepared = job.run, job.data
-    differing = differing_keys(run, prepared.key, manifest)
+    differing = differing_keys(job, manifest)
     fixed = {key: values for key, values in differing.items() if key not in OF_STEPS}
     if fixed:
         key, (then, now) = next(iter(fixed.items()))
@@ -128,7 +128,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     if files := changed_code(run, manifest):
         return 0, f"it was trained with other code of yours: {', '.join(files)} changed since"
     theirs = load_of(output)
-    if other := differing_keys(theirs, prepared.key, manifest):
+    if other := differing_keys(replace(Job.of(theirs), prepared=prepared), manifest):
         raise RunError(
             "LS8056",
             f"{output}/run.yaml differs from the run file of its checkpoints in {next(iter(other))}; restore "
@@ -143,7 +143,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
 def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
     """Return the newest intact checkpoint of at most `step` steps. Errors: `RunError`."""
     theirs, faults = load_of(output), list[str]()
-    there = {manifest.step: (path, manifest) for path, manifest in newest_first(theirs)}
+    there = {manifest.step: (path, manifest) for path, manifest in newest_first(output)}
     for at in sorted((each for each in there if each <= step), reverse=True):
         path, manifest = there[at]
         if (fault := broken(path, manifest)) is not None:
@@ -185,8 +185,9 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
         )
     lines = lines_of(theirs.folder / "metrics.jsonl", ("step", "split"))
     evaluations = {line["step"]: line for line in lines if line["split"] == "validation" and line["step"] <= step}
-    available = {manifest.step: manifest for path, manifest in newest_first(theirs) if broken(path, manifest) is None}
-    best = best_first(run, evaluations)[:1]
+    there = newest_first(theirs.folder)
+    available = {manifest.step: manifest for path, manifest in there if broken(path, manifest) is None}
+    best = best_first(run.checkpoint.best, evaluations)[:1]
     if best and best[0].step not in available:
         raise RunError(
             "LS8060",
@@ -208,12 +209,12 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
     attempt starts over. Errors: `RunError`."""
     write_run_yaml(run)
     try:
-        folder_of(run).mkdir(parents=True, exist_ok=True)
+        folder_of(run.folder).mkdir(parents=True, exist_ok=True)
         _lines(begun, run)
         for manifest in (*begun.needed, begun.manifest):
             source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
-            _linked(source, folder_of(run) / aside, manifest.hashes)
-            placed(run, _own(manifest, run, ours, begun.scored), folder_of(run) / aside)
+            _linked(source, folder_of(run.folder) / aside, manifest.hashes)
+            placed(run.folder, _own(manifest, run, ours, begun.scored), folder_of(run.folder) / aside)
     except OSError as caught:
         raise RunError(
             "LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}; choose another output"
@@ -224,7 +225,7 @@ def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
     """Return the manifest as if this run had saved the checkpoint, on the hosts of the original run."""
     every = interval(run, ours) if run.average.last is not None else 0
     compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
-    arithmetic = compiled | run.arithmetic()  # arithmetic() lacks the key until it is decided
+    arithmetic = compiled | arithmetic_of(run)  # which lacks the key until it is decided
     adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})
     return adjusted if scored else replace(adjusted, scores={}, progress={})
 

@@ -33,12 +33,12 @@ import torch.distributed as dist
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
+from lockstep.data.job import strategy_class
 from lockstep.distributed.hardware import available_cores, gpus_of, processor
 from lockstep.distributed.world import World
 from lockstep.lab import machine_info
 from lockstep.lab.machine_info import Facts
 from lockstep.lab.subprocess_job import Child
-from lockstep.strategies.job import strategy_class
 from lockstep.track import json_output
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity

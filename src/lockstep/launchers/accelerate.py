@@ -119,7 +119,7 @@ class Accelerate(Launcher):
             status, stop_requested = once(run, plan, words)
             if status != 1 or stop_requested or not left:
                 return status
-            where = "from the last checkpoint" if newest_whole(run) is not None else "from the start"
+            where = "from the last checkpoint" if newest_whole(run.folder) is not None else "from the start"
             error(
                 coded("LS7203", f"accelerate launch has failed; restarting {where} ({quantity(left, 'restart')} left)")
             )
@@ -178,6 +178,6 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
             code = process.wait()
         with suppress(OSError, ValueError):
             return int(answer.read_text()), stop_requested
-        if stop_requested and newest_whole(run) is not None:
+        if stop_requested and newest_whole(run.folder) is not None:
             return STOPPED, stop_requested
         return min(code, 1) if code >= 0 and not stop_requested else 1, stop_requested

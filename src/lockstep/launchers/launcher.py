@@ -22,7 +22,7 @@ from lockstep.distributed.job_record import TRAIN, JobRecord, State
 from lockstep.track.console import LOG, Console, error
 
 if TYPE_CHECKING:
-    from lockstep.strategies.job import Job
+    from lockstep.data.job import Job
 
 
 @dataclass(frozen=True)

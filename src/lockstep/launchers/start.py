@@ -22,12 +22,12 @@ from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.written import naming_defaults
+from lockstep.data.job import Job, Scope, arithmetic_of, default, optimizer_class, task_class
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import output_lock, srun
-from lockstep.strategies.job import Job, Scope
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
@@ -375,7 +375,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     explanation."""
     if run.model.source is None and run.model.type is None:  # a user's module, which cannot start from an export
         return run
-    manifest = next((newest for _, newest in newest_first(run)), None)
+    manifest = next((newest for _, newest in newest_first(run.folder)), None)
     run = run if manifest is None else fitted(run)
     added = None if manifest is None else _added(run, manifest)
     if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:
@@ -402,8 +402,9 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
 
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """Return (`epochs` or `steps`, its increase) if that is the only difference, else None."""
-    now, then = run.arithmetic(), manifest.arithmetic
-    differing = [key for key in now if now[key] != (then[key] if key in then else run.default(key))]
+    now, then = arithmetic_of(run), manifest.arithmetic
+    classes = task_class(run), optimizer_class(run)
+    differing = [key for key in now if now[key] != (then[key] if key in then else default(run, key, *classes))]
     if differing not in (["epochs"], ["steps"]):
         return None
     (key,) = differing

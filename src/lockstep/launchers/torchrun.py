@@ -17,11 +17,11 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, Positive, Section, Steps
+from lockstep.data.job import Job
 from lockstep.distributed import network
 from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
@@ -181,7 +181,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     limits = Limits(options.join_timeout_s, options.last_call_timeout_s, options.keep_alive_timeout_s)
 
     def newest() -> int:
-        return next((manifest.step for _, manifest in newest_first(run)), 0)
+        return next((manifest.step for _, manifest in newest_first(run.folder)), 0)
 
     try:
         rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.data import source
+from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
@@ -40,7 +41,6 @@ from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import TrainedStep, build_model, train_steps
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout

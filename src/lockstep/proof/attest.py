@@ -12,6 +12,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,9 @@ from lockstep.checkpoint import exported
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config.run import Run, RunError, load, require_output
+from lockstep.data.job import Job
 from lockstep.launchers import start
 from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, start_of
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
@@ -58,10 +59,10 @@ def describe(output: Path) -> dict[str, Any]:
     """Return the attestation of a finished run: the hashes of its files and the chain over its steps. Errors:
     `RunError`."""
     require_output(output)
-    run = load(output / "run.yaml", [])
+    load(output / "run.yaml", [])  # refuses what is no run file
     if (fault := exported.damage(output)) is not None:
         raise RunError("LS8001", f"{output}: cannot be attested, because the export is missing or was changed: {fault}")
-    checkpoints = [(path, each) for path, each in candidates(run_at(run, output)) if isinstance(each, Manifest)]
+    checkpoints = [(path, each) for path, each in candidates(output) if isinstance(each, Manifest)]
     if not checkpoints:
         raise RunError("LS8002", f"{output}: cannot be attested without a checkpoint, and there is none")
     for path, manifest in checkpoints:
@@ -218,8 +219,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
     lines = list(_lines(output))
     if chain(lines) != then["chain"]:
         return f"{fingerprints.FILE} is another one: a step's line was changed, left out or added"
-    run = load(output / "run.yaml", [])
-    there = {m.step: (path, m) for path, m in candidates(run_at(run, output)) if isinstance(m, Manifest)}
+    there = {m.step: (path, m) for path, m in candidates(output) if isinstance(m, Manifest)}
     for each in then["checkpoints"]:
         if each["step"] not in there:
             return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
@@ -261,8 +261,8 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     prepared = Job.of(run).with_data(fresh=True).data
     if prepared.key != then["data"]:
         return "the data or the tokenizer differ from those that were trained on: a row was changed, for example"
-    trained = next(m for _, m in candidates(run_at(run, output)) if isinstance(m, Manifest))
-    if (why := changed(run_at(run, output), prepared, trained)) is not None:
+    trained = next(m for _, m in candidates(output) if isinstance(m, Manifest))
+    if (why := changed(replace(Job.of(run_at(run, output)), prepared=prepared), trained)) is not None:
         return " ".join(why.split())
     return None
 
@@ -277,7 +277,7 @@ def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str |
     if run.average.last is not None:
         console.say(f"not checked: whether the export is {run.average.summary}")
         return None
-    path = next((p for p, m in candidates(run) if isinstance(m, Manifest) and m.step == step), None)
+    path = next((p for p, m in candidates(run.folder) if isinstance(m, Manifest) and m.step == step), None)
     if path is None:
         return f"the export is said to be of step {step}, which has no checkpoint"
     digest = digest_of(exported_checkpoint(output, path), None)

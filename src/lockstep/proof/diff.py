@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config.run import Run, RunError, load, require_output
+from lockstep.data.job import arithmetic_of
 from lockstep.launchers import start
 from lockstep.proof.replay import run_to_recompute, start_of, what_of
 from lockstep.track.console import Console
@@ -96,7 +97,7 @@ def faults(folder: Path, records: Sequence[StepRecord]) -> list[str]:
 def differing_settings(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
     """Return the differences between two runs in keys that decide weights, and in versions and hardware."""
     runs = [run_to_recompute(folder, overrides, None, 1) for folder in (a, b)]
-    keys = [run.arithmetic() for run in runs]
+    keys = [arithmetic_of(run) for run in runs]
     rows = [
         f"{key}: {keys[0].get(key)!r} and {keys[1].get(key)!r}"
         for key in sorted(keys[0].keys() | keys[1].keys())

@@ -17,10 +17,10 @@ from torch import Tensor
 from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
 from lockstep.data.batch import StepBatch
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.config.sections import ALONE
+from lockstep.data.job import Job
 from lockstep.launchers import start
-from lockstep.strategies.job import Job
+from lockstep.tasks.task import make_task
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
@@ -198,7 +199,7 @@ def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
     job = Job.of(run)
     if job.task.own_model:
         return [""] * len(rows)
-    task = job.with_data().make_task()
+    task = make_task(job.with_data())
     columns, tokenizer = task.splits["train"], getattr(task, "tokenizer", None)
     if tokenizer is None or "input_ids" not in columns.names:
         return [""] * len(rows)
@@ -237,7 +238,7 @@ def open_replay(
             raise RunError("LS8157", f"replay of {output}: it ended with status {status}; see its output above")
         about, records = read_records(folder / RECORDS)
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
-    task = Job.of(run).with_data().make_task()
+    task = make_task(Job.of(run).with_data())
     model = task.model()
     model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
     feed = StepLoader(task, range(run.micro_batches), torch.device("cpu"))

@@ -25,11 +25,11 @@ from lockstep.config.errors import DONE
 from lockstep.config.run import RunError
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.training import fingerprints
@@ -53,14 +53,13 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
     """Replay from the newest checkpoint of at most `begin` updates to the step that completes update `target_step`.
     Collective. Errors: `RunError`."""
     step = int(target_step)
-    run, prepared = job.run, job.data
+    run = job.run
     join_ranks(job, world)
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
     if not 1 <= step <= feed.total:
         raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
-    trained = run.model_copy(update={"output": output})
-    checkpoints = Checkpoints(trained, world, prepared, feed.total)
+    checkpoints = Checkpoints(job.into(output), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
     trained_steps = by_step(fingerprints.recorded(Path(output)))
@@ -167,11 +166,11 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
 def record_modules(job: Job, world: World, output: str, target_step: str) -> int:
     """Record the step that completes update `target_step`. Collective. Errors: `RunError`."""
     step = int(target_step)
-    run, prepared = job.run, job.data
+    run = job.run
     join_ranks(job, world)
     session = build_session(job, world)
     strategy, feed = session.strategy, session.feed
-    checkpoints = Checkpoints(run.model_copy(update={"output": output}), world, prepared, feed.total)
+    checkpoints = Checkpoints(job.into(output), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
     done, notes = checkpoints.take_before(strategy, step - 1)
     record: StepRecord | None = None

@@ -22,6 +22,7 @@ import torch
 
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.arrow_cache import Prepared
+from lockstep.data.job import arithmetic_of, strategy_class
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
@@ -31,7 +32,6 @@ from lockstep.launchers.processes import accelerate_config
 from lockstep.proof import against_plain
 from lockstep.proof.recording import FILE as RECORDS
 from lockstep.proof.recording import TRACE, Recording, read
-from lockstep.strategies.job import strategy_class
 from lockstep.track.console import Console
 from lockstep_trace import compare_traces as comparing
 from lockstep_trace.compare_traces import Comparison, Tolerance
@@ -265,7 +265,7 @@ def record_golden(run: Run, steps: int, begin: int | None = None) -> tuple[dict[
 def _facts(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and run.launch.device != "cpu"
     return {
-        "run": run.arithmetic(),
+        "run": arithmetic_of(run),
         "data": prepared.key,
         "versions": versions(run, strategy_class(run).needs),
         "device": torch.cuda.get_device_name() if cuda else processor(),

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lockstep.config.run import Run
 from lockstep.data.batch import MicroBatch
+from lockstep.data.job import Job
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.strategy import Strategy
 
@@ -30,10 +31,10 @@ class ChoosesByMemory(Strategy):
         return False
 
     @classmethod
-    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
         """Return the run with the option set. `parameters`, `trained`: counts of the model; `memory`: bytes per process
         on the device with the least. The choice never changes results."""
-        return run
+        return job.run
 
 
 class Recomputes(Strategy):

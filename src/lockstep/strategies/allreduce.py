@@ -9,10 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets
-from lockstep.strategies.job import Job
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 

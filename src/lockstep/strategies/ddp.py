@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.strategies.engines.hooked_ddp import Hooked
-from lockstep.strategies.job import Job
 
 _OURS = {"module", "device_ids", "output_device", "process_group", "device_mesh"}
 

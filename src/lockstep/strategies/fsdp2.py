@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
@@ -59,7 +60,6 @@ from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import ParamGroupSpec, make_model
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import ReplicatedStrategy, first_inputs
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, summing
@@ -142,9 +142,10 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
 
     @override
     @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        bytes_of = super().bytes_held(run, processes, state)
-        return bytes_of | {name: bytes_of[name] / processes for name in ("optimizer", "average") if name in bytes_of}
+    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
+        bytes_of = super().bytes_held(job, state)
+        shared = {name: bytes_of[name] / job.processes for name in ("optimizer", "average") if name in bytes_of}
+        return bytes_of | shared
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -262,10 +263,10 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @override
     @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        shards = processes // int(run.strategy.options.get("replicate", 1))
-        bytes_of = super().bytes_held(run, processes, state)
-        if run.model.trained_in_bfloat16:  # its shards are the masters
+    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
+        shards = job.processes // int(job.run.strategy.options.get("replicate", 1))
+        bytes_of = super().bytes_held(job, state)
+        if job.run.model.trained_in_bfloat16:  # its shards are the masters
             bytes_of |= {"weights": 4.0, "optimizer": bytes_of["optimizer"] - 4.0}
         return {name: each / shards for name, each in bytes_of.items()}
 
@@ -301,9 +302,9 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @override
     @classmethod
-    def resolve_options(cls, run: Run, processes: int, parameters: int, trained: int, memory: int) -> Run:
+    def resolve_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
         """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
-        bytes_of = ShardedOptimizer.bytes_held(run, processes)
+        run, processes, bytes_of = job.run, job.processes, ShardedOptimizer.bytes_held(job)
         rest = sum(bytes_of.values()) - bytes_of["weights"] + ShardedOptimizer.partial_sums(run, processes)
         fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
         options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}

@@ -16,9 +16,9 @@ from typing_extensions import override
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
+from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 

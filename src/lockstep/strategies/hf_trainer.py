@@ -18,9 +18,9 @@ from typing_extensions import override
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
+from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
 from lockstep.strategies.engines.hooked_ddp import Hooked
-from lockstep.strategies.job import Job
 
 # TrainingArguments that control how a step is computed, except those that keys of the run file set.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}

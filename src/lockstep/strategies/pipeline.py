@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
@@ -45,7 +46,6 @@ from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
 from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.job import Job
 from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
 from lockstep.tasks.task import Task
@@ -92,9 +92,9 @@ class Pipeline(ShardedRecovery):
 
     @override
     @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        stages = cls.stages_of(run, processes)
-        return {name: each / stages for name, each in super().bytes_held(run, processes, state).items()}
+    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
+        stages = cls.stages_of(job.run, job.processes)
+        return {name: each / stages for name, each in super().bytes_held(job, state).items()}
 
     @override
     @classmethod

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.strategies.abilities import Recomputes
@@ -31,7 +32,6 @@ from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import DataShard, WeightFormats
 from lockstep.tasks.task import Task

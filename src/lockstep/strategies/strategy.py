@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job, StrategyRules
+from lockstep.data.job import WeightFormats as WeightFormats
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
@@ -36,8 +38,6 @@ from lockstep.strategies.exact.statistics import Statistics, StepTotals
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.exact.update import WeightUpdate
-from lockstep.strategies.job import Job, StrategyRules
-from lockstep.strategies.job import WeightFormats as WeightFormats
 from lockstep.strategies.observer import StepObserver
 from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task

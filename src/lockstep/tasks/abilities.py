@@ -16,8 +16,9 @@ import numpy as np
 
 from lockstep.config.run import Run
 from lockstep.data import stream, streamed
-from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.arrow_cache import Columns, Make
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.tasks.task import Forward, Generate, Task
 
@@ -141,8 +142,8 @@ class UsesReference(Task):
 
     plugin = "tasks"  # a base: it has no name in a run file
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.reference_outputs: dict[str, np.ndarray] = {}  # by split, float64 [N, `reference_size`]
 
     @property
@@ -180,9 +181,9 @@ class GivesPredictions(Task):
     metric_inputs: ClassVar[tuple[str, ...]] = ()  # additional `per_example_outputs` if `metrics` is set
     metric_names: tuple[str, ...] = ()  # built-in metrics, whose names those functions cannot use
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        if run.metrics:
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        if self.run.metrics:
             self.per_example_outputs = (*self.per_example_outputs, *self.metric_inputs)
 
     @abstractmethod

@@ -17,10 +17,11 @@ import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, row_files, source, splitting, stream, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.arrow_cache import Columns, Make
 from lockstep.data.batch import MicroBatch
 from lockstep.data.builtin import best_accuracy
 from lockstep.data.column_types import Kind
+from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Streams
@@ -238,9 +239,9 @@ class Classification(TextTask, Streams, LabelTask):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        facts = prepared.facts
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        facts = self.prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         counts, examples = facts.get("of_label", []), len(self.splits["train"])
         self.set_objective(objective_of(self.options)(self.options, self.labels, counts, examples))

@@ -18,9 +18,10 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
-from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
+from lockstep.data.job import Job
 from lockstep.data.order import by_chance
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import GivesPredictions, Predicts
@@ -199,8 +200,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.texts = len(self.options.columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         if self.options.score is None:

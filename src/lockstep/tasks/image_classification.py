@@ -24,6 +24,7 @@ from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, diges
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
+from lockstep.data.job import Job
 from lockstep.data.stream import names_of
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import head_labels, heads
@@ -153,11 +154,12 @@ class ImageClassification(LabelTask):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.labels: list[str] = prepared.facts["labels"]
-        self.processor = load_processor(prepared.tokenizer)
-        self.set_objective(OneLabel(self.options, self.labels, prepared.facts["of_label"], len(self.splits["train"])))
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        facts = self.prepared.facts
+        self.labels: list[str] = facts["labels"]
+        self.processor = load_processor(self.prepared.tokenizer)
+        self.set_objective(OneLabel(self.options, self.labels, facts["of_label"], len(self.splits["train"])))
 
     @property
     def config_entries(self) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer
-from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
+from lockstep.data.arrow_cache import Columns, Make, examples_in
 from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
+from lockstep.data.job import Job
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken
@@ -131,8 +132,8 @@ class MaskedLanguageModeling(PerToken):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
         self.vocabulary = masking.vocabulary(self.tokenizer)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:

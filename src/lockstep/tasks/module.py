@@ -20,6 +20,7 @@ from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
@@ -125,14 +126,14 @@ class Module(Task):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
+    def __init__(self, job: Job) -> None:
         from lockstep.tasks.modules import dataset
         from lockstep.tasks.modules.dataset import Items
 
-        self.run, self.prepared = run, prepared
-        self.options = ModuleOptions.model_validate(run.task.options)
-        self.sets, _ = dataset.data_sets(run)
-        self.splits = {s: Items(*self.sets[s], path, s) for s, path in prepared.splits.items()}
+        self.job, self.run, self.prepared = job, job.run, job.data
+        self.options = ModuleOptions.model_validate(self.run.task.options)
+        self.sets, _ = dataset.data_sets(self.run)
+        self.splits = {s: Items(*self.sets[s], path, s) for s, path in self.prepared.splits.items()}
         if self.options.length is not None:
             self.unit = "units"
 

@@ -20,9 +20,10 @@ import numpy as np
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.abilities import GivesPredictions
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import make_task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,12 +131,13 @@ def functions(run: Run) -> dict[str, Metric]:
     return metrics
 
 
-def check(run: Run, make_task: Callable[[], Task]) -> None:
+def check(job: Job) -> None:
     """Call each metric function on dummy predictions. Errors: `RunError`."""
+    run = job.run
     if not run.metrics:
         return
     metrics = functions(run)
-    task = make_task()
+    task = make_task(job)
     if not isinstance(task, GivesPredictions):
         raise RunError(
             "LS3304",

@@ -1,26 +1,27 @@
 """The interface of a task: what is trained, on what, and how well it does.
 
-In: the run and what `prepare` left in the cache. Out: a model, micro-batches, and losses and scores as sums over
-examples. A task knows nothing of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens;
-`text_task.py` is the base of text tasks. Optional abilities are classes of `abilities.py`: `Streams`, `Predicts`,
-`Generates`, `Calibrates`, `UsesReference`, `GivesPredictions`. This module does not import torch at the top, so a run
-file can be checked without it.
+In: the job, with what `prepare` left in the cache. Out: a model, micro-batches, and losses and scores as sums over
+examples. What a task's class decides before there is a task is in `data/job.py` (`TaskRules`). A task knows nothing of
+ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; `text_task.py` is the base of text
+tasks. Optional abilities are classes of `abilities.py`: `Streams`, `Predicts`, `Generates`, `Calibrates`,
+`UsesReference`, `GivesPredictions`. This module does not import torch at the top, so a run file can be checked without
+it.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import order
-from lockstep.data.arrow_cache import Columns, Prepared
+from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.job import Job, TaskRules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,19 +32,21 @@ Forward = Callable[[Mapping[str, "Tensor"]], "Tensor"]  # inputs of the model ->
 Generate = Callable[[Mapping[str, "Tensor"], "Decoding"], "Tensor"]  # inputs -> new tokens int64 [B, N]. Collective
 
 
-class Task(ABC):
+def make_task(job: Job) -> Task:
+    """Return the job's task on its prepared data."""
+    cls: Any = job.task
+    task: Task = cls(job)
+    return task
+
+
+class Task(TaskRules):
     """Base class of tasks: one file per task; `Options` types its keys in the run file."""
 
     plugin: ClassVar[str] = "tasks"
-    Options: ClassVar[type[BaseModel]]
-    display_keys: ClassVar[tuple[str, ...]] = ()  # keys that affect evaluation output and scores, but no weights
     collates_ahead: ClassVar[bool | None] = None
     """Whether `collate` may run in a thread beside training. What it draws from Python's, numpy's and torch's own
     generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
     nothing. A task of your own that draws nothing, and whose `collate` takes long, sets it to True."""
-
-    own_model: ClassVar[bool] = False
-    """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
 
     column_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name columns; `init` prompts for them
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -57,8 +60,6 @@ class Task(ABC):
     default_model: ClassVar[str | None] = None  # Hub model that `init` fine-tunes by default
     small_model: ClassVar[str] = "gpt2"  # transformers model type that `init` builds from scratch
     usual_rate: ClassVar[float] = 5e-5  # learning rate that `init` writes for a pretrained model
-    head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
-    chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
     streams: ClassVar[bool] = False  # whether it supports `data.stream`: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
     row_is_example: ClassVar[bool] = False  # whether example i depends on row i alone
@@ -81,15 +82,10 @@ class Task(ABC):
         """Python code for the model card that loads and calls the exported model."""
         return f'from transformers import pipeline\n\nask = pipeline("{self.pipeline}", model="PATH_OR_REPO")'
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        self.run, self.prepared = run, prepared
-        self.options = self.options_of(run)
-        self.splits = {name: self.open_split(path) for name, path in prepared.splits.items()}
-
-    @classmethod
-    def options_of(cls, run: Run) -> Any:
-        """Validate and return the task's own keys in the run file."""
-        return cls.Options.model_validate(run.task.options)
+    def __init__(self, job: Job) -> None:
+        self.job, self.run, self.prepared = job, job.run, job.data
+        self.options = self.options_of(job.run)
+        self.splits = {name: self.open_split(path) for name, path in job.data.splits.items()}
 
     def open_split(self, path: str) -> Columns:
         """Open a prepared split, memory-mapped."""
@@ -133,23 +129,6 @@ class Task(ABC):
         """Keys of the run file outside the task's own section that this task cannot use: key -> reason."""
         return {}
 
-    @classmethod
-    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
-        """Lower defaults that exceed what the model supports; return the run and a note for each change. Keys that the
-        user wrote (`run.wrote`) are left alone: `prepare` refuses them."""
-        return run, []
-
-    @classmethod
-    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
-        """Notes on keys that have no effect with the other keys or with these data (`Prepared.facts`). Each note begins
-        with its key; notes on keys that the user did not write are not shown."""
-        return []
-
-    @classmethod
-    def plain_options(cls, run: Run) -> dict[str, Any]:
-        """Own keys whose default depends on other keys or on the model's files, as the plain reference needs them."""
-        return {}
-
     def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return kept raw rows in the form that the plain reference reads."""
         return rows
@@ -160,34 +139,9 @@ class Task(ABC):
         return False
 
     @classmethod
-    def fingerprint(cls, run: Run) -> str:
-        """A hash of the data's content, for data that neither the run file nor code determines. Every process computes
-        it before it reads the cache."""
-        return ""
-
-    @classmethod
-    def built_in(cls) -> bool:
-        """Whether the class is lockstep's own, about which more is known than the interface says."""
-        return cls.__module__.split(".")[0] == __name__.split(".")[0]
-
-    @classmethod
     def collates_in_thread(cls) -> bool:
         """Whether batches are collated ahead of time, in a thread beside training."""
         return cls.built_in() if cls.collates_ahead is None else cls.collates_ahead
-
-    @classmethod
-    @abstractmethod
-    def prepare(cls, run: Run) -> Prepared:
-        """Read, check and encode all splits. One process per machine calls it, before any process group exists.
-
-        Skipped if the cache already holds the result, which depends only on `seed` and the sections `task`, `data`,
-        `model` and `tokenizer`. Errors: `RunError` for bad data, columns, labels, tokenizers and models.
-        """
-
-    @classmethod  # noqa: B027 - some have nothing to refuse
-    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
-        """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data
-        from the cache. Errors: `RunError`."""
 
     @property
     def config_entries(self) -> dict[str, Any]:

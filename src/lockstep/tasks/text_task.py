@@ -18,6 +18,7 @@ from lockstep.data import source, splitting, stream, token_checks, tokenizer, us
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.column_types import Kind
+from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -365,9 +366,9 @@ class TextTask(Task):
 
     # -- in every process ----------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.tokenizer = tokenizer.load(prepared.tokenizer, run.model.trust_remote_code)
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.tokenizer = tokenizer.load(self.prepared.tokenizer, self.run.model.trust_remote_code)
 
     @property
     def usage(self) -> str:

@@ -22,9 +22,10 @@ from pydantic import Field
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.data import column_types, labels, source, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns, Make, Prepared
+from lockstep.data.arrow_cache import Columns, Make
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.column_types import Kind
+from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.models.head_labels import HeadLabels
@@ -355,9 +356,9 @@ class TokenClassification(PerToken):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
-        super().__init__(run, prepared)
-        self.labels: list[str] = prepared.facts["labels"]
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self.labels: list[str] = self.prepared.facts["labels"]
         self.parts = parts(self.labels)
 
     @property

@@ -23,6 +23,7 @@ from lockstep.config.sections import Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
+from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
@@ -295,13 +296,13 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, run: Run, prepared: Prepared) -> None:
+    def __init__(self, job: Job) -> None:
         from lockstep.tasks.models import model_configs
 
-        super().__init__(run, prepared)
-        self.target_tokenizer = target_tokenizer(run, Path(prepared.tokenizer), self.tokenizer)
-        self.entries = _entries(run, self.tokenizer, self.target_tokenizer)
-        family = model_configs.load_config(run).model_type
+        super().__init__(job)
+        self.target_tokenizer = target_tokenizer(self.run, Path(self.prepared.tokenizer), self.tokenizer)
+        self.entries = _entries(self.run, self.tokenizer, self.target_tokenizer)
+        family = model_configs.load_config(self.run).model_type
         self.masks_targets = self.padded_because is None or family in model_configs.NEEDS_DECODER_MASK
         self.overlap = self.overlap_of(self.options)
         self.smoothing = self.options.label_smoothing

@@ -18,9 +18,10 @@ from lockstep.checkpoint.manifest import broken, read_manifest
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
 from lockstep.data.cache import cached
-from lockstep.strategies.job import Job
+from lockstep.data.job import Job
 from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.abilities import Calibrates
+from lockstep.tasks.task import make_task
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Files
@@ -72,7 +73,7 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         from lockstep.checkpoint.shard_files import Files  # imports torch.distributed.checkpoint
 
         files = Files(checkpoint, manifest.hashes)
-        task = job.make_task()
+        task = make_task(job)
         if isinstance(task, Calibrates):
             task.calibrate(manifest.scores)
         saved = [name.removeprefix("model.") for name in files.names if name.startswith("model.")]

@@ -74,7 +74,7 @@ def best_model(
         )
     else:
         finals["validation"] = final("validation")
-    last = score_of(run, finals["validation"][0]) if finals else None
+    last = score_of(run.checkpoint.best, finals["validation"][0]) if finals else None
     exported, notes = checkpoints.take_best(session.averaged, step, last)
     if exported != step:
         session.averaged.exchange()  # swap: the loaded average is in the average's buffers

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,15 +27,15 @@ from lockstep.config.written import applies
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
 from lockstep.data.cache import cache_folder, cached
+from lockstep.data.job import Job, TaskRules
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.stepper import ParamGroupSpec, assigned, freeze, state_bytes
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep_trace.plurals import quantity
 
@@ -45,7 +45,7 @@ LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
 
 def facts(job: Job) -> dict[str, str]:
     """Rows of the table that `lockstep plan` prints."""
-    run, task = job.run, job.make_task()
+    run, task = job.run, make_task(job)
     feed = StepLoader(task, [], torch.device("cpu"))
     of = model_facts(task)
     frozen = of.every - of.trained
@@ -122,14 +122,15 @@ def resolve_options(job: Job, task: Task, world: World) -> Job:
     if not issubclass(cls, ChoosesByMemory) or not cls.needs_memory_to_resolve(run):
         return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
-    return job.having(cls.resolve_options(run, world.size, *counts(freeze(run, task.model(empty=True))), memory))
+    here = replace(job, processes=world.size)
+    return job.having(cls.resolve_options(here, *counts(freeze(run, task.model(empty=True))), memory))
 
 
 def check_names(job: Job) -> None:
     """Refuse patterns of parameter names that match nothing, before any process starts. Errors: `RunError`."""
     run = job.run
     if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
-        assigned(run.optim, freeze(run, job.make_task().model(empty=True)))
+        assigned(run.optim, freeze(run, make_task(job).model(empty=True)))
 
 
 def treatment(run: Run, model: nn.Module) -> str:
@@ -158,7 +159,7 @@ def check_average(job: Job) -> None:
     run = job.run
     if run.average.last is None:
         return
-    feed = StepLoader(job.make_task(), [], torch.device("cpu"))
+    feed = StepLoader(make_task(job), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
     if (there := len(averaged(run, feed.total, every))) < run.average.last:
         raise RunError(
@@ -209,7 +210,7 @@ def config_entries(job: Job) -> Mapping[str, Any]:
     return {} if job.task.head is None else job.make_task().config_entries
 
 
-def idle_keys(job: Job, task: type[Task], facts: Mapping[str, Any]) -> list[str]:
+def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list[str]:
     """Notes on keys that have no effect with the task's other keys or these data."""
     run = job.run
     notes = task.idle_keys(run, facts)
@@ -282,10 +283,11 @@ def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float 
     """Estimated bytes by kind, and a note on options chosen for them."""
     run, processes, cls, note = job.run, job.processes, job.strategy, ""
     if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
-        run = cls.resolve_options(run, processes, every, trained, capacity(pick_device(run, 0), processes))
-        cls = job.having(run).strategy
+        run = cls.resolve_options(job, every, trained, capacity(pick_device(run, 0), processes))
+        job = job.having(run)
         note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
-    each = cls.bytes_held(run, processes, state) | {"partial sums": cls.partial_sums(run, processes)}
+    partial = job.strategy.partial_sums(run, processes)
+    each = job.strategy.bytes_held(job, state) | {"partial sums": partial}
     # an adapter's base has frozen bfloat16 matrices; its float32 vectors are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # relative to float32
     weights = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
@@ -297,7 +299,7 @@ def shortage(job: Job, there: float) -> str | None:
     may. Ignores engines that offload from the GPU to host memory."""
     if "offload" in str(job.run.strategy.options):
         return None
-    of = model_facts(job.make_task())
+    of = model_facts(make_task(job))
     needed = sum(bytes_by_kind(job, of.every, of.trained, of.packed, of.state_bytes)[0].values())
     if needed <= there:
         return None

@@ -28,6 +28,7 @@ from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch
 from lockstep.data.hub import model_folder
+from lockstep.data.job import Job, TaskRules
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.randomness import own_generators, seed_libraries
 from lockstep.distributed.world import World
@@ -37,7 +38,6 @@ from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.stepper import make_model
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
@@ -192,7 +192,7 @@ def labels_of(task: Task) -> list[Any] | None:
     return None if labels is None else list(labels)
 
 
-def with_defaults(run: Run, task: type[Task]) -> dict[str, Any]:
+def with_defaults(run: Run, task: type[TaskRules]) -> dict[str, Any]:
     """The run file with defaults filled in that depend on other keys and the model's files."""
     values: dict[str, Any] = run.model_dump(mode="json")
     values["task"] |= task.plain_options(run)

@@ -17,8 +17,8 @@ from lockstep.config.run import Run, RunError, replacing
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.data.conversations import Question, is_talk
+from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.strategies.job import Job
 from lockstep.tasks.abilities import Predicts
 from lockstep.track.console import Console
 from lockstep.training.evaluate_export import finished, note_edited

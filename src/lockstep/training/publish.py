@@ -15,10 +15,10 @@ from lockstep.checkpoint.export import pending, push_pending, write_export
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
 from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded, remedy_of
+from lockstep.data.job import Job
 from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
 from lockstep.distributed.signals import Stopped
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console, error
 from lockstep_trace import streams
 
@@ -54,7 +54,7 @@ def write_model(
         text = f"{run.folder}/export could not be written ({caught.strerror or caught})"
         remedy = remedy_of(caught)
     status = HALTED if job_record.restarts_left() else FAILED  # an automatic restart would hit the same disk
-    newest = newest_whole(run) if fault is None else None
+    newest = newest_whole(run.folder) if fault is None else None
     if newest == steps:
         raise TrainingFailed(
             "LS5090",

@@ -27,6 +27,7 @@ from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED,
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load, redirected, replace_text, write_run_yaml
 from lockstep.config.written import with_defaults_named
+from lockstep.data.job import Job, Scope
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
@@ -38,9 +39,8 @@ from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.signals import end_by_signal
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.track.console import LOG, Console, append, error, strike_tracebacks
 from lockstep.track.report import history
 from lockstep.track.report.history import history_complete
@@ -432,7 +432,7 @@ def write_summary(
 
 def finish_interrupted(job: Job, steps: int) -> None:
     """Complete a finished run whose previous process was killed after writing the export. Rank 0 only."""
-    run, task = job.run, job.task(job.run, job.data)
+    run, task = job.run, make_task(job)
     for name in (".export.partial", ".export.removed"):
         exported.clear(run.folder / name)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
@@ -447,19 +447,19 @@ def finish_interrupted(job: Job, steps: int) -> None:
 def finished_already(job: Job, world: World) -> bool:
     """Whether the run in OUTPUT is already finished. Rank 0 checks, and writes run.yaml. Collective. Errors: `RunError`
     on every rank, if OUTPUT holds another run or cannot be written."""
-    run, prepared = job.run, job.data
+    run = job.run
     outcome: bool | str = False
     if world.is_main:
         try:
             if world.refusal is not None:
                 raise RunError.read(world.refusal)
-            manifest = check_resumable(run, prepared)
+            manifest = check_resumable(job)
             outcome = finished(run, manifest)
             write_run_yaml(run)
             if job.scope < Scope.START:  # not checked by the launcher
                 require(run)
                 remote_sync.check(run)
-                remote_sync.check(run, prepared)
+                remote_sync.check_other(job)
             if outcome and manifest is not None and not history_complete(run.folder):
                 finish_interrupted(job, manifest.step)
         except RunError as caught:

@@ -35,7 +35,7 @@ def provide(world: World, task: Task, strategy: Strategy, prepared: Prepared, tr
     if not isinstance(task, UsesReference) or not task.needs_reference:
         return
     path, known = run.folder / FILE, None
-    if world.is_main and (trained or next(iter(candidates(run)), None) is not None):
+    if world.is_main and (trained or next(iter(candidates(run.folder)), None) is not None):
         known = _read(path, prepared.key)
     known = world.broadcast(known)
     if known is None and trained:

@@ -20,13 +20,14 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
+from lockstep.data.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 from lockstep.distributed.hardware import gpus_of
-from lockstep.strategies.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
+from lockstep.tasks.task import make_task
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.data.job import StrategyRules
     from lockstep.distributed.world import World
-    from lockstep.strategies.job import StrategyRules
 
 FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
 
@@ -80,6 +81,8 @@ def resolve(
         if scope == Scope.OPTIONS:
             return job
         job = _data(job, data, tell, fresh=machine.launcher is not None)
+        if machine.like_this_one:
+            _refuse_sharding(job)
         job = replace(job, scope=scope, notes=(*notes, *job.notes))
         return job if scope < Scope.OUTPUT else replace(job, newest=newest_checkpoint(job))
 
@@ -275,6 +278,62 @@ def _refuse_features(job: Job) -> None:
         )
 
 
+def ends_with_a_rank(job: Job) -> str | None:
+    """Explain, as far as the job reveals it, why the loss of a rank ends the others too, or return None. What hangs on
+    the device and the model is added in `training/recovery/`."""
+    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery, WholeStateRecovery
+
+    run, strategy = job.run, job.strategy
+    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
+    shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run)
+    if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
+        return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
+    if run.average.ema is not None or job.optimizer.averages:
+        return "weights are averaged"
+    if run.remote_dir is not None:
+        return "checkpoints are mirrored by rank 0"
+    return "the model is compiled" if run.model.compiled else None
+
+
+def shards_this_model(run: Run) -> RunError:
+    """Error for a strategy of which memory decides that no other rank can repeat a computation."""
+    return RunError("LS5150", f"sdc_check.every: {run.strategy.name} shards this model; {RECOMPUTES}")
+
+
+def _refuse_sharding(job: Job) -> None:
+    """Refuse `sdc_check` if the memory of this machine makes the strategy shard the model; another machine may have
+    less. GPUs are left to the ranks. Errors: `RunError`."""
+    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes
+
+    run, strategy = job.run, job.strategy
+    if not run.sdc_check.every or not job.processes or gpus_of(run):
+        return
+    if not issubclass(strategy, ChoosesByMemory) or not strategy.needs_memory_to_resolve(run):
+        return
+    from torch import device
+
+    from lockstep.distributed.system_metrics import capacity
+    from lockstep.strategies.exact.stepper import freeze
+    from lockstep.training.model_stats import counts
+
+    here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
+    memory = capacity(device("cpu"), min(here, job.processes))
+    chosen = job.having(strategy.resolve_options(job, *counts(freeze(run, make_task(job).model(empty=True))), memory))
+    if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run)):
+        raise shards_this_model(run)
+
+
+def refuse_eviction(job: Job, why: str | None) -> None:
+    """Refuse `sdc_check.on_difference: evict` where neither machines nor ranks can be left out. `why`: why the loss of
+    a rank ends the others. Errors: `RunError`."""
+    check = job.run.sdc_check
+    if why is None or not check.every or check.on_difference != "evict":
+        return
+    if launcher_class(job.run).fewest_machines(job.run.launch) is None:
+        raise RunError("LS5154", f"sdc_check.on_difference: evict cannot remove a rank here ({why}); use stop or retry")
+
+
 def _refuse_unportable(job: Job, like_this_one: bool) -> None:
     """Refuse, under `strategy.exact: portable`, operations whose bits differ between processors. Errors: `RunError`."""
     run = job.run
@@ -341,13 +400,15 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
     if run.metrics:
-        own_metrics.check(run, job.make_task)
+        own_metrics.check(job)
     model_stats.check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
     attention = model_configs.UNPADDED if why is None else run.model.attention or OWN_ATTENTION
-    return replace(job, run=run, padding=why, attention=attention, notes=(*edits, *notes, *greedily, *more))
+    job = replace(job, run=run, padding=why, attention=attention, notes=(*edits, *notes, *greedily, *more))
+    refuse_eviction(job, ends_with_a_rank(job))
+    return job
 
 
 def _compiled(job: Job) -> tuple[Run, list[str]]:
@@ -358,7 +419,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
         return run, []
     from lockstep.checkpoint.manifest import Manifest, candidates
 
-    before = next((each for _, each in candidates(run) if isinstance(each, Manifest)), None)
+    before = next((each for _, each in candidates(run.folder) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
     if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run))):
         return with_compile(run, False), []
@@ -367,7 +428,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     from lockstep.strategies.engines import region
     from lockstep.training.data_loader import StepLoader
 
-    task = job.make_task()
+    task = make_task(job)
     steps = StepLoader(task, [], device("cpu")).total
     return region.decided(job, task, steps, resumes=then == "whole")
 
@@ -387,8 +448,8 @@ def newest_checkpoint(job: Job) -> Manifest | None:
     from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
 
-    manifest = check_resumable(job.run, job.data)
-    remote_sync.check(job.run, job.data)
+    manifest = check_resumable(job)
+    remote_sync.check_other(job)
     return manifest
 
 

@@ -28,14 +28,14 @@ from torch import Tensor
 from lockstep.config.errors import EXCLUDED, FAILED, HALTED
 from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
 from lockstep.strategies.abilities import Recomputes
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
-from lockstep.training.resolve import RECOMPUTES, launcher_class
+from lockstep.training.resolve import launcher_class, refuse_eviction, shards_this_model
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 from lockstep_trace.tracer.fingerprint import combined, hash_sum, hash_text
@@ -50,7 +50,7 @@ class SdcCheck:
         self._session = session
         strategy: Any = session.strategy
         if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
-            raise RunError("LS5150", f"sdc_check.every: {self._run.strategy.name} shards this model; {RECOMPUTES}")
+            raise shards_this_model(self._run)
         self._strategy = strategy
         if names := () if strategy.statistics is None else strategy.statistics.names:
             raise RunError(
@@ -232,9 +232,8 @@ def check_eviction(job: Job, why: str | None) -> None:
     run = job.run
     if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
+    refuse_eviction(job, why)
     how = launched_by(run)
-    if launcher_class(run).fewest_machines(run.launch) is None and why is not None:
-        raise RunError("LS5154", f"sdc_check.on_difference: evict cannot remove a rank here ({why}); use stop or retry")
     if how != f"launcher {run.launch.name}":
         raise RunError(
             "LS5155",

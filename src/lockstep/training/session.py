@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import Run
+from lockstep.data.job import Job
 from lockstep.distributed.consistency_check import agree, versions_of
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
@@ -20,9 +21,8 @@ from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import resolve_options
@@ -96,7 +96,7 @@ def build_session(
     if job.task.head:
         from lockstep.training import preload  # noqa: F401 - in a process that was not forked from one that has it
     before, run, prepared = tensor_bytes(), job.run, job.data
-    task = job.make_task()
+    task = make_task(job)
     # a joining rank is built together with its new group
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
     fitted = job if later else resolve_options(job, task, world)  # depends on the memory of all machines
@@ -118,5 +118,5 @@ def build_session(
             reference_pass.provide(world, task, strategy, prepared, trained)
     feed = StepLoader(task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)
-    checkpoints = Checkpoints(run, world, prepared, feed.total, say, every)
+    checkpoints = Checkpoints(job, world, feed.total, say, every)
     return Session(job, world, task, strategy, Averaged(strategy), feed, checkpoints, before)

@@ -16,8 +16,9 @@ import torch
 from lockstep.config import plugins
 from lockstep.config.schedules import learning_rate
 from lockstep.config.user_code import is_own
+from lockstep.data.job import Job
 from lockstep.data.order import Order
-from lockstep.strategies.job import Job
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 
 # Keys that affect a step only through its learning rate.
@@ -40,7 +41,7 @@ class Course:
 def course(job: Job) -> Course:
     """Compute the course of a run, with its data prepared. Errors: `RunError`."""
     run = job.run
-    feed = StepLoader(job.make_task(), range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(make_task(job), range(run.micro_batches), torch.device("cpu"))
     rates = np.array([learning_rate(run.optim, step, feed.total) for step in range(feed.total)])
     scales = tuple(
         (g.match, g.weight_decay, None if g.learning_rate is None else g.learning_rate / run.optim.learning_rate)

@@ -23,6 +23,7 @@ from lockstep.checkpoint.export import try_export
 from lockstep.config import processor
 from lockstep.config.errors import BAD, coded
 from lockstep.config.run import RunError
+from lockstep.data.job import Job, Scope
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
@@ -32,7 +33,6 @@ from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.job import Job, Scope
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check

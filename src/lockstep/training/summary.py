@@ -19,9 +19,9 @@ import torch
 
 from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task

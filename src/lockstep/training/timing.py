@@ -19,11 +19,11 @@ import transformers
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.errors import STOPPED
 from lockstep.data.arrow_cache import Prepared
+from lockstep.data.job import Job
 from lockstep.distributed import system_metrics
 from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.sharded import ShardedState
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.training.loop import train
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.startup import try_a_step
@@ -112,7 +112,7 @@ def _timed(session: Session, prepared: Prepared, ends: tuple[int, int]) -> tuple
     run, world, feed = session.run, session.world, session.feed
     sections = {"evaluate": {"every": 0}, "checkpoint": {"every": 0, "best": None}, "track": {"every": 10**9}}
     quiet = run.model_copy(update={n: getattr(run, n).model_copy(update=v) for n, v in sections.items()})
-    checkpoints = _NoCheckpoints(run, world, prepared, feed.total)
+    checkpoints = _NoCheckpoints(session.job, world, feed.total)
     step, counts, moments = 0, Counts(), [0.0]
     for end in ends:
         if step == end:

@@ -17,8 +17,8 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import Progress, score_of
 from lockstep.data.batch import StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.strategies.exact.norm_and_clip import LossScale
-from lockstep.strategies.job import Job
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.throughput import Counts, Meter
 
@@ -36,7 +36,7 @@ class TrainState:
         self._run, self._total, self._sources, self._lengths = run, total, list(sources), lengths
         self.step = self.first = step  # updates made; updates made before this job
         self.meter = Meter(sources=self._sources)
-        self.progress = Progress.of(run, {})  # all evaluations so far
+        self.progress = Progress.of(run.checkpoint.best, {})  # all evaluations so far
         self._progress_before = self.progress  # without the evaluation of `step`
         self.fingerprints = Fingerprints()
         self.pending: set[str] = set()
@@ -59,7 +59,7 @@ class TrainState:
         """Count the evaluation after `step`; repetitions count once. Returns whether early stopping ends training."""
         if self._run.checkpoint.best:
             delta = self._run.evaluate.min_delta
-            self.progress = self._progress_before.after(self.step, score_of(self._run, scores), delta)
+            self.progress = self._progress_before.after(self.step, score_of(self._run.checkpoint.best, scores), delta)
         self.scores = dict(scores)
         self.pending.discard(EVALUATION)
         return self.over
@@ -84,7 +84,7 @@ class TrainState:
     @property
     def over(self) -> bool:
         """Whether early stopping (`evaluate.patience`) has ended training; equal on every rank."""
-        return self.progress.over(self._run)
+        return self.progress.over(self._run.evaluate.patience)
 
     # -- plain data for storage --------------------------------------------------------------------------------------
 
@@ -114,8 +114,8 @@ class TrainState:
         self.meter.utilization = utilization
         if "total" in state:
             self.meter.total = Counts(**state["total"])
-        self.progress = Progress.of(self._run, state["progress"])
-        self._progress_before = Progress.of(self._run, state.get("progress_before", state["progress"]))
+        self.progress = Progress.of(self._run.checkpoint.best, state["progress"])
+        self._progress_before = Progress.of(self._run.checkpoint.best, state.get("progress_before", state["progress"]))
         if "fingerprints" in state:
             self.fingerprints.load_state_dict(state["fingerprints"])
 

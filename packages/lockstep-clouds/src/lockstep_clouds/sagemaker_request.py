@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import arithmetic_of
 from lockstep_clouds import aws
 from lockstep_clouds.code_bundle import Parcel, pairs
 
@@ -47,7 +48,7 @@ _KEYS = {
 def name_of(run: Run) -> str:
     """Name of a run's first training job. Names can be used once per region, so it depends on what is trained."""
     code = user_code.hashes_of(user_code.named(run).values())
-    identity = json.dumps([run.arithmetic(), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
+    identity = json.dumps([arithmetic_of(run), str(run.folder), *filter(None, [code])], sort_keys=True, default=str)
     slug = re.sub(r"[^a-zA-Z0-9]+", "-", run.name).strip("-")[:40].strip("-") or "run"
     return f"{slug}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
 

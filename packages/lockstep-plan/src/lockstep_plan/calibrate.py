@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from lockstep.config.run import Run, RunError, write_run_yaml
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import available_cores, processor
 from lockstep.lab.bench import resolved
 from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
-from lockstep.strategies.job import Job
 from lockstep_plan import planner
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, load
+from lockstep.data.job import Job
 from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies import single
 from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.stepper import freeze
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep_plan import simulated
@@ -101,12 +101,12 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     """Build this rank's strategy and run three steps. Needs its own process, because engines cache facts about the
     other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default: all."""
     job = Job.of(run, ranks).with_data()
-    every, trained = counts(freeze(run, job.make_task().model(empty=True)))
+    every, trained = counts(freeze(run, make_task(job).model(empty=True)))
     less = fewer(job, MOST if every <= LARGE else MOST_OF_LARGE)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # required by engines, never used
     simulated_job = job.having(less)
-    task = simulated_job.make_task()
+    task = make_task(simulated_job)
     if on_gpus:
         single.row_sparse = lambda *_: set()
     pipelining.set_random_state = lambda *_: None  # there is no data to travel between stages

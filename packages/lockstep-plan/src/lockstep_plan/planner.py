@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from lockstep.config.run import Run, RunError, write_run_yaml
+from lockstep.data.job import Job
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.stepper import freeze
-from lockstep.strategies.job import Job
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy
@@ -71,11 +72,11 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
             f"is {run.batch_size:,} examples, and every micro-batch needs one)",
         )
     job = Job.of(run, processes).with_data()
-    task = job.make_task()
+    task = make_task(job)
     model = freeze(run, task.model(empty=True))
     sizes = counts(model)
     if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
-        run = job.strategy.resolve_options(run, processes, *sizes, int(device.memory_bytes))
+        run = job.strategy.resolve_options(job, *sizes, int(device.memory_bytes))
         job = job.having(run)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compiled:
@@ -93,7 +94,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
 
 def feed_of(job: Job) -> StepLoader:
     """All micro-batches of a job whose data are prepared, on the host. Errors: `RunError`."""
-    return StepLoader(job.make_task(), [], torch.device("cpu"))
+    return StepLoader(make_task(job), [], torch.device("cpu"))
 
 
 def looked_at(job: Job) -> list[int]:

@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import fsdp
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy, make_strategy
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.session import join_ranks
 from lockstep_plan.fake_world import middle
@@ -134,7 +134,7 @@ def measure(job: Job, world: World, steps: str) -> int:
     join_ranks(job, world)
     rates = Rates(world.size, world.threads, run.precision, memory_bytes())
     now = clock(world.threads)
-    task = job.make_task()
+    task = make_task(job)
     alone = job.having(run.as_one_process())
     own = alone.run
     strategy = make_strategy(alone, Alone(own))

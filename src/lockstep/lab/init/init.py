@@ -24,11 +24,11 @@ from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import splitting
 from lockstep.data.hub import unreached
+from lockstep.data.job import Job
 from lockstep.data.source import BUILTIN, local_splits
 from lockstep.lab.init import columns, detect_layout, questions
 from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswerMends, Prompter, one_of
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console
 
 _RETRIES = 5  # fixes tried on one run file

@@ -24,13 +24,13 @@ from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newe
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, write_run_yaml
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed import job_record
 from lockstep.lab.subprocess_job import Child, asked_to_stop
 from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep_file import Sweep, name_of
 from lockstep.launchers import slurm, start
 from lockstep.launchers.local import processes_of
-from lockstep.strategies.job import Job
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
@@ -55,9 +55,9 @@ class SweepTrial:
 
     def look(self, split: str) -> None:
         """Read the trial's folder. Errors: `RunError` if it belongs to another run."""
-        newest = next((manifest for _, manifest in newest_first(self.run)), None)
+        newest = next((manifest for _, manifest in newest_first(self.run.folder)), None)
         if newest is not None:
-            now = self.run.arithmetic()
+            now = arithmetic_of(self.run)
             if differing := sorted(k for k in now if newest.arithmetic.get(k) != now[k]):
                 key = differing[0]
                 raise RunError(
@@ -155,7 +155,7 @@ class Leaderboard:
             return False
         name, step = self.tree.begins[trial.name]
         other = next(each for each in self.trials if each.name == name)
-        there = folder_of(other.run) / checkpoint_of(step)
+        there = folder_of(other.run.folder) / checkpoint_of(step)
         return other.state in ("to do", "begun", "running") and isinstance(read_manifest(there), str)
 
     def metric(self, trial: SweepTrial) -> float | None:
@@ -552,7 +552,7 @@ def _alike(runs: Mapping[str, Run]) -> list[Sequence[str]]:
     """Names of trials that differ only in per-step keys, in groups of two or more."""
     groups: dict[str, list[str]] = {}
     for name, run in runs.items():
-        values = run.arithmetic()
+        values = arithmetic_of(run)
         fixed = {k: v for k, v in values.items() if k not in OF_STEPS} | {"": _read(values.get("data.sources"))}
         key = json.dumps(fixed, sort_keys=True)
         groups.setdefault(key, []).append(name)
@@ -565,9 +565,9 @@ def _read(sources: Any) -> Any:
 
 
 def _refused(runs: Mapping[str, Run], names: Sequence[str]) -> bool:
-    first = runs[names[0]].arithmetic()
+    jobs = [Job.of(runs[name]) for name in names]
+    first = jobs[0].arithmetic()
     return any(
-        shares_nothing(Job.of(runs[name]), {k: v for k, v in runs[name].arithmetic().items() if first.get(k) != v})
-        is not None
-        for name in names
+        shares_nothing(job, {k: v for k, v in job.arithmetic().items() if first.get(k) != v}) is not None
+        for job in jobs
     )

@@ -161,7 +161,7 @@ def _unheard(run: Run, agent: Agent) -> int:
     for a job that does not train, such as `lockstep verify`, which cannot be resumed."""
     if not agent.trains:
         raise KeyboardInterrupt
-    if newest_whole(run) is not None:
+    if newest_whole(run.folder) is not None:
         return STOPPED
     error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
     # this status lets job.sbatch requeue the job
@@ -405,7 +405,7 @@ class Agent(LocalElasticAgent):
         """Describe what follows the end of all ranks of this machine."""
         if not (left := self._remaining_restarts):
             return "no restarts left"
-        if newest_whole(self.job) is not None:
+        if newest_whole(self.job.folder) is not None:
             where = "restarting from the last checkpoint"
         elif self.rendezvous.place or self.job.remote_dir is not None:  # it may be on another machine or the remote
             where = "restarting from the last checkpoint, if there is one"

@@ -13,8 +13,8 @@ from torch import nn
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import Strategy
 
 

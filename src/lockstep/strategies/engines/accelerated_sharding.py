@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.engines.zero import DeepSpeedStrategy
 from lockstep.strategies.exact.stepper import ParamGroupSpec, Stepper
 from lockstep.strategies.fsdp2 import FSDP2
-from lockstep.strategies.job import Job
 from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.models import storage_dtype
 

@@ -37,13 +37,13 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
+from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
 from lockstep.strategies.exact.statistics import averaged
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task

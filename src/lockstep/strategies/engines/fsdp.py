@@ -27,12 +27,12 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, ReductionTree, Scatter, share
-from lockstep.strategies.job import Job
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:

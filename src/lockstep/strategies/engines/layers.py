@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.config.errors import CodedError
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.strategies.engines.side_effects import preserved, watching
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 

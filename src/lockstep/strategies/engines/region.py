@@ -34,13 +34,13 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import host_facts
 from lockstep.data.batch import MicroBatch
 from lockstep.data.host_facts import RealTokens
+from lockstep.data.job import Job, with_compile
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.statistics import LossOutput
-from lockstep.strategies.job import Job, with_compile
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
 from lockstep_trace.tracer.fingerprint import hash_text

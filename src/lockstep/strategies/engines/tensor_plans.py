@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.tensor_leaves import (
     LeafRanks,
@@ -31,7 +32,6 @@ from lockstep.strategies.exact.tensor_leaves import (
     cut_weight,
     row_product,
 )
-from lockstep.strategies.job import Job
 from lockstep.tasks.models import heads, padding, small_models
 from lockstep.tasks.models.model_configs import load_config
 

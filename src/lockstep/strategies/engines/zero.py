@@ -24,6 +24,7 @@ from typing_extensions import override
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
@@ -39,7 +40,6 @@ from lockstep.strategies.exact.norm_and_clip import Part
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import make_model
-from lockstep.strategies.job import Job
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import call_on_cpu
 from lockstep.tasks.task import Task
@@ -122,9 +122,9 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
 
     @override
     @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
-        low = keeps_bf16_weights(cls.options_of(run))
-        return zero_config.shared_out(super().bytes_held(run, processes, state), processes, cls.stage_of(run), low)
+    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
+        low = keeps_bf16_weights(cls.options_of(job.run))
+        return zero_config.shared_out(super().bytes_held(job, state), job.processes, cls.stage_of(job.run), low)
 
     @abstractmethod
     def start_engine(self, optimizer: stepper.Stepper) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.data.job import Job
 from lockstep.strategies.exact.norm_and_clip import LossScale
-from lockstep.strategies.job import Job
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

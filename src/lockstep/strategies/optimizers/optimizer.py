@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import OptimSection, Section
+from lockstep.config.sections import OptimSection
+from lockstep.data.job import OptimizerRules
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,10 @@ class Weight:
     in_layer: bool  # within a list of layers, unlike embeddings, heads and poolers
 
 
-class Optimizer(ABC):
+class Optimizer(OptimizerRules, ABC):
     """Base class of optimizers, one file each; `Options` types the optimizer's own keys in the run file."""
 
     plugin: ClassVar[str] = "optimizers"
-    packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
     extra: ClassVar[str] = ""  # the pip extra that installs them
 
     any_part: ClassVar[bool] = False
@@ -48,7 +48,6 @@ class Optimizer(ABC):
     `alpha`, `lerp_` and `addcmul_` may round once or twice, as the place in the tensor has it). Otherwise a rank that
     the whole tensor is brought to updates it."""
 
-    averages: ClassVar[bool] = False  # whether evaluation and export use other weights than training: `evaluated`
     heeds_skipped: ClassVar[bool] = False
     """Whether `update` leaves all as it is where the group's `skipped`, a float scalar on the device, is 1. Otherwise
     the host waits for a GPU in every step, to know whether the step may be made."""
@@ -58,19 +57,8 @@ class Optimizer(ABC):
     warms_from_one: ClassVar[bool] = False
     """Whether warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in its library."""
 
-    class Options(Section):
-        """No own keys."""
-
-    def __init__(self, options: Any) -> None:
-        """`options`: an instance of its `Options`."""
-        self.options = options
-
-    def check(self, run: Run) -> None:  # noqa: B027 - most have nothing to refuse
+    def check(self, run: Run) -> None:
         """Refuse conflicting options. Errors: `RunError`."""
-
-    def bytes_held(self) -> float:
-        """Return the approximate bytes of optimizer state per trained parameter."""
-        return 8.0
 
     def kind(self, weight: Weight) -> str:
         """Return which of the optimizer's rules updates a weight, if it has several: the group's `kind`."""

@@ -43,6 +43,7 @@ from lockstep.strategies.abilities import ShardedRecovery, WholeStateRecovery
 from lockstep.strategies.strategy import Strategy
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
+from lockstep.training.resolve import ends_with_a_rank
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 from lockstep_trace.tracer.fingerprint import combined, hash_sum
@@ -279,6 +280,8 @@ def unsupported_reason(session: Session) -> str | None:
     run, strategy = session.run, session.strategy
     if session.world.joining and reshards(strategy):
         return None  # the running ranks have checked this
+    if (why := ends_with_a_rank(replace(session.job, strategy=type(strategy)))) is not None:
+        return why
     if reshards(strategy) and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
@@ -287,18 +290,10 @@ def unsupported_reason(session: Session) -> str | None:
             )
         if session.task.needs_reference:
             return f"task {run.task.name} asks the model before training"
-    elif not isinstance(strategy, WholeStateRecovery) or not session.job.same_bits:
-        return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
     if session.world.device.type != "cpu":
         return "what waits on a GPU cannot be cut off"
     if strategy.statistics is not None and strategy.statistics.names:
         return "the model keeps running statistics"
-    if run.average.ema is not None or strategy.update.stepper.rule.averages:
-        return "weights are averaged"
-    if run.remote_dir is not None:
-        return "checkpoints are mirrored by rank 0"
-    if run.model.compiled:
-        return "the model is compiled"
     return None
 
 

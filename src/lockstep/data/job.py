@@ -1,8 +1,9 @@
 """A resolved run: the run file, the classes that it names, and every decision that was made for it.
 
 In: a run and the number of processes; `training/resolve.py` makes the decisions and refuses what cannot work. Out: a
-frozen `Job`, which ranks receive as text. `StrategyRules` is the part of a strategy that is asked for decisions before
-there is a process group. Imports no torch at the top: a machine that only submits jobs may not have it.
+frozen `Job`, which ranks receive as text. `TaskRules`, `StrategyRules` and `OptimizerRules` are the parts of these
+plug-ins that are asked for decisions before there is a process group. The job stands below all of them, so that they
+can be made of it. Imports no torch at the top: a machine that only submits jobs may not have it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ from dataclasses import asdict, dataclass, replace
 from enum import Flag, IntEnum, auto
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.config import plugins
+from pydantic import BaseModel
+
+from lockstep.config import error_messages, plugins
 from lockstep.config.run import Run, load
+from lockstep.config.sections import Section
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.manifest import Manifest
     from lockstep.data.arrow_cache import Prepared
-    from lockstep.strategies.optimizers.optimizer import Optimizer
-    from lockstep.tasks.task import Task
 
 OWN_ATTENTION = "the model's own"
+FREE = (  # keys and sections that affect no weight
+    *("name", "output", "remote_dir", "max_time", "launch", "metrics", "evaluate", "checkpoint"),
+    *("fingerprint", "sdc_check", "verify"),
+    *("track", "profile", "export", "hub"),
+)
 
 
 class Scope(IntEnum):
@@ -44,6 +50,89 @@ class WeightFormats(Flag):
     BFLOAT16 = auto()  # weights in bfloat16 with float32 master weights
     BFLOAT16_ALONE = auto()  # weights in bfloat16 without master weights
     FOUR_BITS = auto()  # frozen weights in 4 bits with an adapter
+
+
+class TaskRules(ABC):
+    """What a task's class says of a run before there is a task; `tasks/task.py` has the rest."""
+
+    plugin: ClassVar[str] = "tasks"
+    Options: ClassVar[type[BaseModel]]
+    display_keys: ClassVar[tuple[str, ...]] = ()  # keys that affect evaluation output and scores, but no weights
+    own_model: ClassVar[bool] = False
+    """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
+
+    head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
+    chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
+
+    @abstractmethod
+    def __init__(self, job: Job) -> None:
+        """Open the prepared splits."""
+
+    @classmethod
+    def options_of(cls, run: Run) -> Any:
+        """Validate and return the task's own keys in the run file."""
+        return cls.Options.model_validate(run.task.options)
+
+    @classmethod
+    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+        """Lower defaults that exceed what the model supports; return the run and a note for each change. Keys that the
+        user wrote (`run.wrote`) are left alone: `prepare` refuses them."""
+        return run, []
+
+    @classmethod
+    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+        """Notes on keys that have no effect with the other keys or with these data (`Prepared.facts`). Each note begins
+        with its key; notes on keys that the user did not write are not shown."""
+        return []
+
+    @classmethod
+    def plain_options(cls, run: Run) -> dict[str, Any]:
+        """Own keys whose default depends on other keys or on the model's files, as the plain reference needs them."""
+        return {}
+
+    @classmethod
+    def fingerprint(cls, run: Run) -> str:
+        """A hash of the data's content, for data that neither the run file nor code determines. Every process computes
+        it before it reads the cache."""
+        return ""
+
+    @classmethod
+    def built_in(cls) -> bool:
+        """Whether the class is lockstep's own, about which more is known than the interface says."""
+        return cls.__module__.split(".")[0] == __name__.split(".")[0]
+
+    @classmethod
+    @abstractmethod
+    def prepare(cls, run: Run) -> Prepared:
+        """Read, check and encode all splits. One process per machine calls it, before any process group exists.
+
+        Skipped if the cache already holds the result, which depends only on `seed` and the sections `task`, `data`,
+        `model` and `tokenizer`. Errors: `RunError` for bad data, columns, labels, tokenizers and models.
+        """
+
+    @classmethod  # noqa: B027 - some have nothing to refuse
+    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+        """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data
+        from the cache. Errors: `RunError`."""
+
+
+class OptimizerRules:
+    """What an optimizer says of a run before there are weights; `strategies/optimizers/optimizer.py` has the rest."""
+
+    plugin: ClassVar[str] = "optimizers"
+    packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
+    averages: ClassVar[bool] = False  # whether evaluation and export use other weights than training: `evaluated`
+
+    class Options(Section):
+        """No own keys."""
+
+    def __init__(self, options: Any) -> None:
+        """`options`: an instance of its `Options`."""
+        self.options = options
+
+    def bytes_held(self) -> float:
+        """Return the approximate bytes of optimizer state per trained parameter."""
+        return 8.0
 
 
 class StrategyRules(ABC):
@@ -97,19 +186,16 @@ class StrategyRules(ABC):
         return 1
 
     @classmethod
-    def bytes_held(cls, run: Run, processes: int, state: float | None = None) -> dict[str, float]:
+    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
         """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
         trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
         docs/reference/strategies.md derives them.
         `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
         """
-        from lockstep.strategies.exact import held_state
-        from lockstep.strategies.optimizers import optimizer as optimizers
-
-        state = optimizers.rule(run.optim).bytes_held() if state is None else state
+        run, state = job.run, job.rule.bytes_held() if state is None else state
         bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
         if run.model.trained_in_bfloat16:
-            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * held_state.keeps_masters(run)}
+            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * run.optim.master_weights}
         return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
 
     @classmethod
@@ -127,20 +213,20 @@ class Job:
     run: Run
     processes: int  # ranks over all machines; 0: unknown, as for a rank that joins a running job
     scope: Scope
-    task: type[Task]
+    task: type[TaskRules]
     strategy: type[StrategyRules]  # the resolved class; one name may stand for several
+    optimizer: type[OptimizerRules]
     prepared: Prepared | None = None  # from `Scope.DATA` on
     padding: str | None = None  # why padding is computed; None: it is not
     attention: str = OWN_ATTENTION
-    newest: Manifest | None = None  # checkpoint to resume from, if searched for; not sent to ranks
+    newest: Any = None  # `Manifest` of the checkpoint to resume from, if searched for; not sent to ranks
     notes: tuple[str, ...] = ()  # for the user; not sent to ranks
 
     @classmethod
     def of(cls, run: Run, processes: int = 0) -> Job:
         """Find the classes that a run names. Refuses nothing else. Errors: `RunError` for a name that is unknown or
         whose class cannot be imported."""
-        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
-        return cls(run, processes, Scope.CLASSES, task, strategy_class(run))
+        return cls(run, processes, Scope.CLASSES, task_class(run), strategy_class(run), optimizer_class(run))
 
     def having(self, run: Run) -> Job:
         """Return the job with other options, and the strategy's class that implements them."""
@@ -158,11 +244,9 @@ class Job:
         return self.prepared
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer's rule, with its options."""
-        from lockstep.strategies.optimizers import optimizer as optimizers
-
-        return optimizers.rule(self.run.optim)
+    def rule(self) -> OptimizerRules:
+        """The optimizer, with its options."""
+        return self.optimizer(self.optimizer.Options.model_validate(self.run.optim.options))
 
     def with_data(self, fresh: bool = False) -> Job:
         """Return the job with its data prepared. `fresh`: ask the Hub again. Errors: `RunError`."""
@@ -171,13 +255,17 @@ class Job:
         task: Any = self.task
         return replace(self, prepared=prepare(self.run, task, fresh))
 
-    def make_task(self) -> Task:
-        """Return the task on its prepared data."""
-        return self.task(self.run, self.data)
-
     def into(self, output: str) -> Job:
         """Return the job with another output folder."""
         return replace(self, run=self.run.model_copy(update={"output": output}))
+
+    def arithmetic(self) -> dict[str, Any]:
+        """Return the keys that affect the weights: see `arithmetic`."""
+        return arithmetic(self.run, self.task)
+
+    def default(self, key: str) -> Any:
+        """Return the default (JSON) of a key of `arithmetic`; None if it has none."""
+        return default(self.run, key, self.task, self.optimizer)
 
     def summary(self) -> str:
         """Describe the resolved options on one line."""
@@ -209,12 +297,13 @@ class Job:
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
-        task: Any = plugins.of_key("task.name", "tasks", run.task.name)
+        task = task_class(run)
         # user modules have their own import rules
         plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
-        own = {"run": run, "task": task, "strategy": strategy, "prepared": Prepared(**values["prepared"])}
+        own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run)}
+        own["prepared"] = Prepared(**values["prepared"])
         return cls(**values | own | {"scope": Scope(values["scope"])})
 
 
@@ -223,7 +312,61 @@ def with_compile(run: Run, choice: bool | str) -> Run:
     return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
+def task_class(run: Run) -> type[TaskRules]:
+    """Return the class of a run's task, without the strategy's, which needs torch. Errors: `RunError`."""
+    cls: Any = plugins.of_key("task.name", "tasks", run.task.name)
+    return cls
+
+
 def strategy_class(run: Run) -> type[StrategyRules]:
     """Return the class of a run's strategy. Errors: `RunError`."""
     cls: Any = plugins.of_key("strategy.name", "strategies", run.strategy.name)
     return cls.resolve_class(run)
+
+
+def optimizer_class(run: Run) -> type[OptimizerRules]:
+    """Return the class of a run's optimizer. Errors: `RunError`."""
+    cls: Any = plugins.of_key("optim.name", "optimizers", run.optim.name)
+    return cls
+
+
+def arithmetic_of(run: Run) -> dict[str, Any]:
+    """Return `arithmetic`, for a command that has no job and may have no torch. Errors: `RunError`."""
+    return arithmetic(run, task_class(run))
+
+
+def arithmetic(run: Run, task: type[TaskRules]) -> dict[str, Any]:
+    """Return the keys that affect the weights, flat: a resume must not change any of them. With `strategy.exact` they
+    exclude the strategy and the number of processes."""
+    values = run.model_dump(mode="json")
+    for key in FREE:
+        del values[key]
+    del values["average"]["last"]  # applied to existing checkpoints after training
+    if run.average.ema is None:
+        del values["average"]
+    for key in ("trust_remote_code", "checkpoint_activations", "offload_activations"):
+        del values["model"][key]
+    if run.model.compile == "auto":  # not decided yet
+        del values["model"]["compile"]
+    pads = ("padding",) if task.own_model else ()  # its own collate function pads
+    for key in ("follow_links", "workers", "stream_cache_gb", *pads):
+        del values["data"][key]
+    for key in task.display_keys:
+        values["task"].pop(key, None)
+    if run.strategy.exact:
+        values["strategy"] = {"exact": run.strategy.exact, "tensor_leaves": run.strategy.tensor_leaves}
+    return error_messages.flat(values)
+
+
+def default(run: Run, key: str, task: type[TaskRules], optimizer: type[OptimizerRules]) -> Any:
+    """Return the default (JSON) of a key of `arithmetic`; None if it has none."""
+    name, _, inner = key.partition(".")
+    section: Any = getattr(run, name) if inner else run
+    fields: dict[str, Any] = dict(type(section).model_fields)
+    if name == "task":
+        fields |= task.Options.model_fields
+    elif name == "optim":
+        fields |= optimizer.Options.model_fields
+    field = fields.get(inner or name)
+    value = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    return list(value) if isinstance(value, tuple) else value
