@@ -207,7 +207,7 @@ def remarks(job: Job) -> list[str]:
 
 def config_entries(job: Job) -> Mapping[str, Any]:
     """What the task sets in the config of its model, such as the labels of its head. Errors: `RunError`."""
-    return {} if job.task.head is None else job.make_task().config_entries
+    return {} if job.task.head is None else make_task(job).config_entries
 
 
 def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list[str]:

@@ -162,12 +162,12 @@ class RankZeroSinks(Sinks):
 
     def _open(self, step: int) -> None:
         session, console = self._session, self._console
-        ids, loud, which = session.checkpoints.trackers, self._loud, self._which
+        ids, loud, job, code = session.checkpoints.trackers, self._loud, session.job, session.checkpoints.code
         if loud and not step and not ids:
-            ids.update(tracker_runs.of_earlier_start(*which))
+            ids.update(tracker_runs.of_earlier_start(job, code))
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
         if loud and not step:
-            tracker_runs.keep(*which, dict(ids))
+            tracker_runs.keep(job, code, dict(ids))
         self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
@@ -210,11 +210,6 @@ class RankZeroSinks(Sinks):
         self._trackers.close(end)
         if self._loud and end == "done":
             tracker_runs.forget(self._session.run)
-
-    @property
-    def _which(self) -> tuple[Run, str, dict[str, str]]:
-        session = self._session
-        return session.run, session.task.prepared.key, session.checkpoints.code
 
 
 def work(job: Job, world: World) -> int:
