@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from lockstep.checkpoint.manifest import read_manifest
 from lockstep.config import plugins
 from lockstep.config.run import RunError
-from lockstep.data.job import arithmetic_of
+from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
@@ -255,8 +256,9 @@ def test_a_run_that_ends_before_its_first_checkpoint_goes_on_in_the_same_runs(
     def begin(*keys: str, data: str = "data", code: str = "", step: int = 0, end: Any = "failed") -> dict[str, str]:
         run = tiny(f"output={tmp_path}", f"track.to=[{','.join(names)}]", *keys)
         checkpoints = SimpleNamespace(trackers={}, code={"mine.py": code})  # read anew by each process
-        task = SimpleNamespace(prepared=SimpleNamespace(key=data))
-        session: Any = SimpleNamespace(run=run, world=world, task=task, checkpoints=checkpoints)
+        prepared: Any = SimpleNamespace(key=data)
+        job = replace(Job.of(run), prepared=prepared)
+        session: Any = SimpleNamespace(run=run, job=job, world=world, checkpoints=checkpoints)
         opened.append({})
         rank.RankZeroSinks(session, console, step).close(end)  # type: ignore[arg-type]
         assert opened[-1].keys() == {*names}
