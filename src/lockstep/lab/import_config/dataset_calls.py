@@ -166,7 +166,12 @@ def mapped(call: Call, at: Reading) -> None:
         for one in tokenising:
             _tokens(one, function, at)
         _labels(function, at)
-        MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at)).read()
+        checked = MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at))
+        checked.read()
+        if checked.drops_blank:
+            at.set(call, "data.drop_missing", True)
+        for one in tokenising:
+            _padding(one, function, checked, at)
         at.read(call, f"line {tokenising[0].line}: the columns and their length")
         return
     block = block_length(at.script, function)
@@ -227,6 +232,17 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
         at.draft.lacks(f"line {call.line}: return_overflowing_tokens", "long texts are truncated at their end")
 
 
+def _padding(call: Call, function: Scope, checked: MappedFunction, at: Reading) -> None:
+    """Add a gap if padding has labels."""
+    target = "text_target" in at.script.arguments(call, ("text", "text_pair")).nodes or _is_target(call, function)
+    if at.draft.task in ("translation", "summarization") and not target:
+        return
+    remade = any(each.name == "DataCollatorForLanguageModeling" for each in at.script.calls)  # makes its own labels
+    if not (remade and at.draft.task == "language_modeling") and checked.learns_padding(call.node):
+        why = "its padding is learned, because no label of it is -100; here padding is never a target"
+        at.draft.lacks(f"line {call.line}: padding", why)
+
+
 def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading) -> None:
     """Read windows of questions and contexts."""
     for key, which in (("question", "text"), ("context", "text_pair")):
@@ -241,6 +257,8 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
     if not function.truncates(arguments.nodes.get("truncation")):
         why = 'the context alone is cut into windows, as truncation="only_second" does'
         at.draft.lacks(f"line {call.line}: truncation", why, "data.max_length")
+    if at.padded:
+        loss_means.note_positions(at.draft, f"line {call.line}")
     if not arguments.known.get("return_overflowing_tokens"):
         why = "what does not fit a window is cut off there; here a context is read in windows, all of it"
         at.draft.lacks(str(call), why, "task.stride")

@@ -184,7 +184,8 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
     if not {"dtype", "torch_dtype"} & (arguments.known.keys() | arguments.unknown.keys()):
         at.draft.at_end.append(lambda draft: model_defaults.note_saved_dtype(draft, str(call)))
     labels = arguments.known.pop("num_labels", None)
-    if labels == 1 and task == "classification":
+    rewards = any(c.name in ("RewardTrainer", "RewardConfig") for c in at.script.calls)
+    if labels == 1 and task == "classification" and not rewards:
         at.set(call, "task.regression", True)
     for name, value in arguments.known.items():
         if name in _OF_MODEL:

@@ -44,7 +44,8 @@ def note_trainer(draft: RunDraft, script: Script) -> None:
     name, version = type(model).__name__, transformers.__version__
     uses, count = "self.loss_function(" in inspect.getsource(forward), int(draft.keys.get("micro_batches", 1))
     smoothed = any(draft.keys.get(f"{section}.label_smoothing") for section in ("task", "optim"))
-    if not uses and count > 1 and not smoothed:
+    counted = draft.task != "question_answering"  # Trainer counts the targets of `labels`; positions are none
+    if not uses and count > 1 and counted and not smoothed:
         draft.notes.append(
             f"difference: Trainer of transformers {version} adds up the gradients of the {count} micro-batches of "
             f"{name}, whose forward() leaves num_items_in_batch unread; here they are averaged over all targets. With "
@@ -58,10 +59,10 @@ def note_trainer(draft: RunDraft, script: Script) -> None:
         )
 
 
-def note_cut(draft: RunDraft) -> None:
+def note_cut(draft: RunDraft, length: str = "task.block_size") -> None:
     """Note that a longer text is several examples here, where the original trains on its first tokens alone."""
     draft.notes.append(
-        "difference: the original truncates texts longer than task.block_size and drops the rest; here the rest is "
+        f"difference: the original truncates texts longer than {length} and drops the rest; here the rest is "
         "trained on as further examples, so an epoch has more steps (data.filter with max_tokens leaves long texts out)"
     )
 
@@ -75,7 +76,11 @@ def _shifts(model: Any) -> bool:
 
 def note_end(draft: RunDraft, where: str) -> None:
     """Note that texts are cut and end otherwise here than where the script tokenizes them. `where`: its line."""
-    if draft.task != "language_modeling" or draft.keys.get("task.packing") is not False:
+    if draft.keys.get("task.packing") is not False:
+        return
+    if draft.task == "masked_language_modeling":
+        note_cut(draft, "data.max_length")
+    if draft.task != "language_modeling":
         return
     if draft.keys.keys() & {"task.prompt", "task.messages"}:
         return
@@ -91,3 +96,11 @@ def note_end(draft: RunDraft, where: str) -> None:
     except Exception:  # planning says why
         pass
     draft.notes.append(f"difference: a text ends with {ends}")
+
+
+def note_positions(draft: RunDraft, where: str) -> None:
+    """Note that padding is among the positions that an answer is chosen from. `where`: the line that pads."""
+    draft.notes.append(
+        f"difference: the original pads windows ({where}), and the softmax over positions, which decides an answer, "
+        "has those of the padding; here it has none, so the losses are smaller"
+    )

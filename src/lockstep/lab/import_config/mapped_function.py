@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.lab.import_config import script, text_columns
 from lockstep.lab.import_config.script import Scope, Script, Unknown
+from lockstep.lab.import_config.word_tags import WordTags
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 _TEXTS = ("data.source", "data.train")
@@ -36,6 +37,7 @@ class MappedFunction:
     task: str
     gap: Gap
     results: set[str] = field(default_factory=set)  # names that hold the tokenizer's output
+    drops_blank: bool = False  # whether blank texts are left out, as data.drop_missing does
 
     def read(self) -> None:
         if isinstance(self.function, ast.Lambda):
@@ -58,6 +60,8 @@ class MappedFunction:
                 self._statement(line)
         elif isinstance(node, ast.For) and self.task == "token_classification":
             self._aligned(node)
+        elif isinstance(node, ast.If) and self._only_masks(node):
+            return
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             pass
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -79,7 +83,23 @@ class MappedFunction:
             if target.value.id in self.results:
                 self._entry(node, name, value)
                 return
+            if self.task == "masked_language_modeling" and self._without_blank(target, value):
+                self.drops_blank = True
+                return
         self.gap(node, f"it changes the rows before they are tokenised: {_WHOLE}", *_TEXTS)
+
+    def _without_blank(self, target: ast.Subscript, node: ast.expr) -> bool:
+        """Return whether a column keeps all but its blank texts: `[x for x in column if x and not x.isspace()]`."""
+        if not isinstance(node, ast.ListComp) or len(node.generators) != 1:
+            return False
+        part = node.generators[0]
+        x = ast.unparse(part.target)
+        texts = [ast.unparse(each) for test in part.ifs for each in _conditions(test)]
+        empty = {x, f"len({x}) > 0", f"{x} != ''", f"len({x}) != 0"}
+        blank = {f"{x}.strip()", f"len({x}.strip()) > 0", f"{x}.strip() != ''"}
+        spaces = f"not {x}.isspace()" in texts and bool(empty & set(texts))  # "" is no space
+        kept = ast.unparse(node.elt) == x and ast.unparse(part.iter) == ast.unparse(target)
+        return kept and set(texts) <= {*empty, *blank, f"not {x}.isspace()"} and (spaces or bool(blank & set(texts)))
 
     def _is_used(self, name: str, node: ast.stmt) -> bool:
         """Return whether a name is read anywhere besides its definition."""
@@ -157,9 +177,34 @@ class MappedFunction:
         if isinstance(values, dict):
             return len({repr(each) for each in values.values()}) == len(values)
         bound = self.script.bound(name)
-        if isinstance(bound, ast.DictComp) and isinstance(bound.generators[0].iter, ast.Call):
-            return self.script.origin_of(bound.generators[0].iter.func) == "enumerate"
+        if isinstance(bound, ast.DictComp) and isinstance(whole := bound.generators[0].iter, ast.Call):
+            names, pair = _names(bound.generators[0].target), _names(ast.Tuple([bound.key, bound.value], ast.Load()))
+            plain = len(bound.generators) == 1 and not bound.generators[0].ifs and None not in (*names, *pair)
+            places = {"enumerate": set(names) == set(pair) and len(names) == 2, "range": set(names) == set(pair)}
+            return plain and places.get(self.script.origin_of(whole.func), False)
         return False
+
+    def learns_padding(self, tokens: ast.Call) -> bool:
+        """Return whether labels have the padding of `tokens`: nothing in the function replaces it by -100."""
+        masked = any(isinstance(each, ast.ListComp) and self._masks_padding(each) for each in ast.walk(self.function))
+        if masked or not _pads(self.script, tokens):
+            return False
+        if self.task in ("translation", "summarization"):
+            return True
+        copied = [
+            value
+            for each in ast.walk(self.function)
+            for key, value in _entries(each)
+            if key is not None and self.script.known(key) in _LABELS
+        ]
+        return self.task == "language_modeling" and any("input_ids" in ast.unparse(each) for each in copied)
+
+    def _only_masks(self, node: ast.If) -> bool:
+        """Return whether a branch only replaces the padding of labels, as run_summarization does if it pads."""
+        return not node.orelse and all(
+            isinstance(line, ast.Assign) and self._masks_padding(line.value) and not isinstance(line.value, ast.Name)
+            for line in node.body
+        )
 
     def _masks_padding(self, node: ast.expr) -> bool:
         """Return whether an expression replaces padding by `-100`, as recipes of encoder-decoder models do."""
@@ -170,17 +215,35 @@ class MappedFunction:
 
     def _aligned(self, node: ast.For) -> None:
         """Check that word tags are aligned to tokens: the first token of a word gets its tag, the others none."""
-        appended = [
-            each.args[0]
-            for each in ast.walk(node)
-            if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr == "append"
-        ]
-        tags = [each for each in appended if isinstance(each, ast.Subscript)]
-        others = [each for each in appended if not isinstance(each, ast.Subscript | ast.Name)]
-        if len(tags) > 1 or any(self._ignored(each) != -100 for each in others):
+        if not WordTags(self.script, self._is_mapping).is_usual(node):
             self.gap(node, "the first token of a word has its tag, and the others none", "task.tags")
 
-    def _ignored(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.IfExp) and (taken := self.script.known(node.test, Unknown)) is not Unknown:
-            return self.script.known(node.body if taken else node.orelse)
-        return self.script.known(node)
+    def _is_mapping(self, node: ast.expr) -> bool:
+        """Return whether an expression is a one-to-one mapping of labels: a dictionary, or that of a model's config."""
+        if isinstance(node, ast.Name):
+            return self._keeps_apart(node)
+        return isinstance(node, ast.Attribute) and ast.unparse(node).endswith("config.label2id")
+
+
+def _names(node: ast.expr) -> list[str | None]:
+    """Return the names in a target or a pair; None for a part that is not a name."""
+    return [each.id if isinstance(each, ast.Name) else None for each in getattr(node, "elts", [node])]
+
+
+def _conditions(test: ast.expr) -> list[ast.expr]:
+    """Return the parts that all have to hold."""
+    return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+
+
+def _pads(script_: Script, call: ast.Call) -> bool:
+    """Return whether a tokenizer pads, or may pad."""
+    node = next((word.value for word in call.keywords if word.arg == "padding"), None)
+    return node is not None and script_.known(node, Unknown) not in (False, None, "do_not_pad")
+
+
+def _entries(node: ast.AST) -> list[tuple[ast.expr | None, ast.expr]]:
+    """Return the entries that a statement assigns or a dictionary has, as (key, value)."""
+    if isinstance(node, ast.Dict):
+        return list(zip(node.keys, node.values, strict=True))
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [(each.slice, node.value) for each in targets if isinstance(each, ast.Subscript)]  # type: ignore[attr-defined]

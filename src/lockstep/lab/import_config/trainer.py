@@ -54,8 +54,12 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
     _intervals(full, draft)
     _best(full, draft)
     _engine(full, draft)
-    if full.get("group_by_length") or full.get("train_sampling_strategy") == "group_by_length":
+    sampling = _word(full.get("train_sampling_strategy", "random"))
+    if full.get("group_by_length") or sampling == "group_by_length":
         draft.set("data.group_by_length", _GROUPED, "group_by_length")
+    elif sampling != "random":
+        why = "every epoch has an order from the seed, and the data's own order cannot be chosen"
+        draft.drop("train_sampling_strategy", sampling, why, True)
     if "report_to" in full:
         table.trackers(draft, "report_to", full["report_to"])
     if full.get("push_to_hub"):

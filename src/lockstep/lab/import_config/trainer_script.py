@@ -236,6 +236,8 @@ def collator(call: Call, at: Reading) -> None:
     """Read DataCollatorForLanguageModeling; its default is mlm=True."""
     arguments = at.script.arguments(call, ("tokenizer", "mlm", "mlm_probability"))
     mlm = arguments.known.get("mlm", "mlm" not in arguments.unknown)
+    if not mlm and at.draft.task == "masked_language_modeling":
+        at.draft.lacks(f"line {call.line}: {call.name}(mlm=False)", "a share of the tokens is masked and learned")
     if call.name == "DataCollatorForWholeWordMask" or mlm:
         at.draft.set("task.name", "masked_language_modeling", f"{call.name}, line {call.line}")
         at.set(call, "task.mlm_probability", arguments.known.get("mlm_probability", 0.15))
