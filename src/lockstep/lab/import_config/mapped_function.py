@@ -98,8 +98,10 @@ class MappedFunction:
         empty = {x, f"len({x}) > 0", f"{x} != ''", f"len({x}) != 0"}
         blank = {f"{x}.strip()", f"len({x}.strip()) > 0", f"{x}.strip() != ''"}
         spaces = f"not {x}.isspace()" in texts and bool(empty & set(texts))  # "" is no space
-        kept = ast.unparse(node.elt) == x and ast.unparse(part.iter) == ast.unparse(target)
-        return kept and set(texts) <= {*empty, *blank, f"not {x}.isspace()"} and (spaces or bool(blank & set(texts)))
+        unchanged = ast.unparse(node.elt) == x and ast.unparse(part.iter) == ast.unparse(target)
+        return (
+            unchanged and set(texts) <= {*empty, *blank, f"not {x}.isspace()"} and (spaces or bool(blank & set(texts)))
+        )
 
     def _is_used(self, name: str, node: ast.stmt) -> bool:
         """Return whether a name is read anywhere besides its definition."""
