@@ -158,7 +158,9 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
             order: list[str] = []  # call order of modules in a forward on rank 0
 
             def call() -> None:
-                order[:] = layers.call_order(self.model, partial(call_on_cpu, self.model, task))
+                names = layers.call_order(self.model, partial(call_on_cpu, self.model, task))
+                if self.model.training:  # it is called in evaluation mode, too, where a model may use other weights
+                    order[:] = names
 
             refuse_writes(self.model, self.world, call, "strategy.name: zero3", "zero2 or ddp")
             order = self.world.broadcast(order)
