@@ -218,3 +218,37 @@ def test_the_compiler_has_the_options_that_keep_it_from_timing() -> None:
     assert all(hasattr(config, name) for name in names)
     with pytest.raises((AttributeError, KeyError)), config.patch(no_such_option=True):
         pass
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/versions.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
+    "src/lockstep/strategies/engines/side_effects.py",
+)
+def test_writes_of_a_dtensor_count_in_it_and_those_of_its_part_there() -> None:
+    """A write to a DTensor counts in its own version and not in its part's, a write to its part there alone, and one by
+    torch._foreach in neither; a dispatch mode is given DTensors, not their parts."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        types: list[str] = []
+
+        class Noted(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+                types.append(type(args[0]).__name__)
+                return func(*args, **(kwargs or {}))
+
+        with Noted():
+            sharded.mul_(2)
+        counts = [(sharded._version, sharded.to_local()._version)]
+        sharded.to_local().mul_(2)
+        counts.append((sharded._version, sharded.to_local()._version))
+        torch._foreach_mul_([sharded], 2)
+        counts.append((sharded._version, sharded.to_local()._version))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert types == ["DTensor"]
+    assert counts == [(1, 0), (1, 1), (1, 1)]
+    assert sharded.to_local()[0, 0] == 8

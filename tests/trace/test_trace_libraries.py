@@ -102,6 +102,27 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_writes_to_weights_of_fsdp2_are_seen(alone: None, tmp_path: Path) -> None:
+    """A write to a DTensor counts in its own version, not in that of its part: other code than the optimizer was not
+    seen to write to sharded weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    def script() -> None:
+        model = nn.Linear(4, 8)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+
+    (found,) = findings(traced(tmp_path, script))
+    assert "weights-written" in str(found)
+    assert "weight" in str(found)
+
+
 def test_the_norm_of_fsdp2_is_recorded_as_a_number(alone: None, tmp_path: Path) -> None:
     """clip_grad_norm_ returns a DTensor, which float() reads and formatting does not."""
     from torch.distributed.fsdp import fully_shard

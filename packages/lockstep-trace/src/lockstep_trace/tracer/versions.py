@@ -49,10 +49,14 @@ def local_shape(parameter: Any) -> Any:
 
 
 def version(tensor: Any) -> int:
-    """Return torch's version counter of a tensor. Writes through `tensor.data` are not counted."""
+    """Return torch's version counter of a tensor. Writes through `tensor.data` are not counted.
+
+    A DTensor counts writes through itself, and its part those of FSDP through the part; `_foreach` writes count in
+    neither."""
+    count = int(getattr(tensor, "_version", 0))
     if placement.is_dtensor(tensor):
-        tensor = tensor.to_local()
-    return int(getattr(tensor, "_version", 0))
+        count += int(tensor.to_local()._version)
+    return count
 
 
 def written(parameter: Any) -> tuple[int, int]:
