@@ -54,7 +54,7 @@ def version(tensor: Any) -> int:
     A DTensor counts writes through itself, and its part those of FSDP through the part; `_foreach` writes count in
     neither."""
     counted = (tensor, tensor.to_local()) if placement.is_dtensor(tensor) else (tensor,)
-    return sum(int(getattr(each, "_version", 0)) for each in counted)
+    return sum(int(getattr(tensor, "_version", 0)) for tensor in counted)
 
 
 def written(parameter: Any) -> tuple[int, int]:
