@@ -58,7 +58,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
     assert unused.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/exact/norm_and_clip.py")
+@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/norm_and_clip.py")
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """.grad of a contiguous weight is contiguous, though the product's gradient is a transposed matrix."""
     weight = nn.Parameter(torch.randn(3, 5))
@@ -170,7 +170,7 @@ def test_the_node_that_was_made_last_runs_first() -> None:
     assert seen == ["second", "first"]
 
 
-@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
+@rests_on_it("src/lockstep/strategies/exact/parameter_groups.py", "src/lockstep/checkpoint/shard_files.py")
 def test_names_of_weights_are_in_the_order_of_registration() -> None:
     """named_parameters and state_dict are in the order of registration; a tied weight comes once in the former, under
     its first name, and twice in the latter."""
@@ -185,7 +185,7 @@ def test_names_of_weights_are_in_the_order_of_registration() -> None:
     assert list(Tied().state_dict()) == ["second.weight", "first.weight"]
 
 
-@rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/strategies/exact/stepper.py")
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_buffers_that_are_not_persistent_are_not_saved() -> None:
     """state_dict leaves out buffers registered with persistent=False; named_buffers has them."""
     module = nn.Module()

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, Trainer
 
 from lockstep.config.sections import OptimSection
 from lockstep.plain import train as plain
-from lockstep.strategies.exact import stepper
+from lockstep.strategies.exact import parameter_groups
 from lockstep.tasks.models import heads, weight_decay
 
 # Without decay here, decayed by Trainer: the weights of norms whose class is not `nn.LayerNorm` and whose names are not
@@ -103,7 +103,7 @@ def differences(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
     """Weights that Trainer treats in another way: their names, classes, and whether they are decayed here. The plain
     reference, which has a rule of its own, has to decay the same."""
     theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    ours = {name for name, how in stepper.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
+    ours = {name for name, how in parameter_groups.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
     assert plain_groups(model) == ours
     for name, p in model.named_parameters():
         if p.requires_grad and (name in ours) != (name in theirs):
@@ -147,7 +147,7 @@ def test_groups_are_those_of_trainer_but_for_what_is_written_here(auto: str, fam
 def test_weights_by_name(named: dict[str, str], decays: bool) -> None:
     for family, pattern in named.items():
         model = model_of(family, "AutoModel")
-        found = {n: how.decay for n, how in stepper.assigned(OptimSection(weight_decay=0.1), model).items()}
+        found = {n: how.decay for n, how in parameter_groups.assigned(OptimSection(weight_decay=0.1), model).items()}
         matching = {decay for name, decay in found.items() if re.search(pattern, name)}
         assert matching == {0.1 if decays else 0.0}, family
 

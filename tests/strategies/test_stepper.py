@@ -13,7 +13,7 @@ from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
-from lockstep.strategies.exact import stepper
+from lockstep.strategies.exact import make_model, parameter_groups, stepper
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.tasks.models import weight_decay
 from lockstep.training.resolve import resolve_strategy
@@ -48,10 +48,10 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
         "optim.learning_rate=1e-3",
         "optim.groups=[{match: 'classifier.*', learning_rate: 2e-3, weight_decay: 0.5}, {match: '*', weight_decay: 0}]",
     ).optim
-    found = stepper.assigned(section, bert)
-    assert found["classifier.weight"] == stepper.ParamGroupSpec(2.0, 0.5, "")
-    assert found["classifier.bias"] == stepper.ParamGroupSpec(2.0, 0.0, "")
-    assert found["bert.pooler.dense.weight"] == stepper.ParamGroupSpec(1.0, 0.0, "")
+    found = parameter_groups.assigned(section, bert)
+    assert found["classifier.weight"] == parameter_groups.ParamGroupSpec(2.0, 0.5, "")
+    assert found["classifier.bias"] == parameter_groups.ParamGroupSpec(2.0, 0.0, "")
+    assert found["bert.pooler.dense.weight"] == parameter_groups.ParamGroupSpec(1.0, 0.0, "")
     optimizer = stepper.build(section, bert)
     stepper.set_rate(optimizer, 0.25)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
@@ -59,13 +59,13 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
 
 
 def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
-    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
+    found = {n: how.scale for n, how in parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
     assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
     assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
     gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
-    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
+    found = {n: how.scale for n, how in parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
     assert found["transformer.wpe.weight"] == 1 / 16
     assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
     assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
@@ -87,27 +87,29 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        stepper.assigned(run.optim, stepper.freeze(run, BertForSequenceClassification(BERT)))
+        parameter_groups.assigned(run.optim, make_model.freeze(run, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
 def test_no_layers_no_decay_from_layer_to_layer() -> None:
     with raises("LS4171"):
-        stepper.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
+        parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
 def test_what_is_frozen_is_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
-    model = stepper.freeze(run, BertForSequenceClassification(BERT))
+    model = make_model.freeze(run, BertForSequenceClassification(BERT))
     names = {name for group in stepper.build(run.optim, model).param_groups for name in group["names"]}
     assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
 
 
 def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
-    found = {n for n, how in stepper.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
+    found = {
+        n for n, how in parameter_groups.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"
+    }
     assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
     section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
-    found = {n for n, how in stepper.assigned(section, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in parameter_groups.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
 

@@ -43,8 +43,10 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.norm_and_clip import Gradient, Part
+from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
 from lockstep.strategies.exact.reduction_tree import (
     ReductionTree,
@@ -57,7 +59,6 @@ from lockstep.strategies.exact.reduction_tree import (
 )
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.stepper import ParamGroupSpec, make_model
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.observer import listening, observing
@@ -359,7 +360,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             self.blocks = layers.named_blocks(self.model, named)
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model, self.leaf_ranks())
-        self.apply_shards(stepper.assigned(self.run.optim, self.model))
+        self.apply_shards(parameter_groups.assigned(self.run.optim, self.model))
         if skips is not None:
             leaves_layers_out(self.model)
         for outputs in output_wrappers:
@@ -438,7 +439,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         super().set_optimizer(optimizer)
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
-        groups = stepper.groups(self.run.optim, self.model.named_parameters(), treated)
+        groups = parameter_groups.groups(self.run.optim, self.model.named_parameters(), treated)
         return stepper.Stepper(self.run.optim, groups)
 
     def receive(self, source: nn.Module | None) -> None:

@@ -40,11 +40,11 @@ from lockstep.strategies.engines.pipelining import (
     skip_negotiation,
 )
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
-from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
-from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, summing
@@ -217,8 +217,8 @@ class Pipeline(ShardedRecovery):
         self.stage_weights = [StageWeights(part, self.order, self.links) for part in self.cut_parts]
         self.weights = HeldStages(self.cut, self.cut_parts, self.stage_weights)
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
-        treated = stepper.assigned(self.run.optim, self.cut.whole)
-        groups = stepper.groups(self.run.optim, stepped.values(), treated)
+        treated = parameter_groups.assigned(self.run.optim, self.cut.whole)
+        groups = parameter_groups.groups(self.run.optim, stepped.values(), treated)
         self.set_optimizer(stepper.Stepper(self.run.optim, groups))
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [

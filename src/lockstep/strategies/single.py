@@ -26,7 +26,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
-from lockstep.strategies.exact import held_state, stepper
+from lockstep.strategies.exact import held_state, make_model, parameter_groups, stepper
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
@@ -83,7 +83,9 @@ class ReplicatedStrategy(Recomputes):
             held_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
         self.rows = [i for i, name in enumerate(self.weights.named) if name in sparse]  # row-sparse gradients
         self.leaves = LeafGradients(self.parameters, self.rows)
-        groups = stepper.groups(run.optim, self.weights.updated.items(), stepper.assigned(run.optim, self.model))
+        treated = parameter_groups.assigned(run.optim, self.model)
+        groups = parameter_groups.groups(run.optim, self.weights.updated.items(), treated)
+        )
         self.set_optimizer(stepper.Stepper(run.optim, groups, self.weights.to_dtensor))
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
@@ -94,7 +96,7 @@ class ReplicatedStrategy(Recomputes):
 
     def make_model(self) -> nn.Module:
         """Return the model, in host memory."""
-        return stepper.make_model(self.task)
+        return make_model.make_model(self.task)
 
     def make_weights(self, masters: bool) -> TrainedWeights:
         """Return the weights that this rank updates: all of them."""

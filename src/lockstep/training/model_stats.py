@@ -33,7 +33,8 @@ from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.stepper import ParamGroupSpec, assigned, freeze, state_bytes
+from lockstep.strategies.exact.make_model import freeze
+from lockstep.strategies.exact.parameter_groups import ParamGroupSpec, assigned, state_bytes
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader

@@ -314,7 +314,7 @@ def _refuse_sharding(job: Job) -> None:
     from torch import device
 
     from lockstep.distributed.system_metrics import capacity
-    from lockstep.strategies.exact.stepper import freeze
+    from lockstep.strategies.exact.make_model import freeze
     from lockstep.training.model_stats import counts
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least

@@ -25,7 +25,7 @@ from lockstep.distributed.step_timer import NAMES, StepTimer
 from lockstep.distributed.world import World
 from lockstep.strategies import single
 from lockstep.strategies.engines import pipelining
-from lockstep.strategies.exact.stepper import freeze
+from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader

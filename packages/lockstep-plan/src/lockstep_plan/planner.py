@@ -18,7 +18,7 @@ from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.abilities import ChoosesByMemory
-from lockstep.strategies.exact.stepper import freeze
+from lockstep.strategies.exact.make_model import freeze
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts

@@ -35,11 +35,11 @@ from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
 from lockstep.strategies.engines.zero_partition import join_group, own_activations, partition
 from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
-from lockstep.strategies.exact import stepper
+from lockstep.strategies.exact import parameter_groups, stepper
+from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.norm_and_clip import Part
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.stepper import make_model
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import call_on_cpu
 from lockstep.tasks.task import Task
@@ -208,8 +208,8 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     def _build_in_tree_order(self, optimizer: stepper.Stepper) -> None:
         """Start the engine with `optimizer`, and replace its reduction and update. Collective."""
         for group in optimizer.param_groups:  # parameters that would misalign their successor come last
-            group["params"].sort(key=lambda p: p.numel() * p.element_size() % stepper.ALIGNED != 0)
-        treated = stepper.assigned(self.run.optim, self.model)
+            group["params"].sort(key=lambda p: p.numel() * p.element_size() % ALIGNED != 0)
+        treated = parameter_groups.assigned(self.run.optim, self.model)
         self.engine = self.start_engine(optimizer)
         # As within DeepSpeed's `coalesce_grad_reduction`, so that it does not reduce gradients.
         self.engine.inside_no_sync_ctxt = self.engine.optimizer._coalesce_grad_reduction = True
@@ -227,7 +227,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         sums = LocalSums if self.stage == 1 else TurnSums
         bucket = 4 * int(self.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(self.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
-        groups = stepper.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
+        groups = parameter_groups.groups(self.run.optim, self.flat_cuts.parts.items(), treated)
         self._hold(stepper.Stepper(self.run.optim, groups))
         self.weights.flat_cuts, self.weights.followers = self.flat_cuts, followers
 
@@ -265,10 +265,10 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         self, trained: Mapping[str, nn.Parameter]
     ) -> tuple[Mapping[str, nn.Parameter], list[tuple[nn.Parameter, nn.Parameter]]]:
         """Replace the model's parameters by lockstep's, which share memory with DeepSpeed's, or, if those are not
-        aligned (`stepper.make_model` explains why they must be), are copied after every update."""
+        aligned (`make_model` explains why they must be), are copied after every update."""
         own, followers = {name: nn.Parameter(p.detach()) for name, p in trained.items()}, []
         for name, parameter in own.items():
-            if parameter.data_ptr() % stepper.ALIGNED:
+            if parameter.data_ptr() % ALIGNED:
                 parameter.data = parameter.data.clone()
                 followers.append((parameter, trained[name]))
         by_identity = {id(p): own[name] for name, p in trained.items()}

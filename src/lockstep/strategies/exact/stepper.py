@@ -1,19 +1,14 @@
-"""Parameter groups, and the one optimizer that steps whatever part of the weights each rank holds.
+"""The one optimizer that steps whatever part of the weights each rank holds.
 
-In: the `optim` section, `model.freeze`, and a model, possibly on the meta device. Out: one `ParamGroupSpec` per trained
-weight, by name (learning rate factor, weight decay, rule), the same for every strategy; and a torch optimizer around
-the section's rule (`strategies/optimizers/`), whose updates are bitwise equal under any sharding.
+It is a torch optimizer around a rule (`strategies/optimizers/`), whose updates are bitwise equal under any sharding.
+`parameter_groups.py` decides each weight's learning rate factor and decay, `config/schedules.py` the rate of a step.
 """
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,181 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
-from lockstep.config.schedules import learning_rate as learning_rate  # re-exported: the learning rate of a step
 from lockstep.config.sections import OptimSection
 from lockstep.distributed.sharded import Saved, fill, local, whole
 from lockstep.distributed.torch_internals import is_dtensor
-from lockstep.strategies.engines.side_effects import first_few, hooks
-from lockstep.strategies.optimizers.optimizer import State, Weight, rule
-from lockstep.tasks.models import weight_decay
-from lockstep.tasks.task import Task
-
-ALIGNED = 64  # bytes: alignment of torch's CPU allocator
-_LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list of layers, and the layer's index in it
-
-
-@dataclass(frozen=True)
-class ParamGroupSpec:
-    """The settings of one parameter group."""
-
-    scale: float  # factor of the run's learning rate
-    decay: float
-    kind: str  # which of the optimizer's rules
-
-
-def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
-    """Return the parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns without
-    a match."""
-    exempt, cls = weight_decay.exempt(model), rule(optim)
-    embeddings = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters(recurse=False)
-    }
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    factors = layer_factors(list(named), {n for n, p in named.items() if id(p) in embeddings}, optim.layerwise_lr_decay)
-    treated, matched = {}, set()
-    for name, p in named.items():
-        group = next((group for group in optim.groups if fnmatchcase(name, group.match)), None)
-        scale, decay = factors[name], optim.weight_decay
-        if group is not None:
-            matched.add(group.match)
-            if group.learning_rate is not None:
-                scale = group.learning_rate / optim.learning_rate
-            decay = decay if group.weight_decay is None else group.weight_decay
-        weight = Weight(name, tuple(p.shape), id(p) in embeddings, _LAYER.match(f"model.{name}") is not None)
-        treated[name] = ParamGroupSpec(scale, 0.0 if name in exempt else decay, cls.kind(weight))
-    for group in optim.groups:
-        if group.match not in matched:
-            first = any(fnmatchcase(name, group.match) for name in named)
-            raise RunError(
-                "LS4170",
-                f"optim.groups: {_unmatched(group.match, named)}"
-                if not first
-                else f"optim.groups: all weights of {group.match!r} are in an earlier group; move this group before it",
-            )
-    return treated
-
-
-def layer_factors(names: Sequence[str], embeddings: Collection[str], decay: float) -> dict[str, float]:
-    """Return the learning rate factor of each weight: 1 after the last layer, `decay` in the topmost layer, `decay`**2
-    in the one below, and so on; embeddings and weights before the first layer count as one more layer. Each stack of
-    layers (encoder, decoder) counts from its own top. Errors: `RunError` if there are no layers."""
-    if decay == 1.0:
-        return dict.fromkeys(names, 1.0)
-    places = {name: (match[1], int(match[2])) for name in names if (match := _LAYER.match(f"model.{name}"))}
-    if not places:
-        raise RunError("LS4171", "optim.layerwise_lr_decay: the model has no list of layers; use optim.groups")
-    sizes: dict[str, int] = {}
-    for stack, place in places.values():
-        sizes[stack] = max(sizes.get(stack, 0), place + 1)
-    deepest, factors, after_first_layer = max(sizes.values()), {}, False
-    for name in names:
-        if name in places:
-            stack, place = places[name]
-            factors[name], after_first_layer = decay ** (sizes[stack] - place), True
-        else:
-            factors[name] = decay ** (deepest + 1) if name in embeddings or not after_first_layer else 1.0
-    return factors
-
-
-def freeze(run: Run, model: nn.Module) -> nn.Module:
-    """Freeze the weights that match `model.freeze`, and empty ones; return the model. Errors: `RunError` for a pattern
-    without a match, or if no trainable weight remains."""
-    named = dict(model.named_parameters())
-    for parameter in named.values():
-        if not parameter.numel():  # nothing to train or save
-            parameter.requires_grad_(False)
-    for pattern in run.model.freeze:
-        matching = [name for name in named if fnmatchcase(name, pattern)]
-        if not matching:
-            raise RunError("LS4172", f"model.freeze: {_unmatched(pattern, named)}")
-        for name in matching:
-            named[name].requires_grad_(False)
-    if run.model.freeze and not any(p.requires_grad for p in named.values()):
-        raise RunError("LS4173", "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer")
-    return model
-
-
-def _unmatched(pattern: str, named: Mapping[str, object]) -> str:
-    core = pattern.strip("*.")
-    near = [name for name in named if core in name] or difflib.get_close_matches(core, list(named), cutoff=0.4)
-    examples = ", ".join((near or list(named))[:2])
-    return (
-        f"no weight that is trained is called {pattern!r}; there are {examples}, ... (* stands for any part of a name)"
-    )
-
-
-# -- the model --------------------------------------------------------------------------------------------------------
-
-
-def make_model(task: Task, empty: bool = False) -> nn.Module:
-    """Build the task's model with contiguous, aligned tensors; `empty`: on the meta device.
-
-    Sums, slices and fused updates walk through memory, so a transposed weight's gradient would be summed in another
-    order. Products with a single row differ in their last bits if a weight does not start at a multiple of 64 bytes, as
-    in a memory-mapped file; engines that copy weights align them.
-    Errors: `RunError` for trainable weights that are not float32 (or the run's dtype), and for hooks that would see
-    sums of micro-batches.
-    """
-    dtype = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
-    model = freeze(task.run, task.model(empty=True) if empty else task.model())
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype != dtype:
-            raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {dtype}")
-    if names := hooks(model, after=True):
-        raise RunError(
-            "LS4175",
-            f"model(): {first_few(names)} has a hook that runs after gradient accumulation "
-            "(register_post_accumulate_grad_hook), which would see the sum of several micro-batches; use "
-            "register_hook instead",
-        )
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
-    return model
-
-
-def groups(
-    optim: OptimSection, named: Iterable[tuple[str, Tensor]], treated: Mapping[str, ParamGroupSpec]
-) -> list[dict[str, Any]]:
-    """Return torch parameter groups: first the section's default settings, with and without decay. Frozen parameters
-    are in no group."""
-    members: dict[ParamGroupSpec, list[tuple[str, Tensor]]] = {ParamGroupSpec(1.0, optim.weight_decay, ""): []}
-    members.setdefault(ParamGroupSpec(1.0, 0.0, ""), [])
-    for name, parameter in named:
-        if parameter.requires_grad:
-            members.setdefault(treated[name], []).append((name, parameter))
-    return [
-        {
-            "params": [parameter for _, parameter in params],
-            "names": [name for name, _ in params],
-            "lr": optim.learning_rate,
-            "scale": how.scale,
-            "weight_decay": how.decay,
-            "kind": how.kind,
-        }
-        for i, (how, params) in enumerate(members.items())
-        if params or (i == 0 and not any(members.values()))  # torch requires one group
-    ]
+from lockstep.strategies.exact.parameter_groups import assigned, groups
+from lockstep.strategies.optimizers.optimizer import State, rule
 
 
 def build(optim: OptimSection, model: nn.Module) -> Stepper:
     """Return the stepper of a model; each step sets its learning rate."""
     return Stepper(optim, groups(optim, model.named_parameters(), assigned(optim, model)))
-
-
-def state_bytes(optim: OptimSection, model: nn.Module) -> float:
-    """Return the mean bytes of optimizer state per trained parameter, from the model's shapes."""
-    cls, total, count = rule(optim), 0, 0
-    for group in groups(optim, model.named_parameters(), assigned(optim, model)):
-        for parameter in group["params"]:
-            state = cls.begin(group, torch.empty(parameter.shape, device="meta"))
-            total += sum(each.numel() * each.element_size() for each in state.values() if each.dim())
-            count += parameter.numel()
-    return total / max(1, count)
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
