@@ -22,7 +22,6 @@ from lockstep.lab import event_stream, import_path
 from lockstep.lab.event_stream import Event, Following
 from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
-from lockstep.launchers.start import further
 from lockstep.track.report import history
 from lockstep_trace import streams
 
@@ -74,7 +73,7 @@ def train(
     """
     _begins()
     _importable(run)
-    run = further(run, streams.say if show is print else show or (lambda text: None))
+    run = start.continued_as_new_run(run, streams.say if show is print else show or (lambda text: None))
     start.plan_of(run, start.launcher_of(run))
     following = Following(run.folder)
     listening = [
@@ -157,11 +156,11 @@ def load(output: Result | Path | str) -> Any:
 
     `output`: an output folder or its export. Imports and runs the code that defines the model in this process. Errors:
     `RunError`."""
-    from lockstep.checkpoint import exported
+    from lockstep.checkpoint import export_hashes
     from lockstep.tasks.modules import wrapped_module
 
     folder = _folder(output)
-    exported.require_whole_source(str(folder))
+    export_hashes.require_whole_source(str(folder))
     return wrapped_module.load(folder / "export" if (folder / "export").is_dir() else folder)
 
 

@@ -179,7 +179,7 @@ def test_generation_needs_padding_on_the_left() -> None:
     assert right[0, :5].tolist() == [7, 6, 5, 0, 0]
 
 
-@rests_on_it("src/lockstep/checkpoint/exported.py", "src/lockstep/checkpoint/shard_files.py")
+@rests_on_it("src/lockstep/checkpoint/export_hashes.py", "src/lockstep/checkpoint/shard_files.py")
 def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
     """safetensors writes the same bytes for the same tensors, in whatever order they are given."""
     from safetensors.torch import save_file

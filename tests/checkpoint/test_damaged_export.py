@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.export import push
 from lockstep.cli import main
 from lockstep.config.run import Run, load
@@ -97,7 +97,7 @@ def test_a_damaged_export_is_refused_by_all_that_use_it(
 ) -> None:
     change, name = DAMAGE[kind]
     for use in uses(output, monkeypatch).values():
-        exported.require_whole(output)  # and the cache knows it
+        export_hashes.require_whole(output)  # and the cache knows it
         kept = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
         change(output)
         with raises("LS6130", name):
@@ -120,14 +120,14 @@ def test_json_that_transformers_cannot_read_is_one_message(
 
 def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    honest = exported.sha256_of
+    honest = export_hashes.sha256_of
 
     def reading(path: Path) -> str:
         if path.suffix != ".json":  # small, and read each time for the note on edits
             read.append(path.name)
         return honest(path)
 
-    monkeypatch.setattr(exported, "sha256_of", reading)
+    monkeypatch.setattr(export_hashes, "sha256_of", reading)
     (answer,) = predictions(output, ["some text"], {})
     assert answer["label"]
     first = list(read)
@@ -179,13 +179,13 @@ def test_an_edited_card_or_config_is_used_and_noted(
 
 def test_an_edited_index_of_shards_is_damage(output: Path) -> None:
     """It says which files hold the weights."""
-    index, record = output / "export" / "model.safetensors.index.json", output / exported.FILE
+    index, record = output / "export" / "model.safetensors.index.json", output / export_hashes.FILE
     index.write_text('{"weight_map": {"a": "model.safetensors"}}')
-    record.write_text(json.dumps({**json.loads(record.read_text()), index.name: exported.sha256_of(index)}))
-    exported.require_whole(output)
+    record.write_text(json.dumps({**json.loads(record.read_text()), index.name: export_hashes.sha256_of(index)}))
+    export_hashes.require_whole(output)
     index.write_text('{"weight_map": {}}')
     with raises("LS6130", index.name):
-        exported.require_whole(output)
+        export_hashes.require_whole(output)
 
 
 def test_a_folder_that_is_no_run_is_no_business_of_this(output: Path, tmp_path: Path) -> None:
@@ -225,6 +225,6 @@ def test_status_says_one_thing_of_a_damaged_export(
     if saved:
         assert "writes the export again, from the checkpoint of step 2" in said["resume"]
         assert main(["train", str(output / "run.yaml"), f"output={output}"]) == 0
-        assert exported.damage(output) is None
+        assert export_hashes.damage(output) is None
     else:
         assert "begins from the start" in said["resume"]

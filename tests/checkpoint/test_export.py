@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint import exported, shard_files
+from lockstep.checkpoint import export_hashes, shard_files
 from lockstep.checkpoint.checkpoint import CheckpointError, finished
 from lockstep.checkpoint.export import write_export
 from lockstep.checkpoint.manifest import newest_first
@@ -65,20 +65,20 @@ def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:
 
 @pytest.mark.parametrize("kib", [1, 4, 20])
 def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: Job, kib: int) -> None:
-    before, limits = exported.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, limits = export_hashes.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal for it
     try:
         with pytest.raises(OSError, match="File too large"):  # safetensors and tokenizers have errors of their own
             write(trained)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert exported.damage(trained.run.folder) == before
+    assert export_hashes.damage(trained.run.folder) == before
 
 
 def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    sync, rename = exported.sync, os.rename
-    monkeypatch.setattr(exported, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
+    sync, rename = export_hashes.sync, os.rename
+    monkeypatch.setattr(export_hashes, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(f"rename {Path(a).name}"), rename(a, b)))
     write(trained)
     place = events.index("rename .export.partial")
@@ -102,13 +102,13 @@ def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
     elif what == "zeros in JSON":
         (export / "config.json").write_bytes(bytes(200))
     elif what == "no record":
-        (export.parent / exported.FILE).unlink()
+        (export.parent / export_hashes.FILE).unlink()
     elif what == "tokenizer":
         (export / "tokenizer.json").unlink()
     else:
-        (export.parent / exported.FILE).write_text("[")
+        (export.parent / export_hashes.FILE).write_text("[")
     assert not is_finished(trained)
-    assert exported.damage(export.parent) is not None
+    assert export_hashes.damage(export.parent) is not None
 
 
 def test_a_person_may_edit_the_card_and_the_configuration(trained: Job) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import DiskSpace
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.errors import HALTED, uncoded
@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
         assert f"{run.folder}/export could not be written (No space left on device). The model is in" in said
         (place,) = (tmp_path / "rescue").iterdir()
         assert f"{place}/export instead (from_pretrained loads it): keep it" in said
-        assert exported.damage(place) is None
+        assert export_hashes.damage(place) is None
         assert weights_in(place / "export") == weights
         assert AutoModelForSequenceClassification.from_pretrained(place / "export").num_labels == 6
         goes_on = "goes on from step 2" if after == 4 else "begins from the start: there is no checkpoint"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint.export import write_export
-from lockstep.checkpoint.exported import damage
+from lockstep.checkpoint.export_hashes import damage
 from lockstep.config.errors import FAILED
 from lockstep.config.run import Run
 from lockstep.data import raw_rows

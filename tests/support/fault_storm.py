@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import finished, newest_first
 from lockstep.config.run import load
 from support.command import (
@@ -279,7 +279,7 @@ class Job:
             assert status == 0, (out, err)
         assert bits(self.folder) == bits(untouched)
         each_step_once(self.folder, untouched)
-        assert exported.damage(self.out) is None
+        assert export_hashes.damage(self.out) is None
         found = state_of(self.folder, self.cache)
         assert (found["state"], found["status"], found["finished"]) == ("done", 0, True)
         assert not (self.out / ".lock").exists()

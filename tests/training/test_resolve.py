@@ -118,7 +118,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
     start.resolved(run)  # verify, replay, diff, branch
     bench.resolved(run)
     init.plan(run)
-    start.resolve_options(run)
+    start.refuse_options(run)
     assert sweep.start is start
     assert scopes == [Scope.START, Scope.OUTPUT, Scope.DATA, Scope.DATA, Scope.OPTIONS, Scope.OPTIONS]
 

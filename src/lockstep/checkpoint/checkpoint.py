@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.exported import clear
+from lockstep.checkpoint.export_hashes import clear
 from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
     Manifest,

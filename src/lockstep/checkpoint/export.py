@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep._version import __version__
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import size_of
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.redaction import one_line, printable, redact_all
@@ -313,9 +313,9 @@ def write_export(
     nothing remains of a failed export."""
     folder = folder or task.run.folder
     try:
-        exported.settle(_write_aside(folder, task, weights, scores, steps), folder)
+        export_hashes.settle(_write_aside(folder, task, weights, scores, steps), folder)
     finally:
-        exported.clear(folder / ".export.partial")
+        export_hashes.clear(folder / ".export.partial")
     return folder / "export"
 
 
@@ -326,14 +326,14 @@ def try_export(task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict
     try:
         return size_of(_write_aside(run.folder, task, weights, scores, 0))
     finally:
-        exported.clear(run.folder / ".export.partial")
+        export_hashes.clear(run.folder / ".export.partial")
 
 
 def _write_aside(
     folder: Path, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
     aside = folder / ".export.partial"
-    exported.clear(aside)
+    export_hashes.clear(aside)
     aside.mkdir(parents=True)
     try:
         task.write(aside, weights)
@@ -464,8 +464,8 @@ def push(
         raise RunError(
             "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
         )
-    exported.require_whole(output)
-    if (text := exported.note_of_edits(output)) is not None:
+    export_hashes.require_whole(output)
+    if (text := export_hashes.note_of_edits(output)) is not None:
         say(f"note: {text}")
     token = _token(repository, called)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")

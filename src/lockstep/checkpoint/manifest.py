@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.config import user_code
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
@@ -288,7 +288,7 @@ def mismatch(path: Path, manifest: Manifest, names: Iterable[str]) -> str | None
     """Describe the first of these files whose contents do not match the manifest's hash, or return None."""
     for name in names:
         try:
-            digest = exported.sha256_of(path / name)
+            digest = export_hashes.sha256_of(path / name)
         except OSError as error:
             return f"{name}: {reason_of(error)}"
         if digest != manifest.hashes[name]:
@@ -433,7 +433,7 @@ def finished(run: Run, manifest: Manifest | None) -> bool:
     export."""
     if manifest is None or not ended(run, manifest) or other_export(run):
         return False
-    return exported.damage(run.folder) is None
+    return export_hashes.damage(run.folder) is None
 
 
 def export_of(run: Run) -> str:

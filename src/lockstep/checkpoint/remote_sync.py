@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import exported, folder
+from lockstep.checkpoint import export_hashes, folder
 from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.manifest import (
     FILE,
@@ -331,17 +331,17 @@ class RemoteSync:
     def copy_export(self, source: Path) -> None:
         """Upload the export of an output folder, unless it is damaged. Unchanged files are not sent again. Errors:
         `StoreError`, `OSError`."""
-        if exported.damage(source) is not None:
+        if export_hashes.damage(source) is not None:
             return
         hashes = {}
         for path in sorted((source / "export").rglob("*")):
             if path.is_file() and not path.is_symlink():
-                hashes[path.relative_to(source / "export").as_posix()] = exported.sha256_of(path)
+                hashes[path.relative_to(source / "export").as_posix()] = export_hashes.sha256_of(path)
         content = json.dumps(hashes, indent=1).encode() + b"\n"  # the user may have edited the card
-        if (before := self._read(exported.FILE)) == content:
+        if (before := self._read(export_hashes.FILE)) == content:
             return
         if before is not None:
-            self._bucket.remove(self.address.below(exported.FILE))
+            self._bucket.remove(self.address.below(export_hashes.FILE))
         for name, sha256 in hashes.items():
             self._bucket.upload(source / "export" / name, self.address.below(f"export/{name}"), sha256)
         new = {str(self.address.below(f"export/{name}")) for name in hashes}
@@ -349,7 +349,7 @@ class RemoteSync:
             if str(each.address) not in new:
                 self._bucket.remove(each.address)
         self._bucket.write(self.address.below("run.yaml"), self.run.dump().encode())
-        self._bucket.write(self.address.below(exported.FILE), content)
+        self._bucket.write(self.address.below(export_hashes.FILE), content)
 
     def _listed(self) -> dict[int, list[Object]]:
         """Objects in the checkpoint folders, by step. Errors: `StoreError`."""

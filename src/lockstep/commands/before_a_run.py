@@ -39,7 +39,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from lockstep.launchers import start
 
-    run = start.further(run_file.run_of(args), Console(True).say)
+    run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
     launcher = start.launcher_of(run)
     plan = start.plan_of(run, launcher)
     job = start.preview(run, launcher, plan)
@@ -89,7 +89,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
     from lockstep.launchers import start
 
     if isinstance(job, str):
-        if offline or start.looked_at_there(launcher):
+        if offline or start.checked_by_ranks_only(launcher):
             return []
         return [f"{job}. --offline plans without the Hub"]
     from lockstep.training import model_stats

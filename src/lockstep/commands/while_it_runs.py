@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.errors import coded, reason_of
 from lockstep.config.redaction import printable
@@ -56,9 +56,9 @@ def run_status(args: argparse.Namespace) -> int:
     ended = came_to_its_end(run, sound, total or 0)
     finished = ended and (run.folder / "export" / "config.json").exists()
     looks = args.verify and not state.live and (run.folder / "export").is_dir()
-    if looks and (fault := exported.damage(run.folder)) is not None:
+    if looks and (fault := export_hashes.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
-    edits = exported.note_of_edits(run.folder) if looks and "export" not in damaged else None
+    edits = export_hashes.note_of_edits(run.folder) if looks and "export" not in damaged else None
     status = int(args.verify and bool(damaged))
     if args.json:
         facts = {

@@ -321,7 +321,7 @@ def documents_of(dataset: Dataset, tokenizer: Any, how: Writing, rows: range) ->
         offered = batch[how.tools] if how.tools is not None else [None] * len(batch[how.column])
         rows_of = zip(batch[how.column], offered, strict=True)
         texts_of = [
-            written(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(rows_of, start)
+            rendered(tokenizer, messages, tools, how, row) for row, (messages, tools) in enumerate(rows_of, start)
         ]
         for some in shares(texts_of, (sum(len(each.text) for each in texts) for texts in texts_of)):
             yield _documents([each for texts in some for each in texts], tokenizer), len(some)
@@ -344,7 +344,7 @@ def _documents(some: list[RenderedText], tokenizer: Any) -> Documents:
     return documents  # no end token is added: the template ends turns itself
 
 
-def written(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[RenderedText]:
+def rendered(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: int) -> list[RenderedText]:
     """Render a conversation to one text, or to one per assistant turn. Errors: `RunError`, with the row and the
     message."""
     messages = [without_nulls(message) for message in row]

@@ -31,7 +31,7 @@ from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, S
 from lockstep.distributed.signals import Interrupts, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan, write_files
 from lockstep.launchers.local import LOOPBACK, check_gpus, memory_here, processes_of
-from lockstep.launchers.processes import accelerate_config, preconditions
+from lockstep.launchers.processes import accelerate_config, machine_limits
 from lockstep.track.console import error
 from lockstep_trace.plurals import quantity
 
@@ -111,9 +111,9 @@ class Accelerate(Launcher):
         check_gpus(run, processes_of(run))
         self.check_address(run)
         if plan.processes > 1:
-            preconditions.check_open_files(processes_of(run))
+            machine_limits.check_open_files(processes_of(run))
             if self.options(run).machines == 1:
-                preconditions.check_loopback(LOOPBACK)
+                machine_limits.check_loopback(LOOPBACK)
         write_files(plan)
         for left in range(run.launch.max_restarts, -1, -1):
             status, stop_requested = once(run, plan, words)

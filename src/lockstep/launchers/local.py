@@ -120,10 +120,10 @@ def prestart(run: Run) -> None:
     import tempfile
     from multiprocessing import forkserver, resource_tracker
 
-    from lockstep.launchers.processes import preconditions
+    from lockstep.launchers.processes import machine_limits
 
     own = run.launch.name == "local" or (run.launch.name == "torchrun" and not run.launch.options.get("rendezvous"))
-    preconditions.check(LOOPBACK if own else None, processes_of(run))
+    machine_limits.check(LOOPBACK if own else None, processes_of(run))
     # do not import torch only for this
     on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
     context = multiprocessing.get_context("forkserver")

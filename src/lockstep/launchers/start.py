@@ -1,7 +1,7 @@
 """From a run to its processes: resolve the run into a job, then start its ranks or become one.
 
 In: a run. Out: an exit status. A finished run whose `epochs` or `steps` were raised becomes a new run that continues
-from its export, in a new folder (`further`). Imports no torch at the top.
+from its export, in a new folder (`continued_as_new_run`). Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep._version import __version__
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
@@ -50,7 +50,7 @@ def train(run: Run) -> int:
     console = Console(True, voice=run.track.console)
     # before slow imports
     console.facts({"lockstep": f"{__version__}, {run.name} -> {run.folder}"})
-    run = further(run, console.say)
+    run = continued_as_new_run(run, console.say)
     job_record.refuse_evicted(run.folder)
     ACTIVITY.set("importing torch")
     with ExitStack() as stack:
@@ -89,7 +89,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
 
     Errors: `RunError` for every problem detectable before a process starts."""
     machine = machine_of(launcher, plan)
-    if looked_at_there(launcher):
+    if checked_by_ranks_only(launcher):
         resolve_launch(run, machine, plan.processes, Scope.START)
         return plan, None
     ACTIVITY.set("importing torch and transformers")
@@ -113,7 +113,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
         if (other := other_export(run)) is not None:
             console.note(f"{run.folder}/export is that of export: {other}; {export_of(run)} is asked for and written")
         else:
-            fault = exported.damage(run.folder)
+            fault = export_hashes.damage(run.folder)
             console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
     return plan, None
 
@@ -325,7 +325,7 @@ def machine_of(launcher: Launcher, plan: LaunchPlan) -> Machine:
     return Machine(not launcher.submits, launcher=launcher, plan=plan)
 
 
-def looked_at_there(launcher: Launcher) -> bool:
+def checked_by_ranks_only(launcher: Launcher) -> bool:
     """Return whether data and model are checked only by the ranks: a machine that only submits may have no torch."""
     return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
 
@@ -344,7 +344,7 @@ def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
     return launcher.start(job.run, replace(launcher.plan(job.run), job=job), words)
 
 
-def resolve_options(run: Run) -> None:
+def refuse_options(run: Run) -> None:
     """Check everything that needs neither the data nor a process. Errors: `RunError`."""
     launcher = launcher_of(run)
     plan = plan_of(run, launcher)
@@ -355,7 +355,7 @@ def preview(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
     """Return the job for `lockstep plan`, after all checks that `train` makes before it starts a process, or the reason
     why it cannot be resolved here. Writes to the cache, not to OUTPUT. Errors: `RunError`."""
     machine = machine_of(launcher, plan)
-    if looked_at_there(launcher):
+    if checked_by_ranks_only(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are checked where the job runs"
     from lockstep.data.hub import unreached
@@ -368,7 +368,7 @@ def preview(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
         raise
 
 
-def further(run: Run, say: Callable[[str], object]) -> Run:
+def continued_as_new_run(run: Run, say: Callable[[str], object]) -> Run:
     """Return the run to train: for a finished run whose `epochs` or `steps` were raised, a new run from its export.
 
     The finished run's schedule is at its end, so continuing could not equal one longer run. `say` prints an
@@ -378,7 +378,7 @@ def further(run: Run, say: Callable[[str], object]) -> Run:
     manifest = next((newest for _, newest in newest_first(run.folder)), None)
     run = run if manifest is None else fitted(run)
     added = None if manifest is None else _added(run, manifest)
-    if manifest is None or added is None or not ended(run, manifest) or exported.damage(run.folder) is not None:
+    if manifest is None or added is None or not ended(run, manifest) or export_hashes.damage(run.folder) is not None:
         return run
     key, more = added
     whole = run.epochs if key == "epochs" else run.steps

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config.run import Run, RunError, load, require_output
@@ -48,7 +48,7 @@ def attest(output: Path, key: Path | None) -> int:
             str(folder), str(output / SIGNATURE)
         )
     steps_kept = ", ".join(str(each["step"]) for each in report["checkpoints"])
-    if (text := exported.note_of_edits(output)) is not None:
+    if (text := export_hashes.note_of_edits(output)) is not None:
         console.say(f"note: {text}")
     console.say(f"{report['steps']} steps, checkpoints of {steps_kept}, {len(report['export'])} files of the export")
     console.say(f"{folder / NAME}: sha256 {report['sha256']}{', signed' if key else ''}")
@@ -60,7 +60,7 @@ def describe(output: Path) -> dict[str, Any]:
     `RunError`."""
     require_output(output)
     load(output / "run.yaml", [])  # refuses what is no run file
-    if (fault := exported.damage(output)) is not None:
+    if (fault := export_hashes.damage(output)) is not None:
         raise RunError("LS8001", f"{output}: cannot be attested, because the export is missing or was changed: {fault}")
     checkpoints = [(path, each) for path, each in candidates(output) if isinstance(each, Manifest)]
     if not checkpoints:
@@ -82,7 +82,7 @@ def describe(output: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run": newest.arithmetic,
-        "run_file": exported.sha256_of(output / "run.yaml"),
+        "run_file": export_hashes.sha256_of(output / "run.yaml"),
         "data": newest.data,
         "code": newest.code,
         "versions": newest.versions,
@@ -92,10 +92,12 @@ def describe(output: Path) -> dict[str, Any]:
         "processes": begun.get("processes"),
         "steps": newest.step,
         "chain": chain(lines),
-        "checkpoints": [{"step": m.step, "manifest": exported.sha256_of(path / MANIFEST)} for path, m in checkpoints],
+        "checkpoints": [
+            {"step": m.step, "manifest": export_hashes.sha256_of(path / MANIFEST)} for path, m in checkpoints
+        ],
         "export": _export(output),
         "exported_step": scores_of(output).get("step", newest.step),
-        "results": {name: exported.sha256_of(output / name) for name in RESULTS if (output / name).is_file()},
+        "results": {name: export_hashes.sha256_of(output / name) for name in RESULTS if (output / name).is_file()},
     }
     return facts | {"sha256": _seal(facts)}
 
@@ -121,7 +123,7 @@ def _export(output: Path) -> dict[str, str]:
     """Return the hashes of all files of the export, by name."""
     folder = output / "export"
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): exported.sha256_of(path) for path in files}
+    return {path.relative_to(folder).as_posix(): export_hashes.sha256_of(path) for path in files}
 
 
 def _seal(values: Mapping[str, Any]) -> str:
@@ -214,7 +216,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
     """Describe the first file of OUTPUT that differs from the attestation, or return None."""
     if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
         return "the attestation does not match its own hash"
-    if exported.sha256_of(output / "run.yaml") != then["run_file"]:
+    if export_hashes.sha256_of(output / "run.yaml") != then["run_file"]:
         return "run.yaml is another one"
     lines = list(_lines(output))
     if chain(lines) != then["chain"]:
@@ -224,12 +226,12 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
         if each["step"] not in there:
             return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
         path, manifest = there[each["step"]]
-        if exported.sha256_of(path / MANIFEST) != each["manifest"]:
+        if export_hashes.sha256_of(path / MANIFEST) != each["manifest"]:
             return f"the checkpoint of step {each['step']} is another one"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
     for name in RESULTS:
-        if then["results"].get(name) != (exported.sha256_of(output / name) if (output / name).is_file() else None):
+        if then["results"].get(name) != (export_hashes.sha256_of(output / name) if (output / name).is_file() else None):
             return f"{name} is another one: a score was changed, for example"
     if (files := _export(output)) != then["export"]:
         names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))

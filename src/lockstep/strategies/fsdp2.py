@@ -484,7 +484,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, counts = self.agree(losses, self.uses.counts, self.uses.signature())
+            losses, counts = self.sum_losses_and_uses(losses, self.uses.counts, self.uses.signature())
             self.uses.compare_orders(counts[-2:], self.data_parallel.size)
         return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, counts[:-2])
 
@@ -597,7 +597,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @override
     def own_state(self) -> dict[str, Tensor]:
         tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
-        return held_state.sharded(tensors, self.update.stepper, self.precision.loss_scale)
+        return held_state.tensors_to_save(tensors, self.update.stepper, self.precision.loss_scale)
 
     def on_main(self, tensor: Tensor) -> Tensor | None:
         """Return a whole tensor in rank 0's host memory, None elsewhere. Collective."""

@@ -273,7 +273,7 @@ class Pipeline(ShardedRecovery):
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(weights.grad_counts.get(name, 0) for weights in self.stage_weights) for name in self.order]
-            losses, uses = self.agree(self.losses, own)
+            losses, uses = self.sum_losses_and_uses(self.losses, own)
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     @override
@@ -387,7 +387,7 @@ class Pipeline(ShardedRecovery):
     @override
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for weights in self.stage_weights for name in weights.owned}
-        return held_state.sharded(self.weights.to_save(), self.update.stepper, self.precision.loss_scale, owned)
+        return held_state.tensors_to_save(self.weights.to_save(), self.update.stepper, self.precision.loss_scale, owned)
 
     @override
     def load_sharded_state_dict(self, saved: Saved) -> None:

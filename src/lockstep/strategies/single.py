@@ -85,7 +85,6 @@ class ReplicatedStrategy(Recomputes):
         self.leaves = LeafGradients(self.parameters, self.rows)
         treated = parameter_groups.assigned(run.optim, self.model)
         groups = parameter_groups.groups(run.optim, self.weights.updated.items(), treated)
-        )
         self.set_optimizer(stepper.Stepper(run.optim, groups, self.weights.to_dtensor))
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
@@ -123,7 +122,7 @@ class ReplicatedStrategy(Recomputes):
                 self.totals.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses, uses = self.agree(losses, self.leaves.grad_counts)
+            losses, uses = self.sum_losses_and_uses(losses, self.leaves.grad_counts)
             self.leaves.free()
         return self.optimizer_step(batch, self.weights.gradient(gradients), learning_rate, losses, uses)
 

@@ -120,7 +120,9 @@ class Strategy(StrategyRules):
         """Sum a tensor over the ranks with their own losses and gradients, in place. Collective."""
         return self.data_parallel.sum(tensor)
 
-    def agree(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+    def sum_losses_and_uses(
+        self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()
+    ) -> tuple[Tensor, list[int]]:
         """Sum over ranks the losses of the step's micro-batches [M], the counts of micro-batches that gave each
         trainable parameter a gradient, and other counts. Collective. Errors: `RunError` on every rank if there is no
         gradient at all."""
@@ -224,7 +226,7 @@ class Strategy(StrategyRules):
         (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
         state, with the same names and shapes after every step.
         """
-        return held_state.sharded(self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
+        return held_state.tensors_to_save(self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load what all ranks' `sharded_state_dict` returned together, from any strategy and any number of processes.

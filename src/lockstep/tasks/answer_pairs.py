@@ -48,7 +48,7 @@ class AnswerPairOptions(Section):
     chat_template: str | None = Field(None, description="Jinja template of conversations; default: the tokenizer's")
 
     @model_validator(mode="after")
-    def _spoken(self) -> AnswerPairOptions:
+    def _rendered_tokens(self) -> AnswerPairOptions:
         if self.chat_template is not None and not self.conversations:
             raise InvalidValue(
                 "LS3000",
@@ -293,7 +293,7 @@ def tokens_of(
     """Tokens of prompt, answer and end token, or of the rendered chat template; and the targets: the tokens of the
     answer, or of what the template marks in it, and IGNORED elsewhere. Errors: `RunError`, which names the row."""
     if options.conversations:
-        ids, learned = _spoken(tok, options, prompt, answer, row)
+        ids, learned = _rendered_tokens(tok, options, prompt, answer, row)
     else:
         end = lm_documents.end_of(tok)
         prompt_ids = [] if prompt is None else list(tok(prompt, verbose=False)["input_ids"])
@@ -307,7 +307,7 @@ def tokens_of(
     return ids, [token if learn and place else IGNORED for place, (token, learn) in enumerate(known)]
 
 
-def _spoken(
+def _rendered_tokens(
     tok: Any, options: AnswerPairOptions, prompt: Any, answer: Any, row: int | None
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a conversation in the chat template, and whether each is learned: those of its last message (the

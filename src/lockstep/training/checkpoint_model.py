@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import broken, read_manifest
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
@@ -36,9 +36,9 @@ def fetch(run: Run) -> list[str]:
         if checkpoint is not None and (output / "run.yaml").is_file():
             exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
         else:
-            exported.require_whole_source(str(source))
-            edited = exported.output_of_source(str(source))
-            if edited is not None and (text := exported.note_of_edits(edited)) is not None:
+            export_hashes.require_whole_source(str(source))
+            edited = export_hashes.output_of_source(str(source))
+            if edited is not None and (text := export_hashes.note_of_edits(edited)) is not None:
                 notes.append(text)
     return notes
 

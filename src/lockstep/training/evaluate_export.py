@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint import exported
+from lockstep.checkpoint import export_hashes
 from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
@@ -49,14 +49,14 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
         )
     if checkpoint is not None:
         return run, exported_checkpoint(output, checkpoint, run.model.trust_remote_code)
-    exported.require_whole(output)
+    export_hashes.require_whole(output)
     return run, export
 
 
 def note_edited(folder: Path) -> None:
     """Note, on standard error, the JSON files of an output folder's export that were edited."""
     output, checkpoint = hub.parts(folder)
-    if checkpoint is None and (text := exported.note_of_edits(output)) is not None:
+    if checkpoint is None and (text := export_hashes.note_of_edits(output)) is not None:
         streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
 
 

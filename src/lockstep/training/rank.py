@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from lockstep.checkpoint import exported, remote_sync, tracker_runs
+from lockstep.checkpoint import export_hashes, remote_sync, tracker_runs
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.export import require
 from lockstep.checkpoint.manifest import export_of
@@ -80,7 +80,7 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         world = World(run, init_method)
         world.refusal = refusal
         module, _, function = words[0].rpartition(".")
-        call = getattr(importlib.import_module(module), function)
+        call = getattr(importlib.import_module(module), function)  # `work` below, if the job trains
         return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine, for its user
@@ -379,7 +379,7 @@ def export_and_publish(
     ours = redirected(session.world.log.parent) is None
     with suppress(OSError):
         if ours:  # an existing export is not the model of these scores
-            exported.withdraw(run.folder)
+            export_hashes.withdraw(run.folder)
     # before the export, which marks the run as finished
     for name, values in records.items() if ours else ():
         try:
@@ -396,7 +396,7 @@ def export_and_publish(
     better = better_step(session.job, best_so_far(session.job, steps), trained.exported, trained.scores)
     closing(console, session.job, task, trained.scores, trained.counts, session.world, sha256, known, better)
     if not compared.agrees:
-        exported.withdraw(run.folder)
+        export_hashes.withdraw(run.folder)
         error(coded("LS5182", compared.text), session.world.log)
         return FAILED
     return publish_until_stopped(session.job, session.world, console, session.checkpoints.mirror)
@@ -429,7 +429,7 @@ def finish_interrupted(job: Job, steps: int) -> None:
     """Complete a finished run whose previous process was killed after writing the export. Rank 0 only."""
     run, task = job.run, make_task(job)
     for name in (".export.partial", ".export.removed"):
-        exported.clear(run.folder / name)
+        export_hashes.clear(run.folder / name)
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
     if not (run.folder / "metrics.jsonl").is_file():
         console.note(

@@ -1,10 +1,11 @@
 """Resolve a run into a job: make every decision and every refusal once, in the order of the lines here.
 
 In: a run, the known facts about the machines, and the number of processes. Out: a frozen `Job`, or a `RunError`. `plan`
-prints the job, ranks receive it as text, and no later code checks again whether something is possible. This module
-belongs to the rank, above tasks, strategies and checkpoints: it calls all of them, and a rank whose run was not
-resolved by a launcher (torchrun by hand, a scheduler) calls it too. Imports no torch at the top: a machine that only
-submits jobs may not have it.
+prints the job, and ranks receive it as text. They refuse only what their own machines or the built model show: the
+memory of all machines, side effects of `forward`, what the plain comparison finds. This module belongs
+to the rank, above tasks, strategies and checkpoints: it calls all of them, and a rank whose run was not resolved by a
+launcher (torchrun by hand, a scheduler) calls it too. Imports no torch at the top: a machine that only submits jobs may
+not have it.
 """
 
 from __future__ import annotations

@@ -119,4 +119,5 @@ def build_session(
     feed = StepLoader(task, () if later else strategy.own_micro_batches(), world.device)
     every = feed.interval(run.checkpoint.every)
     checkpoints = Checkpoints(job, world, feed.total, say, every)
+    # the job as it was resolved: `strategy.run` has the options that the memory of all machines decided
     return Session(job, world, task, strategy, Averaged(strategy), feed, checkpoints, before)

@@ -45,7 +45,7 @@ def run_plan(args: argparse.Namespace) -> int | None:
     from lockstep.launchers import start
     from lockstep_plan.options import answered
 
-    run = start.further(run_file.run_of(args), Console(True).say)
+    run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
     return answered(run, args.processes, args.device, args.suggest, args.price, args.out)
 
 

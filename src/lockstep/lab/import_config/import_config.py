@@ -2,7 +2,7 @@
 
 In: its path, the data if given, overrides. Out: a run file that loads and can be planned, and a list of what was read,
 what was not understood and what has no counterpart, with reasons. A file that would train another model is written only
-with `--partial`. To add a system, add a row to `SOURCES` (a file of keys) or to `SCRIPTS` (a Python file, which is
+with `--partial`. To add a system, add a row to `KEY_FILES` (a file of keys) or to `SCRIPTS` (a Python file, which is
 parsed and never run).
 """
 
@@ -351,8 +351,8 @@ Mover = Callable[[RunDraft, int | None], None]
 
 
 @dataclass(frozen=True)
-class ScriptSource:
-    """A system whose files can be read."""
+class KeyFile:
+    """A system whose files of keys (YAML, JSON) can be read; Python files are read by `SCRIPTS`."""
 
     called: str
     table: frozenset[str]  # its keys
@@ -360,33 +360,33 @@ class ScriptSource:
     move: Move
 
 
-SOURCES = {
-    "accelerate": ScriptSource(
+KEY_FILES = {
+    "accelerate": KeyFile(
         "accelerate config",
         frozenset(command_line.ACCELERATE),
         frozenset({"compute_environment", "distributed_type"}),
         command_line.move_accelerate,
     ),
-    "deepspeed": ScriptSource(
+    "deepspeed": KeyFile(
         "DeepSpeed",
         frozenset(command_line.DEEPSPEED),
         frozenset({"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}),
         command_line.move_deepspeed,
     ),
-    "axolotl": ScriptSource("axolotl", frozenset(axolotl.TABLE), frozenset({"base_model"}), axolotl.move),
-    "llama_factory": ScriptSource(
+    "axolotl": KeyFile("axolotl", frozenset(axolotl.TABLE), frozenset({"base_model"}), axolotl.move),
+    "llama_factory": KeyFile(
         "LLaMA-Factory",
         frozenset(axolotl.LLAMA_FACTORY),
         frozenset({"finetuning_type", "stage", "cutoff_len", "dataset_dir"}),
         axolotl.move_llama_factory,
     ),
-    "trl": ScriptSource(
+    "trl": KeyFile(
         "TRL",
         frozenset(trainer.TRL),
         frozenset({"use_peft", "dataset_train_split", "dataset_test_split"}.union(*trainer.MARKS.values())),
         trainer.move_trl,
     ),
-    "trainer": ScriptSource(
+    "trainer": KeyFile(
         "TrainingArguments",
         frozenset(trainer.TABLE),
         frozenset({"per_device_train_batch_size", "num_train_epochs", "output_dir", "learning_rate"}),
@@ -408,7 +408,8 @@ def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
     return result
 
 
-# Readers of Python files, tried in order; each returns None if the script is not of its kind.
+# Readers of Python files (SageMaker's, Trainer's, hand-written loops), tried in order; each returns None if the script
+# is not of its kind.
 SCRIPTS: tuple[Callable[[Script], tuple[str, Mover] | None], ...] = (_of_sagemaker, trainer_script.read, loops.read)
 
 
@@ -458,12 +459,12 @@ def script(of: Script) -> Read:
     )
 
 
-def _source_of(path: Path, keys: Mapping[str, Any]) -> ScriptSource:
+def _source_of(path: Path, keys: Mapping[str, Any]) -> KeyFile:
     """Return the system that one of these keys identifies. Errors: `RunError` if there is none, or torchtune's."""
-    for source in SOURCES.values():
+    for source in KEY_FILES.values():
         if source.marks & keys.keys():
             return source
     if torchtune.is_recipe(keys):
         raise torchtune.refusal(path, keys)
-    source_names = ", ".join(source.called for source in SOURCES.values())
+    source_names = ", ".join(source.called for source in KEY_FILES.values())
     raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {source_names}")

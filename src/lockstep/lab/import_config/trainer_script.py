@@ -17,11 +17,11 @@ from lockstep.lab.import_config.script import Call, Script, casts, code_of, func
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
 
-Move = Callable[[RunDraft, int | None], None]
+Mover = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # have a Trainer, too
 
 
-def read(script: Script) -> tuple[str, Move] | None:
+def read(script: Script) -> tuple[str, Mover] | None:
     """Return the mover of a script with a Trainer, or None if it has none. Errors: `RunError` if its settings are on
     its command line."""
     calls = [c for c in script.calls if c.origin.partition(".")[0] not in LOOPS]

@@ -467,7 +467,7 @@ def plan(run: Run) -> list[str]:
     lacking: list[str] = []
     for each in (run, with_small_model(run)):
         try:
-            start.resolve_options(each)
+            start.refuse_options(each)
             break
         except RunError as error:
             if error.code not in _OF_MACHINE and not unreached(error):

@@ -237,7 +237,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     try:
         launcher = start.launcher_of(run)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # without torch here, the ranks check
-            start.resolve_options(run)
+            start.refuse_options(run)
             run = fitted(run)
         else:
             start.plan_of(run, launcher)

@@ -321,7 +321,15 @@ class Agent(LocalElasticAgent):
         posts = not entered and store.place == 0
         roll = store.roll(room, key, [str(rank) for rank in range(workers[0].world_size)] if posts else None)
         assert callable(spec.entrypoint)
-        arguments = spec.entrypoint, spec.args, self._variables(worker_group), roll, place, self._lost, self._spare
+        arguments = (
+            spec.entrypoint,
+            spec.args,
+            self._variables(worker_group),
+            roll,
+            place,
+            self._report_lost_rank,
+            self._spare,
+        )
         names = {worker.local_rank: str(worker.global_rank) for worker in workers}
         if store.most == 1:
             ranks: Ranks = Ranks(*arguments)
@@ -358,7 +366,7 @@ class Agent(LocalElasticAgent):
             for worker in worker_group.workers
         }
 
-    def _lost(self, local: int, pid: int, code: int) -> None:
+    def _report_lost_rank(self, local: int, pid: int, code: int) -> None:
         """Report a failed rank without which the others continue."""
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
         then = f"another takes its place ({quantity(left, 'start')} left)" if left else "no starts are left for another"
@@ -413,7 +421,7 @@ class Agent(LocalElasticAgent):
             where = "there is no checkpoint yet; training begins from the start"
         return f"{where} ({quantity(left, 'restart')} left)"
 
-    def looked_at(self, worker_group: WorkerGroup) -> RunResult:
+    def state_of_ranks(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of this machine's ranks."""
         if not self.goes_on:
             return super()._monitor_workers(worker_group)
@@ -473,7 +481,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
             self._pass_on()
         self.memory.look(self._pcontext.pids().values() if self._pcontext is not None else ())
-        result = self.looked_at(worker_group)
+        result = self.state_of_ranks(worker_group)
         if result.state == WorkerState.HEALTHY:
             return self._look_around(worker_group) or result
         if result.state != WorkerState.FAILED:

@@ -163,8 +163,10 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         return gradients
 
     @override
-    def agree(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
-        losses, counts = super().agree(losses, uses, also)
+    def sum_losses_and_uses(
+        self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()
+    ) -> tuple[Tensor, list[int]]:
+        losses, counts = super().sum_losses_and_uses(losses, uses, also)
         if self.ddp is not None and self.steady is not False and self.in_tree:
             self.steady = min(counts) == self.leaves.tree.leaves
             if not self.steady:

@@ -317,7 +317,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
             self._level(batch)
         with self.phases("reduction"):
             gradients = self.sums.finish()
-            losses, uses = self.agree(losses, self.sums.grad_counts)
+            losses, uses = self.sum_losses_and_uses(losses, self.sums.grad_counts)
         if self.stage == 3:
             self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
         parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
@@ -366,7 +366,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, uses = self.agree(losses, list(self.grad_counts.values()))
+            losses, uses = self.sum_losses_and_uses(losses, list(self.grad_counts.values()))
             self.update.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:

@@ -23,7 +23,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: t.detach() for name, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
-def sharded(
+def tensors_to_save(
     tensors: Mapping[str, Tensor],
     stepper: Stepper,
     scaling: LossScale | None = None,

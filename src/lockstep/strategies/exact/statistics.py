@@ -49,8 +49,8 @@ class Statistics:
             self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: examples last
 
     def take(self, micro: MicroBatch) -> None:
-        """Record a micro-batch's statistics after its backward, and reset them to those before the step. Not for
-        padding micro-batches."""
+        """Record a micro-batch's statistics after its backward, and reset them to those before the step. A
+        padding micro-batch of a short step counts as no examples."""
         if self.names:
             examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a padding micro-batch has none
             self._per_micro_batch[micro.index] = torch.cat([self._now(), examples.double()[None]])

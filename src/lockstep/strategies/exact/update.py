@@ -25,7 +25,7 @@ class WeightUpdate:
     """The optimizer of a strategy and its last update.
 
     If several ranks hold the same state (`barrier`), the update is all-or-nothing: no rank updates before all have what
-    they need. A rank that lost contact and missed an update that others applied applies it later (`deferred`).
+    they need. A rank that lost contact and missed an update that others applied applies it later (`ready`).
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class WeightUpdate:
         self.optimizer: Any = optimizer  # the stepper, or an engine's wrapper of it
         late = precision.device.type == "cuda" and optimizer.rule.heeds_skipped
         self.finite = FiniteCheck(job.run.on_nonfinite == "stop", late)
-        self.deferred: Callable[[], Tensor | bool] | None = None  # an interrupted update; not collective
+        # Set before the barrier: an update that is interrupted there is applied later, by one rank alone.
+        self.ready: Callable[[], Tensor | bool] | None = None
         self.incomplete = False  # whether an update was interrupted halfway
 
     def make(
@@ -66,16 +67,16 @@ class WeightUpdate:
         norm = gradient.norm()
         if observer is not None:
             observer.reduced(gradient)
-        self.deferred = partial(self._apply, step, gradient, norm, scale, learning_rate, losses, uses)
+        self.ready = partial(self._apply, step, gradient, norm, scale, learning_rate, losses, uses)
         if self.barrier is not None:
             self.barrier()
-        return norm, self.make_deferred()
+        return norm, self.apply_ready()
 
-    def make_deferred(self) -> Tensor | bool:
+    def apply_ready(self) -> Tensor | bool:
         """Apply the update for which this rank has everything that it needs. Collective only if the optimizer needs
         whole tensors."""
-        assert self.deferred is not None
-        apply, self.deferred = self.deferred, None
+        assert self.ready is not None
+        apply, self.ready = self.ready, None
         self.incomplete = True
         used = apply()
         self.incomplete = False

@@ -64,7 +64,7 @@ class Resharder:
         session with that strategy and the key of the state; `state` becomes its training state. The shards that ranks
         hold do not change, except by a deferred update. Collective. Errors: `TrainingFailed`."""
         world, strategy = session.world, session.strategy
-        self._apply_deferred_update(session, state)
+        self._apply_missed_update(session, state)
         offers = world.all_gather(
             (
                 [(v.key, list(v.shares), v.count) for v in self._versions],
@@ -99,13 +99,13 @@ class Resharder:
         state.load_state_dict(theirs if mine is None else mine.train_state)
         return replace(session, strategy=strategy, averaged=Averaged(strategy)), key
 
-    def _apply_deferred_update(self, session: Session, state: TrainState) -> None:
+    def _apply_missed_update(self, session: Session, state: TrainState) -> None:
         """Apply an update that other ranks have made and for which this rank has all the data. Collective."""
         strategy: Any = session.strategy
         steps = session.world.all_gather(state.step)
         newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
-        if 0 <= state.step == max(steps) - 1 and strategy.update.deferred is not None:
-            strategy.update.make_deferred()
+        if 0 <= state.step == max(steps) - 1 and strategy.update.ready is not None:
+            strategy.update.apply_ready()
             theirs = next(each for each in newest if each is not None)
             state.load_state_dict(theirs)
             assert self._live is not None

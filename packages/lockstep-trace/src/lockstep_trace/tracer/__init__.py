@@ -1,5 +1,6 @@
-"""The tracer, which runs inside the traced process. Imports only torch and the standard library, so that it can be
-copied next to any script. See docs/how-to/trace.md.
+"""The tracer, which runs inside the traced process and only records: `findings.py` decides what is wrong, by `rules/`.
+
+Imports only torch and the standard library, so that it can be copied next to any script. See docs/how-to/trace.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Decides when a step is checked, records its calls, and writes a `check` record.
+"""Decides at which steps `--check` computes again, records their calls, and writes a `check` record. What is wrong with
+a record is decided by `rules/checks.py`.
 
 In: calls from hooks. Out: records of kind `check`, one for each optimizer and checked step. All is computed before the
 optimizer's step, from copies; `_preserved` restores the process's random numbers.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launchers.processes import preconditions
+from lockstep.launchers.processes import machine_limits
 from support.command import environment_of, write
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")]
@@ -76,7 +76,7 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, limits[1]))
-        preconditions.check_open_files(2)
+        machine_limits.check_open_files(2)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 56
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
