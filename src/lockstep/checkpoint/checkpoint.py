@@ -286,7 +286,7 @@ class Checkpoints:
         return self.room.clear(last, self.mirror.in_use if self.mirror else ())
 
     def _writes(self) -> bool:
-        """Whether this rank sees rank 0's OUTPUT. Tested once, with a probe file. Collective."""
+        """Return whether this rank sees rank 0's OUTPUT. Tested once, with a probe file. Collective."""
         if self._sees is None:
             name, is_writable = f".probe-{secrets.token_hex(8)}", True
             if self.world.is_main:
@@ -373,7 +373,7 @@ class Checkpoints:
 
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
-        steps. Collective. Errors: `CheckpointError`, on every rank, if one of them cannot be read."""
+        steps. Collective. Errors: `CheckpointError` on every rank, if a checkpoint cannot be read."""
         from lockstep.checkpoint.shard_files import Mean
 
         steps, saved = manifests.averaged(self.run, step, self.every), []

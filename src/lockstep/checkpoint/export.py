@@ -356,7 +356,7 @@ def require(run: Run) -> None:
 
 
 def pending(run: Run) -> bool:
-    """Whether `hub.push_to` is set and this run's export has not been pushed there."""
+    """Return whether `hub.push_to` is set and this run's export has not been pushed there."""
     if run.hub.push_to is None:
         return False
     try:

@@ -176,7 +176,7 @@ class Shard:
         return len(self._header) + self._buffer.numel() if self._views else 0
 
     def suits(self, parts: Mapping[str, Tensor]) -> bool:
-        """Whether the layout still fits these parts (optimizer state may appear later for some weights)."""
+        """Return whether the layout still fits these parts (optimizer state may appear later for some weights)."""
         return _shapes(parts) == self._parts
 
     def fill(self, parts: Mapping[str, Tensor]) -> None:

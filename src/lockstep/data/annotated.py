@@ -125,12 +125,12 @@ def _sentences(text: str) -> Iterator[list[tuple[int, list[str]]]]:
 
 
 def _is_comment(line: str) -> bool:
-    """Whether a line is a comment (`# text = ...`) rather than the word #."""
+    """Return whether a line is a comment (`# text = ...`) rather than the word #."""
     return line.startswith("# ") and "\t" not in line and not _TAG.fullmatch(line.split()[-1])
 
 
 def _is_numbered(sentences: list[list[list[str]]]) -> bool:
-    """Whether the first column numbers the words of each sentence."""
+    """Return whether the first column numbers the words of each sentence."""
     if not sentences or any(len(words[0]) < 3 for words in sentences):
         return False
     counts = ([int(cells[0]) for cells in words if cells[0].isdigit()] for words in sentences)
@@ -251,7 +251,7 @@ def _records_in(document: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def _is_row_list(value: Any) -> bool:
-    """Whether a value is a list of rows rather than of chat messages."""
+    """Return whether a value is a list of rows rather than of chat messages."""
     rows = isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value)
     return bool(rows) and not any(turn <= set(value[0]) for turn in _TURNS)
 

@@ -444,7 +444,7 @@ def _counts(begin: Iterable[int]) -> memoryview:
 
 
 def _can_fork() -> bool:
-    """Whether forked processes can work together: locks between processes need a writable /dev/shm."""
+    """Return whether forked processes can work together: locks between processes need a writable /dev/shm."""
     try:
         multiprocessing.get_context("fork").Lock()
     except (OSError, ValueError, ImportError):

@@ -297,7 +297,7 @@ def damage(path: Path) -> str | None:
 
 
 def sealed(path: Path) -> bool:
-    """Whether `path` has a seal."""
+    """Return whether `path` has a seal."""
     return _seal_of(path).exists()
 
 

@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.0*)?")
 
 
 def is_text(rows: Dataset, column: str) -> bool:
-    """Whether a column exists and holds texts."""
+    """Return whether a column exists and holds texts."""
     return getattr(rows.features.get(column), "dtype", None) in ("string", "large_string")
 
 
@@ -81,7 +81,7 @@ class ColumnUse:
         return {column: kind for column, kind in kinds.items() if kind != "text"}
 
     def may_be(self, name: str) -> bool:
-        """Whether a column may be read, regardless of other columns."""
+        """Return whether a column may be read, regardless of other columns."""
         roots = (path for path in self.paths or () if f"{path}.".startswith(f"{name}."))
         return self.paths is None or name in (*self.also, *self.within) or next(roots, None) is not None
 

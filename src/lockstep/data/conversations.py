@@ -105,7 +105,7 @@ class Question:
 
 
 def is_talk(value: Any) -> bool:
-    """Whether a value is a list of messages."""
+    """Return whether a value is a list of messages."""
     if not isinstance(value, list | tuple) or not value:
         return False
     return all(isinstance(m, Mapping) and ("role" in m or {"from", "value"} <= m.keys()) for m in value)
@@ -126,7 +126,7 @@ def prompt_text(tokenizer: Any, how: Writing, content: str | Question) -> str:
 
 
 def require_template(tokenizer: Any, rows: Iterable[Sequence[Any]]) -> bool:
-    """Whether there is a conversation among rows of a model that was trained on texts. Errors: `RunError` if its
+    """Return whether there is a conversation among rows of a model that was trained on texts. Errors: `RunError` if its
     tokenizer has no chat template."""
     talk = next((row[0] for row in rows if isinstance(row[0], Question)), None)
     if talk is not None and not tokenizer.chat_template:

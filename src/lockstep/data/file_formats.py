@@ -43,7 +43,7 @@ LARGE = 2**30  # bytes
 
 
 def is_compressed(file: Path) -> bool:
-    """Whether a file's name says that it is compressed."""
+    """Return whether a file has the name of a compressed file."""
     return file.suffix.lower() in ENDINGS
 
 
@@ -659,7 +659,7 @@ def _is_likely(file: Path, data: DataSection, separator: str, is_name: Callable[
 
 
 def _all_single(file: Path, data: DataSection, table: Table) -> bool:
-    """Whether all cells of some column, including its name, are in single quotes."""
+    """Return whether all cells of some column, including its name, are in single quotes."""
     columns: list[bool] = []
     for _, row in rows(file, data.encoding, table.dialect):
         alone = [len(cell) > 1 and cell[0] == cell[-1] == "'" for cell in row]

@@ -1,4 +1,4 @@
-"""The Hub: which repository, folder and commit a name stands for, what is downloaded, and what its errors mean.
+"""Access to the Hub: resolve a name to repository, folder and commit, download files, and explain errors.
 
 In: a Hub id or an address. Out: names with a commit, download progress, and readable errors.
 
@@ -158,18 +158,18 @@ def unreachable() -> str | None:
 
 
 def transient(error: BaseException) -> bool:
-    """Whether a retry of the same request may succeed."""
+    """Return whether a retry of the same request may succeed."""
     status = status_of(error)
     return status in _AGAIN if status is not None else any(_lost(each) for each in _chain(error))
 
 
 def unreached(error: BaseException) -> bool:
-    """Whether the Hub could not be reached: no service, no network, or HF_HUB_OFFLINE."""
+    """Return whether the Hub could not be reached: no service, no network, or HF_HUB_OFFLINE."""
     return transient(error) or any(_is_offline(each) for each in _chain(error))
 
 
 def _is_offline(error: BaseException) -> bool:
-    """Whether HF_HUB_OFFLINE blocked a request; transformers and datasets report it only in their messages."""
+    """Return whether HF_HUB_OFFLINE blocked a request; transformers and datasets report it only in their messages."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -187,7 +187,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def _lost(error: BaseException) -> bool:
-    """Whether the connection failed, in any library (huggingface_hub 1 and 2 use different httpx versions)."""
+    """Return whether the connection failed, in any library (huggingface_hub 1 and 2 use different httpx versions)."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return bool(kinds & {"TransportError", "ConnectionError", "TimeoutError"})
 

@@ -117,7 +117,7 @@ def _as_written(data: DataSection, splits: dict[str, Dataset], names: dict[str, 
 
 
 def _is_read(file: Path, builder: str) -> bool:
-    """Whether `row_files` reads a file of this builder; documents in JSON have layouts of their own."""
+    """Return whether `row_files` reads a file of this builder; documents in JSON have layouts of their own."""
     ending = row_files.format_of(file)
     return ending in _INFERRED[builder] and (ending != ".json" or annotated.layout_of(file, "utf-8") is None)
 

@@ -52,7 +52,7 @@ def readable(dataset: Dataset, column: str) -> Dataset:
 
 
 def _fits_int64(value: float) -> bool:
-    """Whether a number is whole and has at most 64 bits."""
+    """Return whether a number is whole and has at most 64 bits."""
     return value.is_integer() and abs(value) < 2**63
 
 
@@ -245,7 +245,7 @@ def _check(label: Any, row: int, column: str, split: str, dataset: Dataset) -> N
 
 
 def _mixed(dataset: Dataset, column: str, split: str) -> RunError:
-    """The error for a column whose labels are of several types, with the first row of two of them."""
+    """Return the error for a column with labels of several types; it names a row of each of two types."""
     names = {int: "integers", str: "strings", bool: "true and false", float: "numbers with decimals"}
     first = dataset[0][column]
     row, other = _first(dataset, column, lambda label: type(label) is not type(first))
@@ -332,7 +332,7 @@ def number_codes_of(
 
 
 def _checked(dataset: Dataset, column: str, length: int | None, split: str, name: str) -> bool:
-    """Whether the values of a column of numbers, or of lists of `length` numbers, vary. Errors: `RunError`."""
+    """Return whether the values of a column of numbers, or of lists of `length` numbers, vary. Errors: `RunError`."""
     one: Any = None
     spread = False
     for first, part in usable_rows.lists(dataset, column):

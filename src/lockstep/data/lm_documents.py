@@ -507,7 +507,7 @@ def end_of(tokenizer: Any) -> int | None:
 
 
 def end_or_padding(tokenizer: Any) -> int:
-    """The token that stands for an empty text."""
+    """The token that represents an empty text."""
     end = end_of(tokenizer)
     return int(tokenizer.pad_token_id if end is None else end)
 

@@ -1,4 +1,4 @@
-"""Which tokens of an example are masked, as BERT has it (Devlin et al. 2019, arXiv:1810.04805, and its
+"""Choose the masked tokens of an example as BERT does (Devlin et al. 2019, arXiv:1810.04805, and its
 create_pretraining_data.py): a share of them, of these 80 % as the mask, 10 % as any token and 10 % as they are.
 
 In: tokens, and the seed, step and row of each example. Out: inputs and targets. No generator is used: each token's
@@ -60,7 +60,7 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
 
 
 def _goes_on(character: str) -> bool:
-    """Whether a character can be inside a word: a letter, a digit, or a non-ASCII byte."""
+    """Return whether a character can be inside a word: a letter, a digit, or a non-ASCII byte."""
     return character.isalnum() or (ord(character) > 127 and character not in "\u0120\u2581")
 
 

@@ -1,4 +1,4 @@
-"""A few raw rows of a run, kept beside the prepared data, and which examples the run's own code made of them.
+"""A few raw rows of a run, stored with the prepared data, and the examples made from them.
 
 In: the final splits of a data set. Out: a fact of `Prepared`, and `RawRows` from it, so that a reference computation
 can start at the text, as the run did. For a task with one example per row, the examples are those of the split, by

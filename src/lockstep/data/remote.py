@@ -284,7 +284,7 @@ def as_found(sections: list[list[Fact]]) -> Iterator[None]:
 
 
 def has_address(data: DataSection) -> bool:
-    """Whether the section contains an address."""
+    """Return whether the section contains an address."""
     return bool(_addresses(data))
 
 
@@ -431,7 +431,7 @@ def _objects(store: Readable, address: Address, folder: bool) -> list[Object]:
 
 
 def _is_name(path: str) -> bool:
-    """Whether an object's name is also a valid file path."""
+    """Return whether an object's name is also a valid file path."""
     return all(part not in ("", ".", "..") for part in path.split("/"))
 
 

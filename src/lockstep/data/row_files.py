@@ -94,7 +94,7 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
 
 
 def are_texts(files: Sequence[Path]) -> bool:
-    """Whether all values in these files are untyped text: cells of tables, lines, and archives."""
+    """Return whether all values in these files are untyped text: cells of tables, lines, and archives."""
     return all(format_of(file) in (*file_formats.SEPARATORS, ".txt", ".tar") for file in files)
 
 
@@ -416,7 +416,7 @@ SIDES = (("source", "target"), ("src", "tgt"), ("src", "trg"))  # names of the t
 
 
 def is_language(name: str) -> bool:
-    """Whether a column name or ending is a language code: en, de_DE, pt-BR, eng_Latn."""
+    """Return whether a column name or ending is a language code: en, de_DE, pt-BR, eng_Latn."""
     code = re.fullmatch(r"([A-Za-z]{2,3})([-_][A-Za-z]{2,4})?", name)
     return code is not None and code[1].lower() in _LANGUAGES
 
@@ -449,7 +449,7 @@ def _texts_in(folder: Path) -> list[Path]:
 
 
 def is_image(file: Path) -> bool:
-    """Whether a file is an image, by its name."""
+    """Return whether a file is an image, by its name."""
     return file.suffix.lower() in IMAGES
 
 

@@ -292,12 +292,12 @@ def files_of(data: DataSection) -> list[Path]:
 
 
 def names_data(data: DataSection) -> bool:
-    """Whether the run file names any data."""
+    """Return whether the run file names any data."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
 
 
 def is_local(data: DataSection) -> bool:
-    """Whether no data is on the Hub. Errors: `RunError` for missing local files."""
+    """Return whether no data is on the Hub. Errors: `RunError` for missing local files."""
     return all(
         each.source in (BUILTIN, None) or remote.has_address(each) or bool(files_of(each)) for each in sections(data)
     )
@@ -526,7 +526,7 @@ def in_folder(root: Path, split: str, layout: str) -> list[Path]:
 
 
 def is_rows(file: Path, layout: str) -> bool:
-    """Whether a file of a folder belongs to the data set, by its name."""
+    """Return whether a file of a folder belongs to the data set, by its name."""
     if not file.is_file():
         return False
     if layout != "rows":

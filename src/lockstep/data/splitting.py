@@ -113,7 +113,7 @@ def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> di
 
 
 def _came_with_validation(read: Source, splits: Mapping[str, Dataset]) -> bool:
-    """Whether the data, or every source of a mixture, has its own validation split."""
+    """Return whether the data, or every source of a mixture, has its own validation split."""
     return "validation" in splits and (not read.sources or all(_counts(read.splits["validation"], read)))
 
 

@@ -1,5 +1,4 @@
-"""The rows of a training split that is larger than the cache, of one source or of several, and the index of them, which
-is all that is stored.
+"""Rows of a training split larger than the cache, from one or several sources. Only their index is stored.
 
 In: the files of `data.train`, the columns that a task reads, and a function that encodes rows. Out: the usable rows of
 a file, one chunk at a time; in the cache, an index with each chunk's location, number of examples and hash; or a

@@ -121,7 +121,7 @@ def _since(path: str, size: int) -> str:
 
 
 class Streamed(Columns):
-    """A training split that is read in chunks, with few of them in memory."""
+    """A training split that is read in chunks; only a few are in memory."""
 
     def __init__(self, folder: str | Path, how: Opened) -> None:
         self._shards: _Chunks

@@ -236,7 +236,7 @@ def _revision(run: Run) -> str:
 
 
 def _causal(run: Run) -> bool:
-    """Whether the model is causal, and is therefore read at its last token rather than its first."""
+    """Return whether the model is causal, and is therefore read at its last token rather than its first."""
     from transformers.models.auto import modeling_auto
 
     kind = run.model.type

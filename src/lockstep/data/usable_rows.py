@@ -58,7 +58,7 @@ def numbers(dataset: Dataset, column: str) -> np.ndarray:
 
 
 def plain(dataset: Dataset, column: str) -> bool:
-    """Whether a column holds integers or texts whose Arrow and Python values agree."""
+    """Return whether a column holds integers or texts whose Arrow and Python values agree."""
     kind = dataset.features[column]
     dtype = str(getattr(kind, "dtype", None))
     return type(kind).__name__ in ("Value", "ClassLabel") and dtype.startswith(
@@ -380,7 +380,7 @@ def with_unusable(
 
 
 def lacking(dataset: Dataset, column: str) -> np.ndarray:
-    """Whether each row lacks a value in a column: bool [rows]."""
+    """Return whether each row lacks a value in a column: bool [rows]."""
     label_names = getattr(dataset.features[column], "names", None)
     if value_types.is_json(dataset.features[column]):  # values of several types: "" beside numbers, [] beside texts
         return empty(dataset, column)
@@ -397,13 +397,13 @@ def lacking(dataset: Dataset, column: str) -> np.ndarray:
 
 
 def empty(dataset: Dataset, column: str) -> np.ndarray:
-    """Whether each row has a null, a blank text or an empty list in a column: bool [rows]."""
+    """Return whether each row has a null, a blank text or an empty list in a column: bool [rows]."""
     parts = (np.array([is_nothing(value) for value in part], bool) for _, part in lists(dataset, column))
     return np.concatenate([np.empty(0, bool), *parts])
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value is null, NaN, blank or empty."""
+    """Return whether a value is null, NaN, blank or empty."""
     return value is None or value != value or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
@@ -512,7 +512,7 @@ def _format_condition(condition: FilterValue) -> str:
 def _mask(
     dataset: Dataset, path: str, condition: FilterValue, split: str, name: str, tokens: TokenCounts | None
 ) -> np.ndarray:
-    """Whether each row satisfies a condition: bool [rows]; False for rows without a value."""
+    """Return whether each row satisfies a condition: bool [rows]; False for rows without a value."""
     names = getattr(dataset.features.get(path), "names", None)
     parts = [np.empty(0, dtype=bool)]
     for column in values(dataset, "data.filter", path, split, name):

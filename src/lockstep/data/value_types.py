@@ -137,12 +137,12 @@ def keep_json_exact() -> None:
 
 
 def is_json(feature: Any) -> bool:
-    """Whether a column holds values of several types, as JSON."""
+    """Return whether a column holds values of several types, as JSON."""
     return type(feature).__name__ == "Json"
 
 
 def has_json(feature: Any) -> bool:
-    """Whether a type is JSON, or holds JSON."""
+    """Return whether a type is JSON, or holds JSON."""
     if isinstance(feature, Mapping):
         return any(map(has_json, feature.values()))
     return is_json(feature) or ((inner := getattr(feature, "feature", None)) is not None and has_json(inner))

@@ -61,7 +61,7 @@ def gains(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def faster(rows: Sequence[BenchRow]) -> Overrides:
-    """Return the fastest value of each key that gains by itself."""
+    """Return the fastest value of each key that is faster when changed alone."""
     best: Overrides = {}
     for row in gains(rows):
         if len(keys := varied(row)) == 1:
@@ -75,7 +75,7 @@ def varied(row: BenchRow) -> Overrides:
 
 
 def same_weights(row: BenchRow, base: BenchRow) -> str:
-    """Whether the row trains the bits of `base`, in a word for a table."""
+    """Return whether the row trains the bits of `base`, in a word for a table."""
     if row.job is None or base.job is None:
         return "-"
     mine, other = row.job, base.job

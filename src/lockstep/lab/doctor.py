@@ -121,7 +121,7 @@ def into(path: Path, folder: Path, device: str) -> int:
 
 
 def breaks(report: dict[str, Any]) -> bool:
-    """Whether ranks did not meet, or differ in something that exactness depends on."""
+    """Return whether ranks failed to connect, or differ in something that exactness depends on."""
     ranks = report.get("ranks", {})
     return "failed" in ranks or any(each["breaks"] for each in ranks.get("differs", ()))
 

@@ -147,7 +147,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def asked_to_stop() -> Iterator[threading.Event]:
-    """An event that is set when this process is asked to stop; a second Ctrl-C does not wait for children."""
+    """An event that is set when this process is asked to stop; after a second Ctrl-C it does not wait for children."""
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run for all ranks, which goes on after a resume.
+"""Weights & Biases: one run for all ranks, continued when training resumes.
 
 In: numbers and samples. Out: a W&B run with `train/...`, `eval/...` and `system/...` against the step, the resolved run
 as its config, a table of samples. The key comes from `WANDB_API_KEY` or `wandb login`; without one, or without a

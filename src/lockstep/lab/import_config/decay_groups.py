@@ -1,4 +1,4 @@
-"""Groups of weights that a script chooses by their names, some of them without weight decay.
+"""Parameter groups that a script selects by name, some without weight decay.
 
 In: the first argument of an optimizer: a list of `{"params": [p for n, p in model.named_parameters() if ...],
 "weight_decay": ...}`. Out: `optim.weight_decay`, entries of `optim.groups` for weights that only the script leaves out,

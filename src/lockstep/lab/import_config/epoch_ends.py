@@ -1,5 +1,5 @@
-"""How the epochs of a loop end, and whether its schedule ends with the run. In lockstep an epoch has each example once,
-and its last step may be smaller.
+"""Read how the epochs of a loop end, and whether its schedule ends with the run. In lockstep an epoch has each example
+once, and its last step may be smaller.
 
 In: what a loop does with leftover batches, and the length given to its schedule. Out: a gap if the run would make other
 steps than the script, or if its rates end elsewhere; a note if only the data can tell.

@@ -561,7 +561,7 @@ def _is_store(node: Any) -> bool:
 
 
 def _shallow(node: Any) -> Any:
-    """Copy a node shallowly, so that no node stands in two places of a tree."""
+    """Copy a node shallowly, so that a tree contains no node twice."""
     new = type(node)(**dict(ast.iter_fields(node)))
     if (written := getattr(node, "written", None)) is not None:
         new.written = written

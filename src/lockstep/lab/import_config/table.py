@@ -29,7 +29,7 @@ _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
 @dataclass(frozen=True)
 class KeyTranslation:
-    """How one key is converted."""
+    """Conversion of one key."""
 
     here: str = ""  # dotted keys of a run file, separated by commas; empty: no counterpart
     how: str = ""  # conversion of the value, or why there is no counterpart
@@ -185,7 +185,7 @@ class RunDraft:
         return [gap for gap in self.gaps if gap.decides and not any(map(self.is_given, gap.by))]
 
     def is_given(self, key: str) -> bool:
-        """Whether a key, or one within it, was given on the command line."""
+        """Return whether a key, or one within it, was given on the command line."""
         return any(each == key or each.startswith(f"{key}.") for each in self.by_hand)
 
 

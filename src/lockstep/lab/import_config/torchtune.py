@@ -1,4 +1,4 @@
-"""Recipes of torchtune, which are refused with what to write by hand.
+"""torchtune recipes: they are refused, and the message lists the keys to write.
 
 In: the keys of a YAML file whose values name functions of torchtune (`_component_`): its models, tokenizers and data
 sets are in formats of its own, so no run file can be written from their names. Out: the lines of a run file that the

@@ -1,4 +1,4 @@
-"""Whether the model of a training loop is in training or in evaluation mode when its batches are computed.
+"""Find the mode (training or evaluation) of a loop's model when it computes batches.
 
 In: a `Script`, the names of its model, and the calls of the model that are learned from. Out: the modes in which these
 calls may run, each with the call that set it, over all branches, epochs and functions of the script that are called.
@@ -163,7 +163,7 @@ class TrainMode:
         return frozenset(Mode(each, call) for each in ((True, False) if value is Unknown else (bool(value),)))
 
     def _whose(self, node: ast.expr) -> str | None:
-        """Whether modules are the whole model or a part of it; None: they are others, such as a teacher."""
+        """Return whether modules are the whole model or a part of it; None: they are others, such as a teacher."""
         if isinstance(node, ast.Attribute):
             above = self._whose(node.value)
             whole = node.attr in _WRAPPED or node.attr in self.models

@@ -393,7 +393,7 @@ _ABOUT = {
     "task.name": "what is trained; the other keys of this section are the task's",
     "model.config": "entries of the model's config: a small model, to begin with",
     "optim.warmup_fraction": "share of all steps in which the rate rises from 0",
-    "strategy.name": "how processes share a step; `lockstep list` says what there is",
+    "strategy.name": "how processes share a step; see `lockstep list`",
     "data.layout": "what the files are: docs/reference/run-file.md",
 }
 _WIDTH = 44  # column at which comments begin

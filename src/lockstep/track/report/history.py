@@ -147,7 +147,7 @@ class History:
 
     @property
     def newest_checkpoint(self) -> int:
-        """The step of the newest checkpoint in the folder or its journal; 0 if there is none."""
+        """The step of the newest checkpoint in the folder or its journal, or 0."""
         steps = [event["step"] for event in self.events if event["event"] == "checkpoint"]
         steps += [int(path.name[5:]) for path in self.folder.glob("checkpoints/step-*") if path.name[5:].isdigit()]
         return max(steps, default=0)
@@ -340,7 +340,7 @@ def _tables_of(path: Path) -> dict[str, Any]:
 
 
 def _is_table(value: Any) -> bool:
-    """Whether a value is a table, or a list of plots."""
+    """Return whether a value is a table, or a list of plots."""
     return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(each, dict) for each in value))
 
 
