@@ -24,6 +24,8 @@ from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
 
+_RESUMED = ("train", "branch")  # commands that go on from a checkpoint
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the `lockstep` command and return its exit status."""
@@ -110,7 +112,8 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             streams.put(sys.stderr, streams.CLEAR, flush=True)
-        error(coded("LS0012", "interrupted"))
+        resumes = "; the same command goes on from the newest checkpoint, if there is one" * (name in _RESUMED)
+        error(coded("LS0012", f"interrupted{resumes}"))
         return 130
 
 

@@ -210,6 +210,7 @@ def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
         ["--password=two plainsecret words"],
         ["sh", "-c", "python train.py --token=plainsecret --lr 1"],
         ["curl", "-H", "Authorization: Bearer plainsecret"],
+        ["--url", "https://u:plainsecret@host/x?access_token=plainsecret"],
     ],
     ids=" ".join,
 )

@@ -1,11 +1,13 @@
 """The run file: what is accepted, what is said of what is not."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from lockstep.config.run import Run, RunError, load, schema
+from lockstep.config.run import Run, RunError, check_output, load, schema
 from lockstep.data.job import arithmetic_of
 from support.messages import mentions, raises
 
@@ -259,3 +261,12 @@ def test_the_schema_describes_every_key() -> None:
     found = schema()
     assert found["additionalProperties"] is False
     assert set(yaml.safe_load(CONTRACT)) <= set(found["properties"])
+
+
+def test_a_read_only_file_system_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.load({"data": {"train": "a.csv"}, "model": "gpt2", "output": str(tmp_path / "out")})
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for flag, why in ((os.ST_RDONLY, "file system is read-only"), (0, "this user has no permission")):
+        monkeypatch.setattr(os, "statvfs", lambda _, flag=flag: SimpleNamespace(f_flag=flag))
+        with raises("LS1116", why, str(tmp_path)):
+            check_output(run)

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 from lockstep.cli import main
+from lockstep.config.errors import RunError
 from lockstep.config.quick_start import QUICK_START
 from lockstep.config.run import Run, load
-from lockstep.config.written import applies, with_defaults_named
+from lockstep.config.written import applies, naming_defaults, naming_lowered, with_defaults_named
 from lockstep.data.job import Job
 from lockstep.launchers.start import resolved
-from support.messages import mentions
+from support.messages import mentions, raises
 from support.mistakes import RUN, prepare
 from support.written_keys import accused, keys_written
 
@@ -233,3 +234,22 @@ def test_a_message_names_the_default() -> None:
     assert of_another.endswith("(seed is not set; 0 is its default)")
     assert not applies("hub.private has no effect without hub.push_to", run)
     assert applies("launch.processes has no effect here", run)
+
+
+def test_a_message_names_the_default_that_gave_way_and_why() -> None:
+    note = "data.max_length is 8, because the model has positions for 8 tokens; its default is 128"
+    for text in ("data.max_length: too short", "task: 8 tokens of data.max_length are few"):
+        with raises("LS1234", text, f"({note})") as caught, naming_defaults(Run.load(SMALL)), naming_lowered([note]):
+            raise RunError("LS1234", text)
+        assert "128 is its default" not in str(caught.value)
+    with raises("LS1234", "data.max_length_of: no") as caught, naming_lowered([note]):
+        raise RunError("LS1234", "data.max_length_of: no")
+    assert note not in str(caught.value)
+
+
+def test_pairs_of_few_examples_call_the_default_of_micro_batches_one() -> None:
+    embedding = SMALL | {"task": "embedding", "batch_size": 8}
+    with raises("LS1119", "8 micro-batches (the default of micro_batches)", "set micro_batches to 4 or less"):
+        Run.load(embedding)
+    with raises("LS1119", "in 8 micro-batches leave"):
+        Run.load(embedding | {"micro_batches": 8})

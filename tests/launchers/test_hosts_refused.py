@@ -88,7 +88,10 @@ def test_too_few_machines(two: Hosts) -> None:
     write(two.folder(0))
     job = torchrun(two, 0, "launch.join_timeout_s=8")
     assert job.ended() == 1
-    assert f"too few machines joined at {two.address(0)}:{PORT} within 8 s: expected 2" in job.err
+    assert (
+        f"too few machines joined at {two.address(0)}:{PORT} within 8 s: expected 2, got 1 ({two.address(0)})"
+        in job.err
+    )
 
 
 def test_an_address_that_nobody_answers(two: Hosts) -> None:

@@ -101,8 +101,10 @@ def test_a_pipeline_cuts_a_row_of_modules(module_folder: Path) -> None:
     assert same(trained(module_folder, MEAN, "pipeline", 2), alone)
     with raises("LS4062", "Net"):
         resolve_strategy(job(module_folder, NET, strategy={"name": "pipeline"}), 2)
-    with raises("LS4245", "2 layers"):
+    with raises("LS4245", "strategy.name: ", "each of 3 processes", "2 layers", "set strategy.options.stages to 2"):
         resolve_strategy(job(module_folder, MEAN, strategy={"name": "pipeline"}), 3)
+    with raises("LS4245", "strategy.options.stages: 3 stages", "lower it"):
+        resolve_strategy(job(module_folder, MEAN, strategy={"name": "pipeline", "options": {"stages": 3}}), 3)
 
 
 def test_blocks_are_found_by_size_or_named(module_folder: Path) -> None:

@@ -43,7 +43,11 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
     """Explain an unknown key by the exact name of its last part: a foreign name, or our key in another section.
 
     `ours`: every dotted key -> the plug-ins that have it ("": always valid). Returns None for an unknown name."""
-    name = key.rpartition(".")[2].replace("-", "_").lower()
+    section, dot, name = key.rpartition(".")
+    name = name.replace("-", "_").lower()
+    deeper = [f"{mine!r}" for mine in ours if dot and mine.startswith(f"{section}.") and mine.endswith(f".{name}")]
+    if len(deeper) == 1 and key not in ours:  # a level is missing: `track.mode` for `track.wandb.mode`
+        return f"it is {deeper[0]}"
     if row := foreign_names().get(name):
         our_key, difference = row
         return f"it is {our_key!r} here: {difference}" if our_key else difference

@@ -590,11 +590,9 @@ def check_output(run: Run) -> None:
     if not there.is_dir():
         raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is no folder; choose another output")
     if not os.access(there, os.W_OK):
-        raise RunError(
-            "LS1116",
-            f"output: cannot write to {run.folder}: this user has no permission to write to {there}; choose "
-            "another output",
-        )
+        read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "the file system is read-only at" if read_only else "this user has no permission to write to"
+        raise RunError("LS1116", f"output: cannot write to {run.folder}: {why} {there}; choose another output")
 
 
 def write_run_yaml(run: Run) -> None:

@@ -21,7 +21,7 @@ from lockstep.config.errors import RunError, appended, uncoded
 # A message starts with its key: `data.max_length: ...`, `micro_batches (8) is ...`.
 _HEAD = re.compile(r"([a-z_]\w*(?:\.\w+)*)(?=:| \(| has | is | needs | cannot )")
 _PLACE = re.compile(r"\((?:[^()]+, line \d+|on the command line|in the overrides)\)$")
-_SAYS_SO = re.compile(r"\bmissing\b|\bnot set\b|\bno default\b|\bby default\b|\bdefault of\b")
+_SAYS_SO = re.compile(r"\bmissing\b|\bnot set\b|\bno default\b|\bby default\b|\bdefault of\b|\bits default is\b")
 # The same of another key: `launch.gpus is not set` says nothing about `launch.processes`.
 _OF_ANOTHER = re.compile(r"([a-z_]\w*\.\w+(?:\.\w+)*) is (?:missing|not set)\b")
 
@@ -165,6 +165,21 @@ def naming_defaults(run: Any) -> Iterator[None]:
     except RunError as error:
         if (text := with_defaults_named(str(error), run)) == str(error):
             raise
+        raise RunError.read(text).with_traceback(error.__traceback__) from error.__cause__
+
+
+@contextmanager
+def naming_lowered(notes: Iterable[str]) -> Iterator[None]:
+    """Context manager that adds to `RunError`s the `notes` about the keys that they name and whose defaults gave way
+    (`data.max_length is 64, because ...`)."""
+    try:
+        yield
+    except RunError as error:
+        text = str(error)
+        reasons = [note for note in notes if re.search(rf"(?<![\w.]){re.escape(note.partition(' ')[0])}\b", text)]
+        if not reasons:
+            raise
+        text = appended(text, f" ({'; '.join(reasons)})")
         raise RunError.read(text).with_traceback(error.__traceback__) from error.__cause__
 
 

@@ -181,6 +181,8 @@ def verdict(report: dict[str, Any]) -> str:
     """Summarize in one sentence: whether training can start here, on what, and the number of problems."""
     torch_facts, count = report.get("torch", {}), len(report["problems"])
     listed = f"; {count} problem{'s' * (count > 1)} above" if count else "; no problem found"
+    if str(torch_facts.get("failed", "")).startswith(machine_info.NO_ANSWER):
+        return f"none: torch gave {torch_facts['failed']}, which a busy machine may explain; try again{listed}"
     if "failed" in torch_facts or not torch_facts.get("version"):
         return f"this machine cannot train: torch does not start{listed}"
     cores, devices = report.get("machine", {}).get("cores"), torch_facts.get("devices") or []

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 from lockstep.distributed.hardware import available_cores, processor
 
 Facts = dict[str, Any]
+NO_ANSWER = "no answer"  # how the failure of a probe begins that took too long
 
 # Packages that affect training, most important first.
 PACKAGES = (
@@ -98,7 +99,7 @@ def bounded(probe: Callable[[], Facts], seconds: float) -> Facts:
     thread = threading.Thread(target=work, name="lockstep-probe", daemon=True)
     thread.start()
     thread.join(seconds)
-    return dict(answers[0]) if answers else {"failed": f"no answer in {seconds:g} s"}
+    return dict(answers[0]) if answers else {"failed": f"{NO_ANSWER} in {seconds:g} s"}
 
 
 def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
@@ -199,7 +200,7 @@ def _of_python(code: str, seconds: float) -> dict[str, str]:
             stdin=subprocess.DEVNULL,
         )
     except subprocess.TimeoutExpired:
-        return {"failed": f"no answer in {seconds:g} s"}
+        return {"failed": f"{NO_ANSWER} in {seconds:g} s"}
     if done.returncode:
         error_lines = done.stderr.strip().splitlines()
         reason = error_lines[-1][:200] if error_lines else "no output"

@@ -145,14 +145,7 @@ class Pipeline(ShardedRecovery):
             )
         layers = cuts.count_sequential_layers(run) if job.task.own_model else cuts.layers_of(job)
         if ranks * each > layers:
-            stages = (
-                f"{ranks} stages are"
-                if each == 1
-                else f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
-            )
-            raise RunError(
-                "LS4245", f"strategy.options.stages: {stages} more than the model's {layers} layers; lower it"
-            )
+            raise _too_many(run, ranks, each, layers)
         pipelines = processes // ranks
         for each_has in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
             fault = _too_few(each_has, ranks, schedule)
@@ -407,6 +400,20 @@ class Pipeline(ShardedRecovery):
         del self.model, self.update, self.weights, self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
+
+
+def _too_many(run: Run, ranks: int, each: int, layers: int) -> RunError:
+    """The error for more stages than layers, about the key that decides their number."""
+    of_model = f"more than the model's {quantity(layers, 'layer')}"
+    if each > 1:
+        stages = f"{ranks} ranks with {each} stages each are {ranks * each} stages"
+        return RunError("LS4245", f"strategy.options.stages_per_rank: {stages}, {of_model}; use fewer")
+    if run.strategy.options.get("stages") is not None:
+        return RunError("LS4245", f"strategy.options.stages: {ranks} stages are {of_model}; lower it")
+    remedy = f"set strategy.options.stages to {layers} or less" if layers > 1 else "use strategy.name=ddp"
+    return RunError(
+        "LS4245", f"strategy.name: pipeline makes a stage of each of {ranks} processes, {of_model}; {remedy}"
+    )
 
 
 def _shape(run: Run, processes: int) -> tuple[int, str, int]:

@@ -130,9 +130,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         alone = options.score is None and options.negative is None
         if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: a placeholder of `init`
             return {}
+        default = "" if "micro_batches" in run.model_fields_set else " (the default of micro_batches)"
         return {
-            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches leave some without a second "
-            "one to tell apart; only these are told apart: raise batch_size, or lower micro_batches"
+            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches{default} leave some without a "
+            f"second one to tell apart; only these are told apart: raise batch_size to {2 * run.micro_batches} or "
+            f"more, or set micro_batches to {run.batch_size // 2} or less"
         }
 
     @classmethod

@@ -20,7 +20,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection
-from lockstep.config.written import naming_defaults
+from lockstep.config.written import naming_defaults, naming_lowered
 from lockstep.data.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 from lockstep.distributed.hardware import gpus_of
 from lockstep.tasks.task import make_task
@@ -393,8 +393,9 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     run, notes = task.fit_defaults(job.run)
     data = run if data is None else task.fit_defaults(data)[0]
     label = "checks" if task.own_model else "tokens"
-    prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
-    task.check_prepared(run, prepared)
+    with naming_lowered(notes):
+        prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
+        task.check_prepared(run, prepared)
     job = replace(job, run=run, prepared=prepared)
     if task.head is not None and run.model.source is not None:  # the cache of `prepare` does not depend on the weights
         source_files.check(run, task.head, model_stats.config_entries(job))

@@ -111,7 +111,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
         if option.startswith("-") and "=" not in option and names_secret(option.lstrip("-")):
             redacted.append(STRUCK)
         elif value and " " not in name and names_secret(name.lstrip("-+")):
-            redacted.append(f"{name}{equals}{STRUCK}")
+            redacted.append(f"{redact(name)}{equals}{STRUCK}")
         else:
             redacted.append(redact(word))
     return redacted

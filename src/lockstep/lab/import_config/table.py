@@ -129,7 +129,7 @@ def _without_secret(name: str) -> str:
     """Return the name of a gap without a secret value: `hub_token: VALUE`, `line 3: --token VALUE`."""
     match = _NAMED.fullmatch(name)
     if match is not None and redaction.names_secret(match["name"].lstrip("-")):
-        return f"{match['keep']}{redaction.STRUCK}"
+        return f"{redaction.redact(match['keep'])}{redaction.STRUCK}"
     return redaction.redact(name)
 
 

@@ -113,13 +113,13 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
         rendezvous.leave_together(GRACE_S)
         return status
     except RendezvousTimeoutError:
-        there = ", ".join(rendezvous.there()) or "none"
+        there = rendezvous.there()
         error(
             coded(
                 "LS7314",
                 f"too few machines joined at {rendezvous.at}:{rendezvous.port} within "
                 f"{rendezvous.limits.meeting(rendezvous.fewest, rendezvous.most):g} s: "
-                f"expected {rendezvous.fewest}, got {there}. Start the same command on the other machines, or lower "
+                f"expected {rendezvous.fewest}, got {len(there)} ({', '.join(there)}). Start the same command on the other machines, or lower "
                 "launch.machines",
             )
         )

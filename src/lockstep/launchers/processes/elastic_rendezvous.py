@@ -483,8 +483,9 @@ class ElasticRendezvous:
             self.gone = True
 
     def there(self) -> list[str]:
-        """Return the addresses of the joined machines, for messages."""
-        return sorted(node.addr for node in self._state().participants)
+        """Return the addresses of the joined machines, for messages: also this one's, which torch has removed by the
+        time that it raises for want of others."""
+        return sorted({node.addr for node in self._state().participants} | {self._node.address})
 
     def _introduce(self, info: RendezvousInfo) -> list[str]:
         """Publish this machine's description, and return the keys of those of all machines in this formation."""
