@@ -154,13 +154,15 @@ def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_pat
 def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(tmp_path: Path) -> None:
     """It opens in a thread of its own, which training does not wait for."""
     from lockstep.track.tensorboard import TensorBoard
+    from lockstep.track.wandb import WandB
 
     for folder in ("theirs", "out"):
         (tmp_path / folder).mkdir()
-    tracker = TensorBoard(tiny(f"output={tmp_path / 'out'}"), None, 0, None)
-    (tmp_path / "out/tensorboard").symlink_to(tmp_path / "theirs")
-    with pytest.raises(OSError, match="tensorboard was replaced by a link"):
-        tracker.open()
+    for kind in (TensorBoard, WandB):
+        tracker = kind(tiny(f"output={tmp_path / 'out'}"), None, 0, None)
+        (tmp_path / "out" / kind.packages[0]).symlink_to(tmp_path / "theirs")
+        with pytest.raises(OSError, match=f"{kind.packages[0]} was replaced by a link"):
+            tracker.open()
     assert list((tmp_path / "theirs").iterdir()) == []
 
 

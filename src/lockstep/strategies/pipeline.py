@@ -404,16 +404,13 @@ class Pipeline(ShardedRecovery):
 
 def _too_many(run: Run, ranks: int, each: int, layers: int) -> RunError:
     """The error for more stages than layers, about the key that decides their number."""
-    of_model = f"more than the model's {quantity(layers, 'layer')}"
+    key, stages, remedy = "strategy.options.stages", f"{ranks} stages are", "lower it"
     if each > 1:
-        stages = f"{ranks} ranks with {each} stages each are {ranks * each} stages"
-        return RunError("LS4245", f"strategy.options.stages_per_rank: {stages}, {of_model}; use fewer")
-    if run.strategy.options.get("stages") is not None:
-        return RunError("LS4245", f"strategy.options.stages: {ranks} stages are {of_model}; lower it")
-    remedy = f"set strategy.options.stages to {layers} or less" if layers > 1 else "use strategy.name=ddp"
-    return RunError(
-        "LS4245", f"strategy.name: pipeline makes a stage of each of {ranks} processes, {of_model}; {remedy}"
-    )
+        key, stages = f"{key}_per_rank", f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
+    elif run.strategy.options.get("stages") is None:
+        key, stages = "strategy.name", f"pipeline makes a stage of each of {ranks} processes,"
+        remedy = f"set strategy.options.stages to {layers} or less" if layers > 1 else "use strategy.name=ddp"
+    return RunError("LS4245", f"{key}: {stages} more than the model's {quantity(layers, 'layer')}; {remedy}")
 
 
 def _shape(run: Run, processes: int) -> tuple[int, str, int]:

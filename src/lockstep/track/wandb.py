@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from lockstep.config.folder_inside import FolderInside
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
@@ -44,8 +45,10 @@ class WandB(Tracker):
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
         # chosen at once: `open` takes seconds, and a checkpoint that is written meanwhile has to hold the id
         super().__init__(run, options, after, run_id or secrets.token_hex(4))
+        self._place = FolderInside(run.folder, "wandb")
 
     def open(self) -> str:
+        self._refuse_link()
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports
         import wandb
 
@@ -96,11 +99,18 @@ class WandB(Tracker):
             ),
         )
 
+    def _refuse_link(self) -> None:
+        """Raise `OSError` if the run's folder now links elsewhere: W&B opens its files by name."""
+        if (fault := self._place.redirected()) is not None:
+            raise OSError(fault)
+
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+        self._refuse_link()
         self._wandb.log(named(split, numbers), step=step)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Log one table for the whole run, extended by each evaluation."""
+        self._refuse_link()
         import wandb
 
         columns: list[str | int] = ["step", *samples[0]]

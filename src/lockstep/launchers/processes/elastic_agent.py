@@ -119,8 +119,8 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
                 "LS7314",
                 f"too few machines joined at {rendezvous.at}:{rendezvous.port} within "
                 f"{rendezvous.limits.meeting(rendezvous.fewest, rendezvous.most):g} s: "
-                f"expected {rendezvous.fewest}, got {len(there)} ({', '.join(there)}). Start the same command on the other machines, or lower "
-                "launch.machines",
+                f"expected {rendezvous.fewest}, got {len(there)} ({', '.join(there)}). Start the same command on the "
+                "other machines, or lower launch.machines",
             )
         )
         return FAILED
