@@ -12,7 +12,7 @@ from transformers import GPT2Config
 from lockstep import cli
 from lockstep.data import row_reader
 from lockstep.distributed.world import World
-from lockstep.training.predicting import row_of
+from lockstep.training.predicting import Reads, row_of
 from support.fuzz import KINDS, RUN, Fuzz, without_ranks
 from support.harness import build
 from support.messages import mentions, raises
@@ -122,8 +122,8 @@ def test_a_path_of_a_command_that_is_too_long(capsys: pytest.CaptureFixture[str]
 
 def test_a_text_that_is_not_utf_8_is_not_asked_about() -> None:
     with raises("LS5073", "1"):
-        row_of(os.fsdecode(b"\xff words"), ["text"], "text 1")
-    assert row_of("\u202e é 😀", ["text"], "text 1") == ("\u202e é 😀",)
+        row_of(os.fsdecode(b"\xff words"), Reads(["text"]), "text 1")
+    assert row_of("\u202e é 😀", Reads(["text"]), "text 1") == ("\u202e é 😀",)
 
 
 class Payload:
