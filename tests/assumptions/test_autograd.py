@@ -48,7 +48,7 @@ def test_gradients_can_be_wider_than_weights() -> None:
     assert weight.grad.item() == 257.0
 
 
-@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/strategies/single.py")
+@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/single.py")
 def test_an_unused_weight_has_no_gradient() -> None:
     """A weight that a backward does not reach keeps None as .grad; one that gets zeros has zeros."""
     used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -58,7 +58,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
     assert unused.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/norm_and_clip.py")
+@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/gradient.py")
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """.grad of a contiguous weight is contiguous, though the product's gradient is a transposed matrix."""
     weight = nn.Parameter(torch.randn(3, 5))

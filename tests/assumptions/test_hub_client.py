@@ -69,7 +69,7 @@ def test_a_file_that_is_not_there_has_two_errors() -> None:
     assert "EntryNotFoundError" in errors["file not here"]["kinds"]
 
 
-@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/export.py")
+@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/hub_push.py")
 def test_errors_of_the_hub_have_their_class_and_status() -> None:
     """Gated and missing repositories, missing revisions and 503 raise HfHubHTTPError with the response's status; gated
     ones are missing ones too, so that they are looked for first."""
@@ -83,7 +83,7 @@ def test_errors_of_the_hub_have_their_class_and_status() -> None:
         assert "HfHubHTTPError" in errors[name]["kinds"], name
 
 
-@rests_on_it("src/lockstep/checkpoint/export.py")
+@rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_the_session_has_one_timeout() -> None:
     """get_session returns one session, and its `timeout`, in seconds, ends a request that is not answered."""
     errors = seen()["errors"]
@@ -145,7 +145,7 @@ def test_optional_files_are_none() -> None:
     assert seen()["reading"]["cached"] == [True, True, False]
 
 
-@rests_on_it("src/lockstep/checkpoint/export.py")
+@rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_a_repository_that_is_there_stays_as_private_as_it_is() -> None:
     """create_repo with exist_ok leaves a repository as it is, and model_info has `private` and the names of files."""
     writing = seen()["writing"]
@@ -153,7 +153,7 @@ def test_a_repository_that_is_there_stays_as_private_as_it_is() -> None:
     assert writing["before"] == []
 
 
-@rests_on_it("src/lockstep/checkpoint/export.py")
+@rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_one_call_is_one_commit() -> None:
     """create_commit makes one commit of additions and deletions, whose name is its `oid`."""
     writing = seen()["writing"]

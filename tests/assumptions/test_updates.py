@@ -104,7 +104,7 @@ def test_found_inf_leaves_weights_and_state() -> None:
     assert not moments[1].any()
 
 
-@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/norm_and_clip.py")
+@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/gradient.py")
 def test_clipping_multiplies_by_at_most_one() -> None:
     """clip_grad_norm_ returns the norm before it, multiplies by limit / (norm + 1e-6), and by 1 below the limit."""
     weight = nn.Parameter(torch.zeros(2))
@@ -116,7 +116,7 @@ def test_clipping_multiplies_by_at_most_one() -> None:
     assert torch.equal(before, weight.grad)
 
 
-@rests_on_it("src/lockstep/strategies/exact/norm_and_clip.py", "src/lockstep/plain/train.py")
+@rests_on_it("src/lockstep/strategies/exact/finite_check.py", "src/lockstep/plain/train.py")
 def test_clipping_a_gradient_that_is_not_finite_makes_all_nan() -> None:
     """clip_grad_norm_ raises no error for a NaN and makes every gradient NaN: lockstep looks at the norm first."""
     good, bad = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.export import push
+from lockstep.checkpoint.hub_push import push
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.data import tokenizer

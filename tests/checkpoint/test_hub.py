@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
-from lockstep.checkpoint.export import PushFailed, PushPatience, push
+from lockstep.checkpoint.hub_push import PushFailed, PushPatience, push
 from lockstep.config.run import RunError
 from lockstep.distributed.world import World
 from lockstep.training import rank as worker

@@ -89,7 +89,7 @@ def test_a_default_that_a_strategy_cannot_have_gives_way(
     text = said(words, capfd)
     assert "note: task.temperature is 0" in text
     assert "its default is 0.8" in text
-    _, _, job = resolved(load(words[0], words[1:]))
+    _, job = resolved(load(words[0], words[1:]))
     assert job.run.task.model_dump()["temperature"] == 0
     assert not job.run.wrote("task.temperature")
     assert mentions(said([*words, "task.temperature=0.8"], capfd), "LS5131", "task.temperature=0")
@@ -186,7 +186,7 @@ def test_a_length_that_nobody_wrote_is_lowered_with_a_note_and_one_that_was_is_r
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(SMALL))
     text = said(["run.yaml"], capfd)
     assert "data.max_length is 32, because the model has positions for 32 tokens; its default is 128" in text
-    assert resolved(load("run.yaml", []))[2].run.data.max_length == 32
+    assert resolved(load("run.yaml", []))[1].run.data.max_length == 32
     assert mentions(said(["run.yaml", "data.max_length=128"], capfd), "LS3142", "128", "32")
     text = said(["run.yaml", "task.name=language_modeling"], capfd)
     assert "task.block_size is 32" in text
@@ -196,7 +196,7 @@ def test_what_was_written_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
-    job = resolved(load("run.yaml", ["evaluate.limit=5"]))[2]
+    job = resolved(load("run.yaml", ["evaluate.limit=5"]))[1]
     sent = Job.load(json.dumps(json.loads(job.dump())))
     assert sent.run.written_keys == job.run.written_keys
     assert sent.run.wrote("evaluate.limit")

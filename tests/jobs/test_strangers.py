@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.checkpoint.export import push
+from lockstep.checkpoint.hub_push import push
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed import job_record

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.norm_and_clip import Gradient, Part
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction_tree import (
     Exchange,

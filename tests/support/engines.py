@@ -50,6 +50,7 @@ for engine in (
     "sklearn.metrics",
     "rich._emoji_codes",
     "lockstep.checkpoint.export",
+    "lockstep.checkpoint.hub_push",
     "lockstep.launchers.local",
     "lockstep.launchers.start",
     "lockstep.plain.scores",

@@ -36,7 +36,7 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_push(args: argparse.Namespace) -> int:
-    from lockstep.checkpoint.export import PushFailed, push
+    from lockstep.checkpoint.hub_push import PushFailed, push
 
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", args.repository):
         raise RunError(

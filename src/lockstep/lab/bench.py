@@ -190,7 +190,7 @@ def resolved(run: Run) -> Job:
             f"launch.name: bench cannot start the processes of {run.launch.name} on other machines; run it "
             "inside the job, with a launcher for one machine",
         )
-    return start.resolved(run)[2]
+    return start.resolved(run)[1]
 
 
 def one(request: Bench, row: BenchRow, number: int, folder: Path) -> None:

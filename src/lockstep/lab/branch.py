@@ -86,7 +86,7 @@ def parsed(spec: str) -> tuple[Path, int]:
 
 
 def _begun(output: Path, step: int, run: Run, console: Console) -> Begun:
-    job = start.resolved(run)[2]
+    job = start.resolved(run)[1]
     run = job.run
     manifest = next((manifest_there for _, manifest_there in newest_first(output)), None)
     if manifest is None:

@@ -330,12 +330,11 @@ def checked_by_ranks_only(launcher: Launcher) -> bool:
     return launcher.submits and not (launcher.shares_files and importlib.util.find_spec("torch") is not None)
 
 
-def resolved(run: Run) -> tuple[Launcher, LaunchPlan, Job]:
-    """Return (launcher, plan with the job, job) for commands that start ranks without writing to OUTPUT. Prepares the
-    data. Errors: `RunError`."""
+def resolved(run: Run) -> tuple[Launcher, Job]:
+    """Return the launcher and the job, for commands that start ranks without writing to OUTPUT. Prepares the data.
+    Errors: `RunError`."""
     launcher, plan = planned(run)
-    job = resolve(run, machine_of(launcher, plan), plan.processes)
-    return launcher, replace(plan, job=job), job
+    return launcher, resolve(run, machine_of(launcher, plan), plan.processes)
 
 
 def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:

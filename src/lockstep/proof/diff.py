@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.data.job import arithmetic_of
@@ -29,10 +28,6 @@ from lockstep_trace.step_record import (
     factors_of,
     read_records,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 JOB = "lockstep.proof.replay_rank.record_modules"
 _MOST = 12
@@ -198,7 +193,7 @@ def modules_of(run: Run, output: Path, step: int) -> StepRecord:
 
     with tempfile.TemporaryDirectory(prefix="lockstep-diff-", ignore_cleanup_errors=True) as folder:
         run = run.model_copy(update={"output": str(Path(folder) / "run")})
-        launcher, _, job = start.resolved(run)
+        launcher, job = start.resolved(run)
         status = start.start_ranks(launcher, job, (JOB, str(output.resolve()), str(step)))
         if status or not (run.folder / RECORDS).exists():
             raise _Failed(status or 1)

@@ -87,7 +87,7 @@ def replayed(run: Run, output: Path, step: int, begin: int | None = None) -> Ite
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-", ignore_cleanup_errors=True) as folder:
         run = run.model_copy(update={"output": str(Path(folder) / "run")})
         try:
-            launcher, _, job = start.resolved(run)
+            launcher, job = start.resolved(run)
         except RunError as caught:
             raise RunError(caught.code, f"{caught.message}{recorded_line(output, step)}") from caught
         words = (JOB, str(output.resolve()), str(step), str(step if begin is None else begin))

@@ -97,7 +97,7 @@ def verify(
     if start.joining():
         accelerate_config.check_variables(run, os.environ)
     else:
-        launcher, _, job = start.resolved(run)
+        launcher, job = start.resolved(run)
         run = job.run
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         folder = Path(aside)
@@ -126,7 +126,7 @@ def verify(
 def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
     """Start a job that records a few steps into a folder; return its exit status and the data. `begin`: the first step.
     Errors: `RunError`."""
-    launcher, _, job = start.resolved(run)
+    launcher, job = start.resolved(run)
     status = start.start_ranks(launcher, job.into(str(folder)), _words(steps, begin=begin))
     return status or int(not (folder / RECORDS).exists()), job.data
 

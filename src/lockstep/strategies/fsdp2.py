@@ -44,8 +44,8 @@ from lockstep.strategies.engines.fsdp import (
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.make_model import make_model
-from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
 from lockstep.strategies.exact.reduction_tree import (

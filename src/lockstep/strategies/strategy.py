@@ -30,8 +30,8 @@ from lockstep.distributed.world import World, sum_in_place
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact import held_state
-from lockstep.strategies.exact.norm_and_clip import Gradient
-from lockstep.strategies.exact.norm_and_clip import NotFinite as NotFinite
+from lockstep.strategies.exact.finite_check import NotFinite as NotFinite
+from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics, StepTotals

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.checkpoint.export import pending, push_pending, write_export
+from lockstep.checkpoint.export import write_export
+from lockstep.checkpoint.hub_push import pending, push_pending
 from lockstep.checkpoint.manifest import name_of, newest_whole
 from lockstep.checkpoint.remote_sync import RemoteSync, finish
 from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded, remedy_of

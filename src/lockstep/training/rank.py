@@ -21,7 +21,7 @@ import transformers
 
 from lockstep.checkpoint import export_hashes, remote_sync, tracker_runs
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
-from lockstep.checkpoint.export import require
+from lockstep.checkpoint.hub_push import require
 from lockstep.checkpoint.manifest import export_of
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all

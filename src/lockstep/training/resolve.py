@@ -364,7 +364,7 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
     """Check that results can be written to OUTPUT, the object store and the Hub. Returns notes. Errors: `RunError`."""
-    from lockstep.checkpoint import export as hub
+    from lockstep.checkpoint import hub_push as hub
     from lockstep.checkpoint import remote_sync
 
     notes = hub.check(run) if scope == Scope.START else []

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
-from lockstep.strategies.exact.norm_and_clip import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node
 from lockstep.strategies.exact.reduction_tree import ReductionTree, Scatter, buckets
 

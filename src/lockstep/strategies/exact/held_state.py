@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Saved
-from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.exact.loss_scale import LossScale
 from lockstep.strategies.exact.stepper import Stepper
 
 

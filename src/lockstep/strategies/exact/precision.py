@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.job import Job
-from lockstep.strategies.exact.norm_and_clip import LossScale
+from lockstep.strategies.exact.loss_scale import LossScale
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

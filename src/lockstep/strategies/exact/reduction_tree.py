@@ -363,12 +363,3 @@ def all_reduce_flat(
         dist.all_reduce(flat, group=group)
         summed |= zip(positions, unflatten(flat, [tensors[i].shape for i in positions]), strict=True)
     return [summed[i] for i in range(len(tensors))]
-
-
-def clip_(gradients: Sequence[Tensor], norm: Tensor, limit: float | None) -> None:
-    """Scale gradients of total norm `norm` down to the norm `limit` (None: never), in place, by the factor of
-    `torch.nn.utils.clip_grad_norm_`."""
-    if limit:
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if factor.device.type != "cpu" or factor < 1.0:  # on CUDA, multiplying is cheaper than synchronizing
-            torch._foreach_mul_(list(gradients), factor)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.strategies.exact import held_state
-from lockstep.strategies.exact.norm_and_clip import Gradient, Part
+from lockstep.strategies.exact.gradient import Gradient, Part
 
 
 class TrainedWeights:

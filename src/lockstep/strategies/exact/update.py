@@ -16,7 +16,8 @@ from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.strategies.engines.side_effects import first_few
 from lockstep.strategies.exact import stepper
-from lockstep.strategies.exact.norm_and_clip import FiniteCheck, Gradient
+from lockstep.strategies.exact.finite_check import FiniteCheck
+from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.observer import StepObserver
 
