@@ -1,4 +1,5 @@
-"""Each test of this folder says a sentence, and which files rest on it; these are there, and its failure says both."""
+"""Every test in this folder states an assumption in its docstring and names existing files that rest on it; a failing
+test prints both."""
 
 from __future__ import annotations
 

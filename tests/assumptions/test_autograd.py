@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of autograd, modules, hooks and autocast."""
+"""What lockstep assumes about autograd, modules, hooks and autocast."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_tensor_hook_sees_one_backward_alone() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/held_state.py", "src/lockstep/strategies/engines/fsdp.py")
 def test_gradients_can_be_wider_than_weights() -> None:
-    """With grad_dtype float32, .grad of a bfloat16 weight is float32, and backwards add in float32."""
+    """With grad_dtype float32, .grad of a bfloat16 weight is float32, and gradients accumulate in float32."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
     for factor in (256.0, 1.0):
@@ -50,7 +50,8 @@ def test_gradients_can_be_wider_than_weights() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/single.py")
 def test_an_unused_weight_has_no_gradient() -> None:
-    """A weight that a backward does not reach keeps None as .grad; one that gets zeros has zeros."""
+    """A weight that a backward does not reach keeps None as .grad; a weight whose gradient is zero gets a tensor of
+    zeros."""
     used, unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     (used * 0 + torch.ones(1)).sum().backward()
     assert used.grad is not None
@@ -60,7 +61,8 @@ def test_an_unused_weight_has_no_gradient() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/gradient.py")
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
-    """.grad of a contiguous weight is contiguous, though the product's gradient is a transposed matrix."""
+    """.grad of a contiguous weight is contiguous, even if the matrix product returns its gradient as a transposed
+    matrix."""
     weight = nn.Parameter(torch.randn(3, 5))
     (torch.randn(4, 5) @ weight.t()).sum().backward()
     assert weight.grad is not None
@@ -69,7 +71,7 @@ def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/reduction_tree.py", "src/lockstep/plain/train.py")
 def test_accumulating_is_adding_from_the_left() -> None:
-    """Several backwards add to .grad in their order: ((a + b) + c), bit for bit."""
+    """Several backwards add to .grad in the order in which they run: ((a + b) + c), bit for bit."""
     torch.manual_seed(0)
     factors = [torch.randn(64) for _ in range(3)]
     weight = nn.Parameter(torch.ones(64))
@@ -81,7 +83,7 @@ def test_accumulating_is_adding_from_the_left() -> None:
 
 @rests_on_it("src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/engines/cuts.py")
 def test_autocast_keeps_its_casts_for_the_region() -> None:
-    """Within one autocast region a weight is cast once, so a change of it is not seen; the next region casts again."""
+    """Autocast casts a weight once per region and does not notice a later change of it; the next region casts again."""
     layer = nn.Linear(4, 4, bias=False)
     x = torch.ones(1, 4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -97,7 +99,7 @@ def test_autocast_keeps_its_casts_for_the_region() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/cuts.py")
 def test_autocast_adds_uses_of_a_weight_in_bfloat16() -> None:
-    """Under autocast the gradients of two uses of one weight are added in bfloat16 where the cast is shared."""
+    """Under autocast, the gradients of two uses of one weight are added in bfloat16 if both share one cast."""
     weight = nn.Parameter(torch.ones(1, 1))
     big, small = torch.full((1, 1), 256.0), torch.ones(1, 1)
     with torch.autocast("cpu", torch.bfloat16):
@@ -110,7 +112,7 @@ def test_autocast_adds_uses_of_a_weight_in_bfloat16() -> None:
 
 @rests_on_it("src/lockstep/tasks/language_modeling.py", "src/lockstep/tasks/models/chunked_loss.py")
 def test_autocast_computes_losses_in_float32() -> None:
-    """Under autocast cross_entropy of bfloat16 logits is that of the logits in float32."""
+    """Under autocast, cross_entropy of bfloat16 logits is computed in float32."""
     logits = torch.randn(8, 16).bfloat16()
     labels = torch.arange(8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -123,7 +125,7 @@ def test_autocast_computes_losses_in_float32() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/blocks.py")
 def test_a_recomputed_layer_has_the_same_bits_and_dropout() -> None:
-    """checkpoint(use_reentrant=False) gives output and gradients with the bits of a plain call, dropout too."""
+    """checkpoint(use_reentrant=False) gives the bits of a plain call, in output and gradients, with dropout too."""
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     x = torch.randn(4, 8)
@@ -140,7 +142,7 @@ def test_a_recomputed_layer_has_the_same_bits_and_dropout() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/side_effects.py", "src/lockstep/strategies/engines/blocks.py")
 def test_a_recomputed_layer_writes_its_buffers_twice() -> None:
-    """checkpoint runs a layer's forward again in backward, with its writes: a BatchNorm counts two batches."""
+    """checkpoint runs a layer's forward again in backward, with writes to buffers: a BatchNorm counts two batches."""
     norm = nn.BatchNorm1d(2)
     checkpoint(norm, torch.randn(4, 2, requires_grad=True), use_reentrant=False).sum().backward()
     assert norm.num_batches_tracked is not None
@@ -149,7 +151,7 @@ def test_a_recomputed_layer_writes_its_buffers_twice() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/engines/zero_graph.py")
 def test_hooks_run_in_the_order_of_their_registration() -> None:
-    """Forward hooks run in the order of registration, and with prepend before all others."""
+    """Forward hooks run in the order of registration; one registered with prepend=True runs before all others."""
     layer, seen = nn.Linear(1, 1), []
     layer.register_forward_hook(lambda *_: seen.append("first"))
     layer.register_forward_hook(lambda *_: seen.append("second"))
@@ -160,7 +162,7 @@ def test_hooks_run_in_the_order_of_their_registration() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
 def test_the_node_that_was_made_last_runs_first() -> None:
-    """Of autograd nodes whose gradients are complete, the one created last runs first."""
+    """Of the autograd nodes whose gradients are complete, the one created last runs first."""
     x = torch.ones(1, requires_grad=True)
     seen: list[str] = []
     first, second = x * 2, x * 3
@@ -172,8 +174,8 @@ def test_the_node_that_was_made_last_runs_first() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/parameter_groups.py", "src/lockstep/checkpoint/shard_files.py")
 def test_names_of_weights_are_in_the_order_of_registration() -> None:
-    """named_parameters and state_dict are in the order of registration; a tied weight comes once in the former, under
-    its first name, and twice in the latter."""
+    """named_parameters and state_dict follow the order of registration; a tied weight appears once in the former, under
+    its first name, and under both names in the latter."""
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -187,7 +189,7 @@ def test_names_of_weights_are_in_the_order_of_registration() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_buffers_that_are_not_persistent_are_not_saved() -> None:
-    """state_dict leaves out buffers registered with persistent=False; named_buffers has them."""
+    """state_dict leaves out buffers registered with persistent=False; named_buffers includes them."""
     module = nn.Module()
     module.register_buffer("kept", torch.ones(1))
     module.register_buffer("made", torch.ones(1), persistent=False)
@@ -197,7 +199,7 @@ def test_buffers_that_are_not_persistent_are_not_saved() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/zero_partition.py", "src/lockstep/tasks/task.py")
 def test_a_deep_copy_keeps_ties() -> None:
-    """copy.deepcopy of a module keeps tied weights one tensor, apart from the original."""
+    """copy.deepcopy of a module keeps tied weights tied, and shares no memory with the original."""
     module = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     module[1].weight = module[0].weight
     copied = copy.deepcopy(module)
@@ -209,7 +211,7 @@ def test_a_deep_copy_keeps_ties() -> None:
     "src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/pipeline.py", "src/lockstep/training/resolve.py"
 )
 def test_a_model_on_meta_draws_nothing() -> None:
-    """Modules made on the meta device have shapes, dtypes and ties, and take nothing from torch's generator."""
+    """Modules created on the meta device have shapes, dtypes and ties, and draw nothing from torch's generator."""
     before = torch.get_rng_state()
     with torch.device("meta"):
         layer = nn.Linear(3, 2)
@@ -219,7 +221,7 @@ def test_a_model_on_meta_draws_nothing() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/strategies/engines/zero_graph.py")
 def test_saved_tensors_can_be_replaced_without_a_change() -> None:
-    """saved_tensors_hooks see a weight that a product saves, and what unpack returns takes its place in backward."""
+    """saved_tensors_hooks see the weight that a matrix product saves; backward uses the tensor that unpack returns."""
     weight, x = nn.Parameter(torch.randn(2, 3)), torch.randn(4, 3, requires_grad=True)
     packed: list[Any] = []
 
@@ -237,7 +239,8 @@ def test_saved_tensors_can_be_replaced_without_a_change() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/rows.py")
 def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
-    """Embedding(sparse=True) gives one row per index, in the order of the indices, repeated ones apart."""
+    """The gradient of Embedding(sparse=True) has one row per index, in the order of the indices; repeated indices are
+    not merged."""
     layer = nn.Embedding(4, 2, sparse=True)
     layer(torch.tensor([3, 1, 3])).sum().backward()
     assert layer.weight.grad is not None
@@ -247,7 +250,7 @@ def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/tasks/models/inference.py")
 def test_evaluation_draws_nothing() -> None:
-    """A model in eval() takes nothing from torch's generator for dropout."""
+    """Dropout in eval() draws nothing from torch's generator."""
     layer = nn.Dropout(0.5).eval()
     before = torch.get_rng_state()
     layer(torch.ones(8))
@@ -256,8 +259,8 @@ def test_evaluation_draws_nothing() -> None:
 
 @rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/strategies/hf_accelerate.py")
 def test_a_layer_norm_in_bfloat16_depends_on_threads() -> None:
-    """The gradient of LayerNorm's bias is summed in bfloat16, on each thread, where its input is bfloat16 and its
-    weights are float32, on a CPU: which is why bits need one number of threads."""
+    """On a CPU, each thread sums the gradient of LayerNorm's bias in bfloat16 if the input is bfloat16 and the weights
+    are float32, so bits depend on the number of threads."""
     layer = nn.LayerNorm(8)
     layer(torch.randn(4096, 8).bfloat16()).sum().backward()
     assert layer.bias.grad is not None

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of Ray Train, Kubeflow's interface, botocore and SageMaker's toolkit."""
+"""What lockstep assumes about Ray Train, Kubeflow's interface, botocore and SageMaker's toolkit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def ray_facts() -> dict[str, Any]:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
-@pytest.mark.long  # a cluster of its own takes two minutes
+@pytest.mark.long  # starting a Ray cluster takes two minutes
 def test_ray_connects_once(ray_facts: dict[str, Any]) -> None:
-    """is_initialized is False before init; init("local") starts a cluster, which shutdown ends."""
+    """is_initialized is False before init; init("local") starts a cluster, and shutdown ends it."""
     assert [ray_facts[name] for name in ("before", "begun", "after")] == [False, True, False]
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
-@pytest.mark.long  # a cluster of its own takes two minutes
+@pytest.mark.long  # starting a Ray cluster takes two minutes
 def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
-    """get_context has the rank, the number of workers, and both on this machine; workers are in the folder of the one
-    who asked, with RAY_CHDIR_TO_TRIAL_DIR=0; broadcast_from_rank_zero gives all what rank 0 gave."""
+    """get_context returns the rank, the number of workers, and the ranks on this machine; with RAY_CHDIR_TO_TRIAL_DIR=0
+    workers run in the caller's folder; broadcast_from_rank_zero gives every worker rank 0's value."""
     rows = ray_facts["rows"]
     for rank in (0, 1):
         own = [row for row in rows if row["rank"] == rank]
@@ -44,26 +44,26 @@ def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
-@pytest.mark.long  # a cluster of its own takes two minutes
+@pytest.mark.long  # starting a Ray cluster takes two minutes
 def test_ray_forms_no_group_where_its_backend_does_none(ray_facts: dict[str, Any]) -> None:
-    """A TorchConfig whose backend_cls is Backend forms no process group; the function runs in a thread of its own,
-    where Python hears no signals."""
+    """A TorchConfig whose backend_cls is Backend forms no process group; the function runs in a separate thread, where
+    Python receives no signals."""
     assert {row["group"] for row in ray_facts["rows"]} == {False}
     assert {row["main thread"] for row in ray_facts["rows"]} == {False}
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
-@pytest.mark.long  # a cluster of its own takes two minutes
+@pytest.mark.long  # starting a Ray cluster takes two minutes
 def test_ray_tells_what_a_worker_raised(ray_facts: dict[str, Any]) -> None:
-    """Where one worker's function raises more often than max_failures, fit raises an error that names the worker's."""
+    """If a worker's function raises more often than max_failures, fit raises an error that names the worker's error."""
     (error,) = ray_facts["fit"]
     assert "rank 1 went" in error
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py")
 def test_kubeflow_counts_jobs_that_only_wait() -> None:
-    """`active` of a TrainJob's jobsStatus counts child Jobs with a pending pod, too; `ready` those whose pods all run
-    or have ended."""
+    """In a TrainJob's jobsStatus, `active` also counts child Jobs with a pending pod; `ready` counts Jobs whose pods
+    all run or have ended."""
     pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
     from kubeflow_trainer_api.models.trainer_v1alpha1_job_status import TrainerV1alpha1JobStatus
 
@@ -78,8 +78,8 @@ def test_kubeflow_counts_jobs_that_only_wait() -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/kubernetes_manifests.py",
 )
 def test_kubeflow_names_pods_by_their_job_set() -> None:
-    """Jobs of a JobSet are called NAME-node-0; a Job's rules about exit codes know FailJob, Ignore and Count; a
-    TrainJob can be suspended; the SDK waits for Complete and Failed, and finds pods by jobset-name and step."""
+    """Jobs of a JobSet are called NAME-node-0; a Job's exit code rules know FailJob, Ignore and Count; a TrainJob can
+    be suspended; the SDK waits for Complete and Failed, and finds pods by jobset-name and step."""
     pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
     from kubeflow_trainer_api.models.io_k8s_api_batch_v1_pod_failure_policy_rule import (
         IoK8sApiBatchV1PodFailurePolicyRule as Rule,
@@ -108,8 +108,9 @@ def sagemaker() -> Any:
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_job.py")
 def test_states_of_a_training_job_are_these(sagemaker: Any) -> None:
-    """A training job is InProgress, Stopping, Stopped, Completed, Failed or Deleting; before Training its second status
-    is Starting, Pending, LaunchingMLInstances, PreparingTrainingStack, Downloading or DownloadingTrainingImage."""
+    """A training job is InProgress, Stopping, Stopped, Completed, Failed or Deleting; its secondary status before
+    Training is Starting, Pending, LaunchingMLInstances, PreparingTrainingStack, Downloading or
+    DownloadingTrainingImage."""
     states = {"InProgress", "Completed", "Failed", "Stopping", "Stopped", "Deleting"}
     assert set(sagemaker.shape_for("TrainingJobStatus").enum) == states
     before = {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading"}
@@ -124,8 +125,8 @@ def test_states_of_a_training_job_are_these(sagemaker: Any) -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker.py",
 )
 def test_botocore_compares_a_request_with_names_and_types(sagemaker: Any) -> None:
-    """ParamValidator reports unknown and missing fields and wrong types of a request, but neither values out of a list,
-    nor patterns, nor texts that are too long: types of instances are looked up in the shape's `enum`."""
+    """ParamValidator reports unknown fields, missing fields and wrong types in a request, but not values outside an
+    enum, mismatched patterns or texts that are too long; instance types are listed in the shape's `enum`."""
     from botocore.validate import ParamValidator
 
     shape = sagemaker.operation_model("CreateTrainingJob").input_shape
@@ -166,8 +167,8 @@ print(json.dumps([made.hyperparameters, environment.output_dir, environment.mode
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py")
 def test_sagemaker_says_who_the_hosts_are(tmp_path: Path) -> None:
     """SageMaker's toolkit reads hosts, current_host and network_interface_name from input/config/resourceconfig.json
-    and gives them as SM_HOSTS (JSON), SM_CURRENT_HOST and SM_NETWORK_INTERFACE_NAME; hyperparameters.json holds texts
-    of JSON; what fails is told in output/failure, and the model is in model/."""
+    and exports them as SM_HOSTS (JSON), SM_CURRENT_HOST and SM_NETWORK_INTERFACE_NAME; hyperparameters.json holds
+    values as JSON strings; errors are written to output/failure, and the model to model/."""
     pytest.importorskip("sagemaker_training", reason="needs SageMaker's toolkit, sagemaker-training")
     config = tmp_path / "input/config"
     config.mkdir(parents=True)

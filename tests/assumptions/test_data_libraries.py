@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of tokenizers, datasets and safetensors."""
+"""What lockstep assumes about tokenizers, datasets and safetensors."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def words(vocabulary: list[str]) -> Tokenizer:
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
-    """WordPiece training gives the same vocabulary each time if the pieces of one character that continue a word are
-    given first, in order."""
+    """WordPiece training gives the same vocabulary each time if the one-character continuation pieces are passed first,
+    in order."""
 
     def pre_tokenized() -> Tokenizer:
         tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -49,8 +49,8 @@ def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
 @pytest.mark.processes
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_wordpiece_alone_differs_between_processes() -> None:
-    """WordPiece training by itself gives other vocabularies, or other numbers, in other processes: ranks must not train
-    one each."""
+    """Plain WordPiece training gives different vocabularies or ids in different processes, so ranks must not each train
+    one."""
     code = (
         "import hashlib, json\nfrom tokenizers import Tokenizer, models, pre_tokenizers, trainers\n"
         "made = Tokenizer(models.WordPiece(unk_token='[UNK]'))\n"
@@ -65,7 +65,7 @@ def test_wordpiece_alone_differs_between_processes() -> None:
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_bpe_training_repeats() -> None:
-    """BPE training over an initial alphabet gives the same vocabulary each time."""
+    """BPE training with an initial alphabet gives the same vocabulary each time."""
     trained = []
     for _ in range(5):
         tokenizer = Tokenizer(models.BPE())
@@ -81,7 +81,8 @@ def test_bpe_training_repeats() -> None:
 
 @rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/tasks/text_task.py")
 def test_truncation_keeps_what_the_template_adds() -> None:
-    """Truncation to n tokens counts those that the template adds, and keeps them; the first n - 2 of the text stay."""
+    """Truncation to n tokens counts the special tokens that the template adds, and keeps them: the first n - 2 tokens
+    of the text stay."""
     tokenizer = words([*SPECIAL, "a", "b", "c", "d"])
     ids = [("[CLS]", 2), ("[SEP]", 3)]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
@@ -91,14 +92,14 @@ def test_truncation_keeps_what_the_template_adds() -> None:
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_a_batch_is_encoded_as_its_texts_are() -> None:
-    """encode_batch gives each text the ids that encode gives it."""
+    """encode_batch gives each text the same ids as encode."""
     tokenizer = words([*SPECIAL, *sorted({word for text in TEXTS for word in text.split()})])
     assert [each.ids for each in tokenizer.encode_batch(TEXTS)] == [tokenizer.encode(text).ids for text in TEXTS]
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_special_tokens_are_found_in_texts_before_they_are_normalized() -> None:
-    """A special token is found in a text as it is written, whatever the normalizer makes of the text."""
+    """A special token is matched in the text as written, before the normalizer changes the text."""
     tokenizer = words([*SPECIAL, "a", "b", "[sep]"])
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.add_special_tokens(["[SEP]"])
@@ -107,7 +108,7 @@ def test_special_tokens_are_found_in_texts_before_they_are_normalized() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/tasks/modules/wrapped_module.py")
 def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None:
-    """save_file keeps every bit, NaN and -0.0 among them, in bfloat16 and float32, and refuses tensors that share
+    """save_file keeps every bit, including NaN and -0.0, in bfloat16 and float32, and refuses tensors that share
     storage."""
     from safetensors.torch import load_file, save_file
 
@@ -126,7 +127,8 @@ def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None
 
 @rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/source.py")
 def test_a_stream_splits_by_shards_in_turns() -> None:
-    """split_dataset_by_node gives each node whole shards where their number divides, each row once in all."""
+    """split_dataset_by_node gives each node whole shards if their number is divisible by the nodes; every row is read
+    exactly once."""
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 

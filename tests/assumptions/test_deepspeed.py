@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of DeepSpeed, seen by one process."""
+"""What lockstep assumes about DeepSpeed, seen by one process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.processes
 
 @rests_on_it("src/lockstep/strategies/engines/zero_partition.py", "src/lockstep/strategies/engines/zero_config.py")
 def test_the_state_of_the_process_has_its_names() -> None:
-    """DeepSpeed's process-wide state has the names that lockstep resets, and is empty in a new process; the operator
-    that it would compile has a switch."""
+    """DeepSpeed's process-wide state has the names that lockstep resets, and is empty in a new process; a switch
+    disables the operator that DeepSpeed would compile."""
     assert facts()["state of the process"]
     assert facts()["operators"]
 
 
 @rests_on_it("src/lockstep/strategies/engines/zero.py", "src/lockstep/strategies/engines/zero_agreement.py")
 def test_weights_without_a_gradient_are_updated() -> None:
-    """DeepSpeed gives weights without a gradient zeros, so that AdamW decays them."""
+    """DeepSpeed gives zeros to weights without a gradient, so that AdamW decays them."""
     assert facts()["moved"] == [True, True, True]
     assert facts()["skipped"] == 0
 
@@ -30,8 +30,8 @@ def test_weights_without_a_gradient_are_updated() -> None:
     "src/lockstep/strategies/engines/zero.py", "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py"
 )
 def test_weights_of_stage_1_lie_one_after_another() -> None:
-    """At stage 1 `round_robin_bit16_offsets` are the weights' places in a flat tensor of `partition_size` numbers a
-    rank; `_hp_mapping` has them as this rank's part of each weight, and its gradient before step()."""
+    """At stage 1 `round_robin_bit16_offsets` holds the weights' offsets in a flat tensor of `partition_size` numbers
+    per rank; `_hp_mapping` holds this rank's slice of each weight, and its gradient before step()."""
     seen = facts()
     assert seen["stage"] == 1
     assert seen["places"] == [[at, 0, size, at, 0, size] for at, size in ((0, 6), (6, 6), (12, 4))]
@@ -42,15 +42,15 @@ def test_weights_of_stage_1_lie_one_after_another() -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/loops.py", "src/lockstep/strategies/engines/zero_config.py")
 def test_accumulation_is_divided_by_its_steps() -> None:
-    """engine.backward divides each loss by gradient_accumulation_steps: four micro-batches alike have the gradient of
-    one, which is complete at the boundary alone."""
+    """engine.backward divides each loss by gradient_accumulation_steps: four equal micro-batches give the gradient of
+    one, complete only at the accumulation boundary."""
     once, four = facts()["sums"]
     assert four == pytest.approx(once, rel=1e-5)
 
 
 @rests_on_it("src/lockstep/strategies/engines/zero.py")
 def test_an_engine_can_be_kept_from_gradients() -> None:
-    """With inside_no_sync_ctxt and _coalesce_grad_reduction, backward leaves .grad of the weights as autograd does."""
+    """With inside_no_sync_ctxt and _coalesce_grad_reduction, backward leaves gradients in .grad as autograd does."""
     assert facts()["left in .grad"] == [True, True, False]
 
 
@@ -60,9 +60,9 @@ def test_an_engine_can_be_kept_from_gradients() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
 )
 def test_weights_of_stage_3_are_parts() -> None:
-    """At stage 3 a weight is empty, knows its shape and how much of it a rank has, and is whole after all_gather; its
-    module has the functions around its backward, and parameters in DeepSpeed's own mapping; the part and its gradient
-    are read without others."""
+    """At stage 3 a weight is empty, knows its full shape and the size of a rank's shard, and is whole after all_gather;
+    its module has the functions around its backward, and its parameters are in DeepSpeed's own mapping; a rank reads
+    its shard and the shard's gradient without communication."""
     seen = facts()["3"]
     assert seen["empty"] == [0, 0, 0]
     assert seen["whole"] == [[6, [3, 2], 6], [6, [2, 3], 6], [4, [2, 2], 4]]
@@ -77,8 +77,8 @@ def test_weights_of_stage_3_are_parts() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/zero_config.py")
 def test_an_unknown_key_of_the_top_is_read_in_silence() -> None:
-    """DeepSpeedConfig ignores an unknown key at the top, and raises pydantic's errors for one in a section and for a
-    wrong type: lockstep looks which keys were read."""
+    """DeepSpeedConfig ignores an unknown top-level key, and raises pydantic's errors for an unknown key in a section
+    and for a wrong type; lockstep therefore checks which keys were read."""
     assert facts()["config"] == ["read", "extra_forbidden", "enum"]
 
 
@@ -86,5 +86,5 @@ def test_an_unknown_key_of_the_top_is_read_in_silence() -> None:
     "src/lockstep/strategies/engines/zero_agreement.py", "src/lockstep/lab/import_config/deepspeed_schedules.py"
 )
 def test_warmup_is_logarithmic_unless_told_otherwise() -> None:
-    """WarmupLR rises with the logarithm of the step: after 10 of 100 steps it is at half."""
+    """WarmupLR rises with the logarithm of the step by default: after 10 of 100 steps it is at half."""
     assert facts()["warmup"] == pytest.approx(0.5, abs=1e-6)

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of accelerate, TRL and Liger: signatures, private names, one process."""
+"""What lockstep assumes about accelerate, TRL and Liger: signatures, private names, one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accelerator(**options: object) -> object:
 
 @rests_on_it("src/lockstep/strategies/hf_accelerate.py", "src/lockstep/lab/import_config/loops.py")
 def test_accelerate_divides_by_accumulation_steps() -> None:
-    """Accelerator.backward divides the loss by gradient_accumulation_steps, and by nothing at 1."""
+    """Accelerator.backward divides the loss by gradient_accumulation_steps."""
     for steps in (1, 4):
         engine = accelerator(gradient_accumulation_steps=steps)
         layer = nn.Linear(1, 1, bias=False)
@@ -37,7 +37,7 @@ def test_accelerate_divides_by_accumulation_steps() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/accelerated.py")
 def test_accelerate_marks_what_it_prepared() -> None:
-    """prepare sets `_is_accelerate_prepared`, and with mixed precision puts the model's own forward aside as
+    """prepare sets `_is_accelerate_prepared`, and with mixed precision stores the model's own forward as
     `_original_forward`; both are in the module's __dict__."""
     layer = nn.Linear(1, 1)
     accelerator(mixed_precision="bf16").prepare(layer)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ def test_accelerate_returns_float32_under_bf16() -> None:
 
 @rests_on_it("src/lockstep/strategies/hf_accelerate.py")
 def test_an_optimizer_steps_when_gradients_are_synced() -> None:
-    """A prepared optimizer passes over step() and zero_grad() within accumulation, until the last micro-batch."""
+    """A prepared optimizer ignores step() and zero_grad() during accumulation, until the last micro-batch."""
     engine = accelerator(gradient_accumulation_steps=2)
     layer = nn.Linear(1, 1, bias=False)
     model, optimizer = engine.prepare(layer, torch.optim.SGD(layer.parameters(), lr=1.0))  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ def test_an_optimizer_steps_when_gradients_are_synced() -> None:
 
 @rests_on_it("src/lockstep/strategies/hf_accelerate.py")
 def test_options_of_ddp_by_their_names() -> None:
-    """DistributedDataParallelKwargs has the fields that lockstep passes on or takes away."""
+    """DistributedDataParallelKwargs has the fields that lockstep passes on or removes."""
     from dataclasses import fields
 
     accelerate = pytest.importorskip("accelerate")
@@ -95,7 +95,7 @@ def test_options_of_ddp_by_their_names() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_accelerate_shards_batches_in_turns() -> None:
-    """BatchSamplerShard gives process r every n-th batch, and fills the last turn with the first rows."""
+    """BatchSamplerShard gives process r every n-th batch, and fills the last round with the first rows."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
@@ -106,8 +106,8 @@ def test_accelerate_shards_batches_in_turns() -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/loops.py", "packages/lockstep-trace/src/lockstep_trace/rules/data.py")
 def test_accelerate_loses_batches_that_are_short() -> None:
-    """BatchSamplerShard loses a batch below its sampler's batch_size that is not the last: lockstep's own batches never
-    go through it."""
+    """BatchSamplerShard drops a batch that is smaller than its sampler's batch_size unless it is the last one;
+    lockstep's batches never pass through it."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
@@ -131,7 +131,7 @@ def test_accelerate_loses_batches_that_are_short() -> None:
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
 def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
-    """SFTConfig and DPOConfig have bf16 on, unlike transformers' TrainingArguments."""
+    """SFTConfig and DPOConfig enable bf16 by default, unlike transformers' TrainingArguments."""
     trl = pytest.importorskip("trl")
     from transformers import TrainingArguments
 
@@ -144,8 +144,8 @@ def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
 def test_usual_values_of_trl() -> None:
-    """Fields of TRL's configs have the defaults that are taken for those that a file leaves out, and no further field
-    differs from TrainingArguments."""
+    """TRL's configs have the defaults that lockstep assumes for fields that a file leaves out; no other default differs
+    from TrainingArguments."""
     trl = pytest.importorskip("trl")
     from dataclasses import fields
 
@@ -178,9 +178,10 @@ def test_usual_values_of_trl() -> None:
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
 def test_packing_of_trl_keeps_each_text_apart() -> None:
-    """TRL's packing bfd fills rows with whole texts and leaves out what one has beyond max_length, which bfd_split
-    keeps; both give the texts' lengths. wrapped cuts one stream into rows, and gives no lengths. Of rows with lengths
-    its collator makes restarting position_ids, no attention mask, and no label for the first token of a text."""
+    """TRL's packing bfd fills rows with whole texts and drops the part of a text beyond max_length, which bfd_split
+    keeps; both return the texts' lengths. wrapped cuts one stream into rows and returns no lengths. From rows with
+    lengths its collator builds restarting position_ids, no attention mask, and no label for the first token of a text.
+    """
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -228,8 +229,8 @@ print(json.dumps(found))
 @pytest.mark.processes
 @rests_on_it("src/lockstep/tasks/models/chunked_loss.py")
 def test_liger_sums_the_losses_of_a_head() -> None:
-    """liger_fused_linear_cross_entropy is the sum of cross entropies without targets of -100, with a bias and
-    smoothing too, and so are its gradients: by Triton's interpreter, on a CPU, which has no softcap."""
+    """liger_fused_linear_cross_entropy returns the summed cross entropy over targets other than -100, with bias and
+    label smoothing too, and its gradients match; tested in Triton's interpreter on a CPU, which has no softcap."""
     pytest.importorskip("liger_kernel", reason="needs the extra liger")
     pytest.importorskip("triton", reason="needs Triton")
     words = [sys.executable, "-c", LIGER]

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of Python's, pyarrow's and Pillow's readers of files."""
+"""What lockstep assumes about Python's, pyarrow's and Pillow's readers of files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RAISES = (OSError, EOFError, lzma.LZMAError)
 @pytest.mark.parametrize("kind", PACKED)
 @rests_on_it("src/lockstep/data/file_formats.py", "src/lockstep/data/row_reader.py")
 def test_streams_that_follow_each_other_are_read_and_cut_ones_raise(kind: str) -> None:
-    """Two compressed streams in one file are read as one text, and a file that ends within a stream raises."""
+    """Two concatenated compressed streams in one file are read as one text; a file that ends within a stream raises."""
     pack, unpack = PACKED[kind]
     assert unpack(io.BytesIO(pack(TEXT[:700]) + pack(TEXT[700:]))).read() == TEXT
     for whole in (pack(TEXT), pack(TEXT[:700]) + pack(TEXT[700:])):
@@ -46,8 +46,8 @@ def test_streams_that_follow_each_other_are_read_and_cut_ones_raise(kind: str) -
 @pytest.mark.parametrize("kind", PACKED)
 @rests_on_it("src/lockstep/data/file_formats.py")
 def test_what_follows_a_stream_is_lost_by_bzip2_and_xz(kind: str) -> None:
-    """Bytes after a stream that begin no other one raise for gzip and zstd; Python's readers of bzip2 and xz end there
-    in silence, and lockstep has its own."""
+    """Trailing bytes that begin no other stream raise for gzip and zstd; Python's readers of bzip2 and xz ignore them
+    in silence, so lockstep has its own."""
     pack, unpack = PACKED[kind]
     damaged = pack(TEXT[:700]) + b"damaged" + pack(TEXT[700:])
     if kind in ("bzip2", "xz"):
@@ -60,8 +60,8 @@ def test_what_follows_a_stream_is_lost_by_bzip2_and_xz(kind: str) -> None:
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
 @rests_on_it("src/lockstep/data/row_reader.py")
 def test_a_member_can_be_read_from_its_offset(form: int) -> None:
-    """A tar member's offset is that of its first header, also with long names, and after all members a stream's offset
-    is at the zeros that end it."""
+    """A tar member's offset is that of its first header, also with long names; after the last member, the stream's
+    offset is at the zero blocks that end the archive."""
     names = ["a.txt", "x" * (90 if form == tarfile.USTAR_FORMAT else 180), "é.txt", "b.txt"]
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w", format=form) as archive:
@@ -83,8 +83,8 @@ def test_a_member_can_be_read_from_its_offset(form: int) -> None:
 
 @rests_on_it("src/lockstep/data/row_reader.py")
 def test_rows_of_a_row_group_come_in_order_and_nested_columns_whole() -> None:
-    """iter_batches of one row group yields its rows in order, at most so many at a time, and of a named struct all
-    fields."""
+    """iter_batches of one row group yields its rows in order, at most batch_size at a time, and all fields of a
+    requested struct."""
     file = io.BytesIO()
     table = pa.table({"n": range(10), "s": [{"a": n, "b": -n} for n in range(10)], "t": ["x"] * 10})
     pq.write_table(table, file, row_group_size=7)
@@ -97,8 +97,8 @@ def test_rows_of_a_row_group_come_in_order_and_nested_columns_whole() -> None:
 
 @rests_on_it("src/lockstep/data/row_reader.py")
 def test_pythons_json_keeps_digits_and_takes_what_is_no_json() -> None:
-    """json reads and writes a float with all digits and integers of any size, takes NaN, raises ValueError for integers
-    of 5,000 digits, and of two values of a key keeps the last."""
+    """json reads and writes floats with all digits and integers of any size, accepts NaN, raises ValueError for
+    integers of 5,000 digits, and keeps the last value of a repeated key."""
     for value in (1 / 3, 5e-324, 1.7976931348623157e308, 2**70):
         assert json.loads(json.dumps(value)) == value
     assert json.loads("NaN") != json.loads("NaN")
@@ -109,7 +109,7 @@ def test_pythons_json_keeps_digits_and_takes_what_is_no_json() -> None:
 
 @rests_on_it("src/lockstep/data/row_reader.py", "src/lockstep/data/file_formats.py")
 def test_what_str_strip_takes_for_blank() -> None:
-    """str.strip removes four ASCII separators that bytes.strip leaves; splitlines cuts at more than line feeds."""
+    """str.strip removes four ASCII separators that bytes.strip keeps; splitlines splits at more than line feeds."""
     assert {n for n in range(128) if not chr(n).strip()} == {*b" \t\r\n\v\f\x1c\x1d\x1e\x1f"}
     assert {n for n in range(128) if not bytes([n]).strip()} == {*b" \t\r\n\v\f"}
     assert len("a\u2028b\x1cc\x85d".splitlines()) == 4
@@ -117,8 +117,8 @@ def test_what_str_strip_takes_for_blank() -> None:
 
 @rests_on_it("src/lockstep/data/file_formats.py")
 def test_the_strict_reader_of_tables_refuses_what_stands_behind_a_quote() -> None:
-    """csv.reader with strict raises for text behind a closing quote and for a quote that is not closed; without it,
-    both are read."""
+    """csv.reader with strict raises for text after a closing quote and for an unclosed quote; without strict it reads
+    both."""
     for line in ('"a"b,c\n', '"a,c\n'):
         assert list(csv.reader([line]))
         with pytest.raises(csv.Error):
@@ -127,7 +127,7 @@ def test_the_strict_reader_of_tables_refuses_what_stands_behind_a_quote() -> Non
 
 @rests_on_it("src/lockstep/tasks/image_classification.py")
 def test_images_of_16_bits_are_clipped_to_8() -> None:
-    """Pillow's convert("RGB") clips images of 16 bits at 255 instead of scaling them, and drops an alpha channel."""
+    """Pillow's convert("RGB") clips 16-bit images at 255 instead of scaling them, and drops an alpha channel."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -140,7 +140,7 @@ def test_images_of_16_bits_are_clipped_to_8() -> None:
 
 @rests_on_it("src/lockstep/tasks/image_classification.py")
 def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
-    """Image.open leaves the orientation of EXIF alone, and exif_transpose turns the pixels by it."""
+    """Image.open does not apply the EXIF orientation; exif_transpose rotates the pixels by it."""
     from PIL import Image, ImageOps
 
     file, exif = io.BytesIO(), Image.Exif()
@@ -153,8 +153,8 @@ def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
 
 @rests_on_it("src/lockstep/tasks/image_classification.py")
 def test_a_processor_of_images_works_in_two_halves() -> None:
-    """The Pillow processor resizes to uint8; rescaling and normalising that gives the bits of doing both at once, for
-    one image as for a batch. transformers names it by the key pil."""
+    """The Pillow image processor resizes to uint8; rescaling and normalizing that result gives the bits of doing all at
+    once, for one image and for a batch. transformers calls this backend pil."""
     import transformers
     from PIL import Image
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -175,7 +175,7 @@ def test_a_processor_of_images_works_in_two_halves() -> None:
 
 @rests_on_it("src/lockstep/tasks/image_classification.py")
 def test_encoded_images_are_embedded_in_their_table(tmp_path: Any) -> None:
-    """embed_table_storage reads the file behind a path into a column of images that are not decoded, byte for byte."""
+    """embed_table_storage embeds the file behind a path, byte for byte, in an image column with decoding off."""
     import datasets
     from datasets.table import embed_table_storage
     from PIL import Image

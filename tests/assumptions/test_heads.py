@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of heads, their losses and outputs, and of the files of sentence-transformers."""
+"""What lockstep assumes about heads, their losses and outputs, and of the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bert(**entries: Any) -> BertConfig:
 
 
 def several() -> tuple[nn.Module, ...]:
-    """BERT, GPT-2, Llama, BART and T5, small."""
+    """Small BERT, GPT-2, Llama, BART and T5 models."""
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     ends = {"bos_token_id": 2, "eos_token_id": 3}
     bart = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
@@ -69,8 +69,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/token_checks.py")
 def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
-    """special_tokens_mask of an encoding marks what the template adds, not such tokens within a text; all_special_ids
-    has the unknown and the mask token and extra special tokens too, but not a token of add_tokens."""
+    """special_tokens_mask marks only the tokens that the template adds, not special tokens within a text;
+    all_special_ids also has the unknown token, the mask token and extra special tokens, but not tokens of add_tokens.
+    """
     tok = tokenizer()
     tok.add_tokens(["plain"])
     tok.add_special_tokens({"extra_special_tokens": ["<x>"]})
@@ -83,8 +84,8 @@ def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
 
 @rests_on_it("src/lockstep/data/masking.py")
 def test_a_backend_says_how_words_are_marked() -> None:
-    """to_str of a backend has `pre_tokenizer` and `model` with type and continuing_subword_prefix; byte-level pieces
-    that begin a word begin with U+0120, those of Metaspace with U+2581."""
+    """to_str of a tokenizers backend has `pre_tokenizer` and `model` with type and continuing_subword_prefix;
+    byte-level pieces that begin a word start with U+0120, those of Metaspace with U+2581."""
     pieces = json.loads(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")).to_str())["model"]
     assert (pieces["type"], pieces["continuing_subword_prefix"]) == ("WordPiece", "##")
     for kind, sign in ((pre_tokenizers.ByteLevel, "\u0120"), (pre_tokenizers.Metaspace, "\u2581")):
@@ -96,8 +97,8 @@ def test_a_backend_says_how_words_are_marked() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/qa_spans.py", "src/lockstep/tasks/question_answering.py")
 def test_a_question_head_gives_two_numbers_for_each_token_also_at_padding() -> None:
-    """A head for question answering gives start_logits and end_logits [B, T], which are not hidden at padding; its loss
-    is the mean of both cross entropies."""
+    """A question answering head returns start_logits and end_logits [B, T], unmasked at padding; its loss is the mean
+    of both cross entropies."""
     model = BertForQuestionAnswering(bert()).eval()
     first, last = torch.tensor([1, 1]), torch.tensor([2, 1])
     output = model(IDS, attention_mask=MASK, start_positions=first, end_positions=last)
@@ -113,8 +114,8 @@ def test_a_question_head_gives_two_numbers_for_each_token_also_at_padding() -> N
     "src/lockstep/plain/losses.py",
 )
 def test_losses_of_tokens_are_means_without_a_shift() -> None:
-    """The loss of masked tokens and that of token classes is the mean cross entropy of logits and labels at one place,
-    without those of -100; padding counts if its label is not -100."""
+    """The losses of masked LM and token classification are mean cross entropies of logits and labels at the same
+    position, without labels of -100; padding counts unless its label is -100."""
     labels = torch.tensor([[-100, 1, -100, 0], [-100, 1, -100, 1]])
     for kind in (BertForMaskedLM, BertForTokenClassification):
         output = kind(bert(num_labels=3)).eval()(IDS, attention_mask=MASK, labels=labels)
@@ -123,8 +124,8 @@ def test_losses_of_tokens_are_means_without_a_shift() -> None:
 
 @rests_on_it("src/lockstep/tasks/classification.py", "src/lockstep/plain/losses.py")
 def test_the_kind_of_labels_decides_a_classifiers_loss() -> None:
-    """A classifier's loss is cross entropy for whole labels, binary cross entropy for rows of floats, and the squared
-    error for one output; the first batch's kind is kept in its config, for all later ones."""
+    """A classifier's loss is cross entropy for integer labels, binary cross entropy for rows of floats, and squared
+    error for one output; the first batch decides it for all later ones, stored in the model's config."""
     for outputs, labels, loss in (
         (3, torch.tensor([0, 2]), cross_entropy),
         (3, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), binary_cross_entropy_with_logits),
@@ -138,8 +139,8 @@ def test_the_kind_of_labels_decides_a_classifiers_loss() -> None:
 
 @rests_on_it("src/lockstep/tasks/translation.py", "src/lockstep/tasks/summarization.py")
 def test_a_decoder_reads_its_labels_shifted_by_the_start_token() -> None:
-    """With labels alone, BART and T5 read decoder_start_token_id and the labels but the last, -100 as padding; their
-    loss is that of these inputs, without a shift."""
+    """Given labels alone, BART and T5 feed the decoder decoder_start_token_id and the labels without the last one, with
+    -100 as padding; their loss compares these inputs with the labels, without a shift."""
     labels, read = torch.tensor([[5, 6, 3], [7, 3, -100]]), torch.tensor([[2, 5, 6], [2, 7, 3]])
     for model in several()[3:]:
         output = model.eval()(IDS, attention_mask=MASK, labels=labels)
@@ -150,7 +151,7 @@ def test_a_decoder_reads_its_labels_shifted_by_the_start_token() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/padding.py", "src/lockstep/tasks/models/masks.py")
 def test_models_leave_ids_and_mask_as_they_are() -> None:
-    """BERT, GPT-2, Llama, BART and T5 write neither into the ids nor into the mask that they are given."""
+    """BERT, GPT-2, Llama, BART and T5 modify neither the ids nor the mask that they are given."""
     for model in several():
         inputs = {"input_ids": IDS.clone(), "attention_mask": MASK.clone()}
         more = {"labels": IDS.clone()} if model.config.is_encoder_decoder else {}
@@ -160,8 +161,8 @@ def test_models_leave_ids_and_mask_as_they_are() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/weight_decay.py")
 def test_vectors_are_biases_or_of_modules_named_norm() -> None:
-    """In BERT, GPT-2, Llama, BART and T5 each parameter of one dimension is a bias or one of a module whose class name
-    has "norm"."""
+    """In BERT, GPT-2, Llama, BART and T5 each one-dimensional parameter is a bias or belongs to a module whose class
+    name contains "norm"."""
     with torch.device("meta"):
         kinds = several()
     for model in kinds:
@@ -175,8 +176,8 @@ def test_vectors_are_biases_or_of_modules_named_norm() -> None:
 @rests_on_it("src/lockstep/tasks/models/pooling.py")
 def test_a_folder_with_modules_and_pooling_is_a_sentence_transformer(pooling: str, tmp_path: Path) -> None:
     """SentenceTransformer reads modules.json, 1_Pooling/config.json with one pooling_mode_ entry, and max_seq_length of
-    sentence_bert_config.json, and gives the pooled hidden states at unit length; what it saves names the same pooling
-    in an entry pooling_mode, or in one of these."""
+    sentence_bert_config.json, and returns pooled hidden states of unit length; it saves the same pooling as the entry
+    pooling_mode or in one of these entries."""
     library = pytest.importorskip("sentence_transformers")
     model = BertModel(bert()).eval()
     model.save_pretrained(tmp_path)
@@ -195,7 +196,7 @@ def test_a_folder_with_modules_and_pooling_is_a_sentence_transformer(pooling: st
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 4, "do_lower_case": False}))
     loaded = library.SentenceTransformer(str(tmp_path), device="cpu")
     vectors = loaded.encode(["a b a b", "b"])
-    ids, mask = torch.tensor([[2, 5, 6, 3], [2, 6, 3, 0]]), MASK  # of the first text four tokens
+    ids, mask = torch.tensor([[2, 5, 6, 3], [2, 6, 3, 0]]), MASK  # the first text has four tokens
     hidden: Tensor = model(ids, attention_mask=mask).last_hidden_state.detach()
     pooled = {
         "mean": (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True),

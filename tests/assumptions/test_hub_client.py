@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of the Hub's client, beside a Hub on the loopback."""
+"""What lockstep assumes about the Hub's client, beside a Hub on the loopback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 
 
 def seen() -> dict[str, Any]:
-    """What `support.assumed_hub` saw, and the Hub afterwards. Errors: of the first call, each time."""
+    """Return what `support.assumed_hub` recorded, and the Hub afterwards. Each call raises the first call's error."""
     found = _seen()
     if isinstance(found, Exception):
         raise found
@@ -45,7 +45,7 @@ def _run() -> dict[str, Any]:
         hub.put("models", "user/model", {"config.json": b"{}", "model.safetensors": weights})
         hub.put("models", "user/gated", {"config.json": b"{}"}, gated=True)
         commit = hub.put("datasets", "user/rows", {"a.jsonl": b"{}\n", "deep/b.jsonl": b"{}\n"})
-        # whoami of `errors`: one answer of 503, then none at all
+        # `errors` calls whoami: one answer of 503, then no answers
         hub.faults = {"whoami-v2": [503, "silent", "silent", "silent", "silent", "silent", "silent"]}
         environment = os.environ | hub.environment(home) | {"PYTHONPATH": TESTS_PATH}
         words = [sys.executable, "-m", "support.assumed_hub"]
@@ -60,8 +60,8 @@ def _run() -> dict[str, Any]:
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
 def test_a_file_that_is_not_there_has_two_errors() -> None:
-    """hf_hub_download of a file that the repository lacks raises EntryNotFoundError; with local_files_only, of one that
-    the cache lacks, LocalEntryNotFoundError, which is one too: it is caught first."""
+    """hf_hub_download raises EntryNotFoundError for a file that the repository lacks, and with local_files_only
+    LocalEntryNotFoundError for one that the cache lacks; the latter is a subclass, so it is caught first."""
     errors = seen()["errors"]
     assert "EntryNotFoundError" in errors["file"]["kinds"]
     assert errors["file"]["kinds"][0] != "LocalEntryNotFoundError"
@@ -71,8 +71,8 @@ def test_a_file_that_is_not_there_has_two_errors() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/hub_push.py")
 def test_errors_of_the_hub_have_their_class_and_status() -> None:
-    """Gated and missing repositories, missing revisions and 503 raise HfHubHTTPError with the response's status; gated
-    ones are missing ones too, so that they are looked for first."""
+    """Gated repositories, missing repositories, missing revisions and 503 raise HfHubHTTPError with the response's
+    status; the error of gated ones is a subclass of that of missing ones, so it is tested first."""
     errors = seen()["errors"]
     assert (errors["repository"]["kinds"][0], errors["repository"]["status"]) == ("RepositoryNotFoundError", 404)
     assert (errors["gated"]["kinds"][0], errors["gated"]["status"]) == ("GatedRepoError", 403)
@@ -85,7 +85,7 @@ def test_errors_of_the_hub_have_their_class_and_status() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_the_session_has_one_timeout() -> None:
-    """get_session returns one session, and its `timeout`, in seconds, ends a request that is not answered."""
+    """get_session returns one session, whose `timeout` in seconds ends a request that gets no answer."""
     errors = seen()["errors"]
     assert errors["same session"]
     assert {"TransportError", "TimeoutError"} & {*errors["silent"]["kinds"]}
@@ -95,8 +95,8 @@ def test_the_session_has_one_timeout() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py")
 def test_a_hub_that_is_not_reached_raises_at_once_without_retries() -> None:
-    """http_backoff and http_stream_backoff, without its wrapper, have the keyword max_retries, whose default can be set
-    to 0; a refused connection raises an error that comes from TransportError, ConnectionError or TimeoutError."""
+    """http_backoff and the unwrapped http_stream_backoff have the keyword max_retries, whose default can be set to 0; a
+    refused connection raises a subclass of TransportError, ConnectionError or TimeoutError."""
     for name in ("http_backoff", "http_stream_backoff"):
         assert seen()["errors"][f"{name} has max_retries"], name
     for name in ("unreachable", "unreachable request", "unreachable stream", "unreachable file"):
@@ -107,14 +107,14 @@ def test_a_hub_that_is_not_reached_raises_at_once_without_retries() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py")
 def test_offline_is_an_error_of_its_own() -> None:
-    """HF_HUB_OFFLINE raises OfflineModeIsEnabled, or an error that comes from it, instead of a request."""
+    """With HF_HUB_OFFLINE, a request raises OfflineModeIsEnabled or a subclass, and nothing is sent."""
     assert {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} & {*seen()["errors"]["offline"]["kinds"]}
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_files_of_a_data_set_are_listed_with_size_and_hash() -> None:
-    """list_repo_tree with recursive lists files in folders as RepoFile with size and Git's hash; get_paths_info leaves
-    out what is not there."""
+    """list_repo_tree with recursive lists files in folders as RepoFile with size and Git hash; get_paths_info leaves
+    out missing paths."""
     reading = seen()["reading"]
     assert {name: size for name, (size, _) in reading["files"].items()} == {"a.jsonl": 3, "deep/b.jsonl": 3}
     assert all(len(tag) == 40 for _, tag in reading["files"].values())
@@ -123,14 +123,14 @@ def test_files_of_a_data_set_are_listed_with_size_and_hash() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
 def test_shapes_are_read_from_the_headers() -> None:
-    """get_safetensors_metadata gives the shapes of all tensors of a repository's files, by name."""
+    """get_safetensors_metadata returns the shapes of all tensors in a repository's files, by name."""
     assert seen()["reading"]["shapes"] == {"a": [2, 3], "b": [4]}
 
 
 @rests_on_it("src/lockstep/data/hub.py", "src/lockstep/data/hub_rows.py")
 def test_a_revision_is_a_commit_in_the_cache() -> None:
-    """hf_hub_download returns the file's path in snapshots/COMMIT of HF_HOME's cache; dataset_info has the branch's
-    commit in `sha`."""
+    """hf_hub_download returns the path in snapshots/COMMIT of HF_HOME's cache; dataset_info has the branch's commit in
+    `sha`."""
     reading = seen()["reading"]
     assert reading["text"] == "{}"
     assert Path(reading["path"]).parts[-3] == "snapshots"
@@ -141,13 +141,13 @@ def test_a_revision_is_a_commit_in_the_cache() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py")
 def test_optional_files_are_none() -> None:
-    """transformers' cached_file returns None for a missing file and a gated repository if told to raise no error."""
+    """transformers' cached_file returns None for a missing file and a gated repository if it is told not to raise."""
     assert seen()["reading"]["cached"] == [True, True, False]
 
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_a_repository_that_is_there_stays_as_private_as_it_is() -> None:
-    """create_repo with exist_ok leaves a repository as it is, and model_info has `private` and the names of files."""
+    """create_repo with exist_ok leaves an existing repository unchanged; model_info has `private` and file names."""
     writing = seen()["writing"]
     assert writing["private"] is True
     assert writing["before"] == []
@@ -155,7 +155,7 @@ def test_a_repository_that_is_there_stays_as_private_as_it_is() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
 def test_one_call_is_one_commit() -> None:
-    """create_commit makes one commit of additions and deletions, whose name is its `oid`."""
+    """create_commit makes one commit of all additions and deletions, and returns its hash as `oid`."""
     writing = seen()["writing"]
     assert writing["commits"] == seen()["commits of new"]
     assert len(writing["commits"]) == 2
@@ -164,7 +164,7 @@ def test_one_call_is_one_commit() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/tasks/models/model_configs.py")
 def test_a_config_of_the_wrong_type_is_an_error_of_the_hubs_client() -> None:
-    """A config of transformers raises huggingface_hub's StrictDataclassError for an entry of another type."""
+    """A transformers config raises huggingface_hub's StrictDataclassError for an entry of the wrong type."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import LlamaConfig
 

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of tokenizers, safetensors and transformers: offsets, windows, files, drawing."""
+"""What lockstep assumes about tokenizers, safetensors and transformers: offsets, windows, files, drawing."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/data/annotated.py")
 def test_offsets_count_characters() -> None:
-    """Offsets of tokens count characters of the text, not bytes; special tokens have (0, 0)."""
+    """Token offsets count characters of the text, not bytes; special tokens have (0, 0)."""
     encoded = tokenizer()("\u00e9t\u00e9 one", return_offsets_mapping=True)
     assert encoded["offset_mapping"] == [(0, 0), (0, 3), (4, 7), (0, 0)]
 
 
 @rests_on_it("src/lockstep/data/qa_features.py")
 def test_windows_overlap_by_the_stride() -> None:
-    """Overflowing windows repeat `stride` tokens of the one before, each with the special tokens, and say whose they
-    are."""
+    """Overflowing windows repeat `stride` tokens of the previous window, each have the special tokens, and name the
+    example that they are from."""
     encoded = tokenizer()(
         ["one two three four", "one"], truncation=True, max_length=5, stride=1, return_overflowing_tokens=True
     )
@@ -50,7 +50,7 @@ def test_windows_overlap_by_the_stride() -> None:
 
 @rests_on_it("src/lockstep/data/text_pairs.py")
 def test_the_longer_of_a_pair_is_cut_first() -> None:
-    """Truncation of a pair cuts the longer text first; "only_second" cuts the second alone."""
+    """Truncation of a pair shortens the longer text first; "only_second" shortens the second text alone."""
     made = tokenizer()
     assert made("one two three four", "one", truncation=True, max_length=6)["input_ids"] == [2, 4, 5, 3, 4, 3]
     cut = made("one", "one two three four", truncation="only_second", max_length=6)["input_ids"]
@@ -59,14 +59,14 @@ def test_the_longer_of_a_pair_is_cut_first() -> None:
 
 @rests_on_it("src/lockstep/data/annotated.py", "src/lockstep/tasks/token_classification.py")
 def test_words_of_tokens_are_none_for_special_ones() -> None:
-    """word_ids numbers the given words from 0, and is None for special tokens."""
+    """word_ids numbers the input words from 0, and is None for special tokens."""
     encoded = tokenizer()(["one", "two two"], is_split_into_words=True)
     assert encoded.word_ids() == [None, 0, 1, 1, None]
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
-    """A tokenizer that is saved and loaded gives the same ids, and writes the same file again."""
+    """A saved and reloaded tokenizer gives the same ids, and writes the same file again."""
     made = tokenizer()
     made.save_pretrained(tmp_path / "a")
     again = AutoTokenizer.from_pretrained(tmp_path / "a")
@@ -77,7 +77,7 @@ def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/data/arrow_cache.py")
 def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
-    """Truncation and padding of one call are not those of the next call of the tokenizer."""
+    """Truncation and padding options of one tokenizer call do not affect the next call."""
     made = tokenizer()
     whole = made("one two three four")["input_ids"]
     made(["one two three four", "one"], truncation=True, max_length=3, padding=True)
@@ -86,7 +86,7 @@ def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/distributed/randomness.py")
 def test_a_new_model_is_drawn_from_torch_alone() -> None:
-    """A model of a config has the same bits for one torch.manual_seed."""
+    """A model created from a config has the same bits for the same torch.manual_seed."""
     drawn = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -106,7 +106,7 @@ def test_a_loaded_model_has_the_bits_and_is_in_evaluation(tmp_path: Path) -> Non
 
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
 def test_a_narrow_file_is_widened_exactly(tmp_path: Path) -> None:
-    """from_pretrained with dtype float32 of a bfloat16 file gives these numbers in float32."""
+    """from_pretrained with dtype float32 converts the numbers of a bfloat16 file exactly."""
     model = tiny().bfloat16()
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -128,7 +128,7 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/tasks/models/padding.py")
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
-    """Logits of a causal model at real tokens have no part of padding on their right."""
+    """A causal model's logits at real tokens do not depend on padding to their right."""
     model = tiny().eval()
     ids = torch.tensor([[5, 6, 7, 0, 0]])
     mask = torch.tensor([[1, 1, 1, 0, 0]])
@@ -139,7 +139,7 @@ def test_padding_on_the_right_changes_nothing_before_it() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/inference.py")
 def test_greedy_decoding_takes_the_likeliest_token() -> None:
-    """generate with do_sample False takes the argmax of each next token, and draws nothing."""
+    """generate with do_sample=False picks the argmax as each next token, and draws no random numbers."""
     torch.manual_seed(0)
     model = tiny().eval()
     ids = torch.tensor([[5, 6]])
@@ -154,8 +154,8 @@ def test_greedy_decoding_takes_the_likeliest_token() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/inference.py")
 def test_generation_is_as_the_model_says_unless_told_otherwise() -> None:
-    """generate takes what no option says from the model's generation_config; with an empty one there, it decodes
-    greedily."""
+    """generate takes options that the caller leaves out from the model's generation_config; if that is empty, it
+    decodes greedily."""
     torch.manual_seed(0)
     model = tiny().eval()
     ids, options = torch.tensor([[5, 6]]), {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -167,8 +167,8 @@ def test_generation_is_as_the_model_says_unless_told_otherwise() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/inference.py")
 def test_generation_needs_padding_on_the_left() -> None:
-    """generate of a row that is padded on the left, with its mask, writes what it writes of the row alone; of one that
-    is padded on the right the next token follows the padding. The tokenizer's padding_side has no say in it."""
+    """For a left-padded row with its mask, generate writes the same tokens as for the row alone; for a right-padded row
+    the next token follows the padding. The tokenizer's padding_side has no influence."""
     torch.manual_seed(0)
     model = tiny().eval()
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -181,7 +181,7 @@ def test_generation_needs_padding_on_the_left() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/export_hashes.py", "src/lockstep/checkpoint/shard_files.py")
 def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
-    """safetensors writes the same bytes for the same tensors, in whatever order they are given."""
+    """safetensors writes the same bytes for the same tensors, regardless of their order in the dict."""
     from safetensors.torch import save_file
 
     tensors = {"b": torch.ones(3), "a": torch.zeros(2, dtype=torch.bfloat16)}
@@ -192,7 +192,7 @@ def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/training/reference_pass.py")
 def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
-    """safe_open raises SafetensorError for a file that ends too early."""
+    """safe_open raises SafetensorError for a truncated file."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 

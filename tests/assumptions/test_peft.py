@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of PEFT."""
+"""What lockstep assumes about PEFT."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def apart(*logits: torch.Tensor) -> float:
 @pytest.mark.parametrize("ensure", [False, True])
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py")
 def test_merging_into_a_tied_weight_is_another_model(ensure: bool) -> None:
-    """merge_and_unload of an adapter of a tied embedding gives another model, with and without
+    """merge_and_unload of an adapter on a tied embedding changes the model's outputs, with and without
     ensure_weight_tying."""
     options = {"target_modules": ["embed_tokens"], "init_lora_weights": False, "ensure_weight_tying": ensure}
     model = adapted(tied(), **options, task_type="CAUSAL_LM")
@@ -50,8 +50,8 @@ def test_merging_into_a_tied_weight_is_another_model(ensure: bool) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py", "src/lockstep/plain/train.py")
 def test_all_linear_takes_a_head_that_no_task_type_names() -> None:
-    """all-linear without a task type adapts a classifier's head, which stays frozen; named in modules_to_save, or with
-    the task type, it is trained whole."""
+    """all-linear without a task type adapts a classifier's head, which stays frozen; a head named in modules_to_save,
+    or known by the task type, is trained in full."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
     def trained(**options: Any) -> set[str]:
@@ -66,8 +66,8 @@ def test_all_linear_takes_a_head_that_no_task_type_names() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
 def test_unmerging_does_not_bring_the_bits_back() -> None:
-    """merge_adapter and unmerge_adapter round: the weight is another one afterwards. Exports merge in a model that is
-    not trained any further."""
+    """merge_adapter followed by unmerge_adapter changes the weight's bits; lockstep's exports merge only models that
+    are not trained any further."""
     model = adapted(tied(), target_modules=["q_proj"], init_lora_weights=False)
     (layer,) = (m for n, m in model.named_modules() if n.endswith("q_proj"))
     before = layer.base_layer.weight.clone()
@@ -79,7 +79,8 @@ def test_unmerging_does_not_bring_the_bits_back() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
 def test_a_fresh_adapter_changes_nothing_and_draws_from_the_seed() -> None:
-    """get_peft_model leaves the logits as they are, draws from torch's generator, and freezes all but the adapter."""
+    """get_peft_model does not change the logits, draws from torch's generator, and freezes all weights but the
+    adapter's."""
     plain = tied()(IDS).logits
     drawn = []
     for seed in (1, 1, 2):
@@ -97,7 +98,7 @@ def test_a_fresh_adapter_changes_nothing_and_draws_from_the_seed() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
 def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
-    """set_peft_model_state_dict takes the names of adapter_model.safetensors, and gives the same logits."""
+    """set_peft_model_state_dict takes the names in adapter_model.safetensors, and restores the same logits."""
     from safetensors.torch import load_file
 
     first = adapted(tied(), target_modules=["q_proj"], init_lora_weights=False)
@@ -110,8 +111,8 @@ def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
 def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tmp_path: Path) -> None:
-    """With ensure_weight_tying, an adapter of a tied head is loaded as it was saved if the embedding is called
-    embed_tokens; a GPT-2, whose embedding is called wte, loses the head's part in silence."""
+    """With ensure_weight_tying, an adapter of a tied head is loaded as saved if the embedding is called embed_tokens;
+    for a GPT-2, whose embedding is called wte, the head's part is lost in silence."""
 
     def gpt2() -> nn.Module:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of torch's collectives and engines, seen by three processes over gloo."""
+"""What lockstep assumes about torch's collectives and engines, seen by three processes over gloo."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ def test_all_ranks_have_the_bits_of_a_sum() -> None:
 
 @rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/engines/zero_sums.py")
 def test_integers_are_summed_exactly() -> None:
-    """all_reduce of integers is exact beyond 2**53, and of one rank's bits and zeros gives these bits."""
+    """all_reduce of integers is exact beyond 2**53; summing one rank's bits with zeros returns these bits."""
     assert facts()["sum_of_integers"] == [[3 * 2**53 + 3, -3]] * RANKS
     assert facts()["sum_of_one_and_zeros"] == [bits(OCTETS)] * RANKS
 
 
 @rests_on_it("src/lockstep/distributed/world.py")
 def test_the_greatest_integer_is_exact() -> None:
-    """all_reduce with MAX of integers is exact beyond 2**53."""
+    """all_reduce of integers with MAX is exact beyond 2**53."""
     assert facts()["greatest_integer"] == [2**53 + 2] * RANKS
 
 
 @rests_on_it("src/lockstep/distributed/world.py")
 def test_gloo_adds_memory_as_it_lies() -> None:
-    """gloo's all_reduce of a view with strides adds numbers that lie next to each other; lockstep gives it none."""
+    """gloo's all_reduce of a strided view adds numbers that are adjacent in memory, not those of the view; lockstep
+    passes only contiguous tensors."""
     assert facts()["sum_of_a_column"] == [[0.0, 9.0, 6.0, 9.0]] * RANKS
 
 
 @rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/exact/rows.py")
 def test_a_gather_keeps_bits_and_order() -> None:
-    """all_gather returns each rank's bits, NaN and -0.0 among them, in the order of the ranks."""
+    """all_gather returns each rank's bits, including NaN and -0.0, in rank order."""
     assert [seen[1] for seen in facts()["gathered_bits"]] == [bits(OCTETS)] * RANKS
 
 
@@ -46,7 +47,7 @@ def test_a_gather_keeps_bits_and_order() -> None:
     "src/lockstep/distributed/world.py", "src/lockstep/strategies/fsdp2.py", "src/lockstep/checkpoint/shard_files.py"
 )
 def test_a_broadcast_keeps_bits() -> None:
-    """broadcast gives every rank the bits of the source, in float32 and bfloat16."""
+    """broadcast gives every rank the source's bits, in float32 and bfloat16."""
     first, *others = facts()["broadcast_bits"]
     assert first[0] == bits(OCTETS)
     assert all(each == first for each in others)
@@ -54,7 +55,7 @@ def test_a_broadcast_keeps_bits() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
 def test_pieces_of_all_to_all_are_in_the_order_of_ranks() -> None:
-    """all_to_all_single with unequal pieces puts them one after another in the order of the ranks they are of."""
+    """all_to_all_single with unequal pieces concatenates them in the order of the sending ranks."""
     for rank, seen in enumerate(facts()["uneven_all_to_all"]):
         expected = [100.0 * of + rank * (of + 1) + i for of in range(RANKS) for i in range(of + 1)]
         assert seen == expected
@@ -62,7 +63,7 @@ def test_pieces_of_all_to_all_are_in_the_order_of_ranks() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/reduce_schedule.py", "src/lockstep/strategies/engines/pipelining.py")
 def test_messages_of_two_ranks_arrive_in_order() -> None:
-    """Messages from one rank to another arrive in the order of batch_isend_irecv, without tags."""
+    """Untagged messages from one rank to another arrive in the order of batch_isend_irecv."""
     for rank, seen in enumerate(facts()["messages_in_order"]):
         of = 10.0 * ((rank - 1) % RANKS)
         assert seen == [of + 3] * 3 + [of + 1] + [of + 2] * 2
@@ -70,7 +71,7 @@ def test_messages_of_two_ranks_arrive_in_order() -> None:
 
 @rests_on_it("src/lockstep/distributed/world.py")
 def test_objects_are_gathered_in_the_order_of_ranks() -> None:
-    """all_gather_object returns equal Python values in the order of the ranks, None and great integers among them."""
+    """all_gather_object returns equal Python values in rank order, including None and large integers."""
     assert facts()["gathered_objects"] == [[{"rank": r, "none": None, "whole": 2**70} for r in range(RANKS)]] * RANKS
 
 
@@ -82,7 +83,7 @@ def test_each_rank_has_its_piece_of_a_reduce_scatter() -> None:
 
 @rests_on_it("src/lockstep/distributed/sharded.py", "src/lockstep/strategies/fsdp2.py")
 def test_fsdp_shards_rows_as_chunk_does() -> None:
-    """fully_shard gives each rank ceil(rows / ranks) rows, the last ranks fewer; full_tensor brings back the bits."""
+    """fully_shard gives each rank ceil(rows / ranks) rows, the last ranks fewer; full_tensor restores the bits."""
     assert facts()["rows_of_uneven_shards"] == [[2, True], [2, True], [1, True]]
 
 
@@ -99,8 +100,9 @@ def test_fsdp_averages_and_adds_at_the_next_sync() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/hooked_ddp.py", "src/lockstep/strategies/ddp.py")
 def test_ddp_averages_and_a_hook_does_not() -> None:
-    """DDP takes rank 0's weights and averages gradients; no_sync leaves a rank's own, to which the next sync adds; what
-    a communication hook returns is not divided, and with gradient_as_bucket_view .grad lies in the bucket."""
+    """DDP broadcasts rank 0's weights and averages gradients; no_sync keeps a rank's own gradient, to which the next
+    sync adds; the result of a communication hook is not divided, and with gradient_as_bucket_view .grad is a view of
+    the bucket."""
     for rank, seen in enumerate(facts()["ddp_gradient"]):
         same, averaged, alone, accumulated, hooked, in_bucket = seen
         assert same
@@ -110,20 +112,20 @@ def test_ddp_averages_and_a_hook_does_not() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_checkpoint_takes_unsharded_values_of_any_rank() -> None:
-    """torch.distributed.checkpoint divides values that are not sharded among ranks: they have to be equal on all."""
+    """torch.distributed.checkpoint saves an unsharded value from any one rank, so it must be equal on all ranks."""
     assert len(set(facts()["checkpoint_of_unequal_values"][0])) > 1
 
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_shards_are_read_whole_by_one_process() -> None:
-    """Shards saved by three ranks load into one whole tensor."""
+    """Shards saved by three ranks load into one full tensor."""
     assert facts()["checkpoint_of_shards"] == [True] * RANKS
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py")
 def test_a_distributed_sampler_repeats_the_first_rows() -> None:
-    """DistributedSampler gives rank r every n-th row from r on and fills up with the first rows; its order repeats
-    until set_epoch."""
+    """DistributedSampler gives rank r every n-th row starting at r and fills up with the first rows; the order stays
+    the same until set_epoch."""
     plain = [seen[0] for seen in facts()["sampled_rows"]]
     assert plain == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
     for _, first, again, _ in facts()["sampled_rows"]:
@@ -133,13 +135,14 @@ def test_a_distributed_sampler_repeats_the_first_rows() -> None:
 
 @rests_on_it("src/lockstep/training/recovery/recovery.py", "src/lockstep/distributed/world.py")
 def test_a_group_is_formed_again_in_one_process() -> None:
-    """After destroy_process_group another group is formed in the same processes."""
+    """The same processes can form a new group after destroy_process_group."""
     assert facts()["formed_again"] == [3.0] * RANKS
 
 
 @rests_on_it("src/lockstep/distributed/hang_watchdog.py")
 def test_a_lost_rank_is_told_of_by_gloo() -> None:
-    """A collective with a rank that is gone raises RuntimeError with one of the messages that name a lost peer."""
+    """A collective with a rank that has exited raises RuntimeError with one of the messages that lockstep knows as a
+    lost peer."""
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
@@ -153,8 +156,8 @@ def test_a_lost_rank_is_told_of_by_gloo() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py", "src/lockstep/lab/import_config/loops.py")
 def test_the_norm_of_shards_is_a_number_of_all_ranks() -> None:
-    """clip_grad_norm_ of FSDP2's gradients returns a DTensor: float() of it is the norm over all ranks, on each; all
-    shards are clipped by it; formatting it raises TypeError."""
+    """clip_grad_norm_ of FSDP2's gradients returns a DTensor: float() of it is the norm over all ranks, and all shards
+    are clipped by it; formatting it raises TypeError."""
     for kind, norm, whole, clipped, said in facts()["norm_of_shards"]:
         assert kind
         assert norm == pytest.approx(whole)
@@ -165,8 +168,8 @@ def test_the_norm_of_shards_is_a_number_of_all_ranks() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py", "src/lockstep/lab/import_config/loading.py")
 def test_repeated_rows_of_a_stream_are_gathered() -> None:
-    """Accelerate's gather_for_metrics drops the rows that fill up the last batches of a data set; with
-    dispatch_batches=False it returns those of a stream, so that scores count them."""
+    """Accelerate's gather_for_metrics drops the rows that fill up the last batches of a data set, but returns those of
+    a stream with dispatch_batches=False, so that metrics count them twice."""
     for seen in facts()["gathered_for_metrics"]:
         if seen is None:
             pytest.skip("needs accelerate and datasets")

@@ -1,5 +1,5 @@
-"""What lockstep takes for granted of results whose change nothing else would show: kernels, gradients that it replaces,
-statistics, masks, and the order of rows that libraries read."""
+"""What lockstep assumes about results that no other test would notice changing: kernels, gradients that it replaces,
+statistics, masks, and the row order of libraries that read files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.assumed import rests_on_it
 @pytest.mark.parametrize("causal", [False, True])
 @rests_on_it("src/lockstep/tasks/models/repeatable.py")
 def test_the_kernels_of_attention_are_those_of_autograd(causal: bool) -> None:
-    """_scaled_dot_product_flash_attention_for_cpu and its backward have the bits of scaled_dot_product_attention."""
+    """_scaled_dot_product_flash_attention_for_cpu and its backward give the bits of scaled_dot_product_attention."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, 17, 8, generator=draw, requires_grad=True) for _ in range(3)]
     slope = torch.randn(2, 3, 17, 8, generator=draw)
@@ -37,8 +37,8 @@ def test_the_kernels_of_attention_are_those_of_autograd(causal: bool) -> None:
 
 @rests_on_it("src/lockstep/tasks/cross_entropy.py")
 def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
-    """log_softmax and nll_loss of a part of the rows, by their kernels, have the bits that these rows have in
-    cross_entropy of all, in float32 from bfloat16 too."""
+    """The kernels of log_softmax and nll_loss, run on some of the rows, give these rows the bits of cross_entropy on
+    all rows, in float32 and from bfloat16."""
     logits = torch.randn(37, 1003, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.arange(37) * 27
     targets[5] = -100
@@ -53,7 +53,7 @@ def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fingerprint.py")
 def test_sums_of_integers_wrap_in_any_order() -> None:
-    """Views of floats as integers have their bits, and int64 products and sums, index_add_ too, wrap modulo 2**64."""
+    """Viewing floats as integers keeps their bits; int64 products and sums, index_add_ included, wrap modulo 2**64."""
     assert torch.tensor([-0.0, 1.0]).view(torch.int32).tolist() == [-(2**31), 0x3F800000]
     assert torch.tensor([1.0], dtype=torch.bfloat16).view(torch.int16).item() == 0x3F80
     numbers = torch.randint(-(2**63), 2**63 - 1, (1001,), generator=torch.Generator().manual_seed(0))
@@ -66,8 +66,8 @@ def test_sums_of_integers_wrap_in_any_order() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
 def test_a_hook_on_a_result_replaces_its_gradient() -> None:
-    """What a hook of register_hook on a result returns goes on in its place; autograd.grad leaves .grad alone, and
-    gives None for a weight that is not reached, with allow_unused."""
+    """The value that a register_hook hook on a result returns replaces the gradient there; autograd.grad does not touch
+    .grad, and with allow_unused returns None for an unreached weight."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     result = used * 3
     result.register_hook(lambda _: torch.full((2,), 5.0))
@@ -79,8 +79,8 @@ def test_a_hook_on_a_result_replaces_its_gradient() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/statistics.py")
 def test_statistics_move_by_momentum_and_count_one_less() -> None:
-    """BatchNorm's running_mean and running_var are 0.9 of the old and 0.1 of the batch's, whose variance is divided by
-    the number less one; in eval() they stay."""
+    """BatchNorm's running_mean and running_var become 0.9 of the old value plus 0.1 of the batch's, with the unbiased
+    batch variance; in eval() they stay."""
     values = torch.tensor([[1.0], [2.0], [6.0]])
     norm = nn.BatchNorm1d(1)
     norm(values)
@@ -96,7 +96,7 @@ def test_statistics_move_by_momentum_and_count_one_less() -> None:
 @rests_on_it("src/lockstep/tasks/models/unpadded.py")
 def test_a_mask_is_left_out_where_it_hides_nothing_more() -> None:
     """sdpa_mask of transformers is None for causal rows without padding; with padding it is [B, 1, T, S], True where a
-    token sees another, and one row's padding hides no other row's tokens."""
+    token attends to another, and one row's padding masks nothing in other rows."""
     from transformers import masking_utils as masks
 
     sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3}
@@ -111,7 +111,8 @@ def test_a_mask_is_left_out_where_it_hides_nothing_more() -> None:
 @pytest.mark.parametrize("padding", [True, False])
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py")
 def test_a_decoder_that_classifies_reads_the_last_token(padding: bool) -> None:
-    """A classifier on a decoder takes the logits of the last token that is not pad_token_id, whatever the mask says."""
+    """A classifier on a decoder reads the logits of the last token that is not pad_token_id, whatever the attention
+    mask is."""
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -125,7 +126,7 @@ def test_a_decoder_that_classifies_reads_the_last_token(padding: bool) -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/tensor_plans.py", "src/lockstep/training/source_weights.py")
 def test_a_forked_generator_is_given_back() -> None:
-    """What is drawn inside torch.random.fork_rng([]) takes nothing from torch's generator outside."""
+    """Draws inside torch.random.fork_rng([]) do not advance torch's generator outside."""
     torch.manual_seed(0)
     wanted = torch.rand(3)
     torch.manual_seed(0)
@@ -138,7 +139,7 @@ def test_a_forked_generator_is_given_back() -> None:
 @pytest.mark.parametrize("builder", ["json", "csv", "parquet"])
 @rests_on_it("src/lockstep/data/row_files.py")
 def test_rows_of_files_are_in_the_order_of_the_files(builder: str, tmp_path: Path) -> None:
-    """load_dataset with data_files reads them in the order in which they are given, not in that of their names."""
+    """load_dataset reads data_files in the given order, not sorted by name."""
     import datasets
     import pyarrow.parquet
 
@@ -156,8 +157,8 @@ def test_rows_of_files_are_in_the_order_of_the_files(builder: str, tmp_path: Pat
 
 @rests_on_it("src/lockstep/data/raw_rows.py", "src/lockstep/data/stream.py")
 def test_lengths_are_bytes_and_tables_are_in_order() -> None:
-    """binary_length counts UTF-8 bytes, and is null for null; concat_tables and combine_chunks keep rows in their
-    order, slices among them, and numpy reads a chunk of a slice from its offset."""
+    """binary_length counts UTF-8 bytes, and is null for null; concat_tables and combine_chunks keep row order, also for
+    slices, and numpy reads a slice's chunk from its offset."""
     lengths = pc.fill_null(pc.binary_length(pa.chunked_array([["é", None], ["abc"]])), 0).combine_chunks()
     assert np.from_dlpack(lengths).tolist() == [2, 0, 3]
     table = pa.table({"x": list(range(10))})

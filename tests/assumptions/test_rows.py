@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of datasets, pyarrow and numpy: rows, shards, streams, fingerprints, files."""
+"""What lockstep assumes about datasets, pyarrow and numpy: rows, shards, streams, fingerprints, files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(count: int = 6) -> Any:
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
 def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
-    """select_columns takes new_fingerprint, keeps it, and leaves rows and their order as they are."""
+    """select_columns stores the new_fingerprint that it is given, and keeps rows and their order."""
     selected = rows().select_columns(["x"], new_fingerprint="given")
     assert selected._fingerprint == "given"
     assert selected[:]["x"] == list(range(6))
@@ -40,7 +40,7 @@ def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
 def test_the_arrow_format_returns_tables() -> None:
-    """With the format arrow a slice is a pyarrow table, in the order of the rows, after a selection too."""
+    """With the format arrow a slice of a data set is a pyarrow table in row order, after a selection too."""
     selected = rows().select([4, 0, 2])
     selected.set_format("arrow")
     part = selected[:2]
@@ -50,7 +50,7 @@ def test_the_arrow_format_returns_tables() -> None:
 
 @rests_on_it("src/lockstep/data/prepare.py", "src/lockstep/data/splitting.py")
 def test_concatenated_rows_are_in_order() -> None:
-    """concatenate_datasets puts rows one after another, and refuses columns of one name whose types differ."""
+    """concatenate_datasets appends rows in order, and refuses columns of one name whose types differ."""
     from datasets import Dataset, concatenate_datasets
 
     joined = concatenate_datasets([rows(2), rows(3)])
@@ -61,7 +61,7 @@ def test_concatenated_rows_are_in_order() -> None:
 
 @rests_on_it("src/lockstep/data/column_types.py", "src/lockstep/data/annotated.py")
 def test_a_list_that_grows_a_float_is_all_floats() -> None:
-    """from_dict of integers and floats in one column makes floats of all."""
+    """from_dict converts a column of integers and floats to floats."""
     from datasets import Dataset
 
     made = Dataset.from_dict({"x": [1, 2.5]})
@@ -71,7 +71,8 @@ def test_a_list_that_grows_a_float_is_all_floats() -> None:
 
 @rests_on_it("src/lockstep/data/column_types.py")
 def test_declared_features_refuse_what_does_not_fit() -> None:
-    """from_dict with features raises for a text where an integer is declared, and for an integer beyond its width."""
+    """from_dict with features raises for a string where an integer is declared, and for an integer that overflows its
+    type."""
     from datasets import Dataset, Features, Value
 
     for value in ("text", 300):
@@ -81,7 +82,7 @@ def test_declared_features_refuse_what_does_not_fit() -> None:
 
 @rests_on_it("src/lockstep/data/labels.py")
 def test_names_of_classes_come_from_their_column() -> None:
-    """A ClassLabel column holds integers, its names in the order of their numbers, and None for a missing label."""
+    """A ClassLabel column holds integers that index its names, and None for a missing label."""
     from datasets import ClassLabel, Dataset, Features
 
     made = Dataset.from_dict({"y": [1, 0, None]}, features=Features({"y": ClassLabel(names=["no", "yes"])}))
@@ -91,7 +92,7 @@ def test_names_of_classes_come_from_their_column() -> None:
 
 @rests_on_it("src/lockstep/data/labels.py")
 def test_class_labels_become_their_numbers() -> None:
-    """cast_column of a ClassLabel to int64 keeps its numbers."""
+    """cast_column from ClassLabel to int64 keeps the numbers."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     made = Dataset.from_dict({"y": [1, 0]}, features=Features({"y": ClassLabel(names=["no", "yes"])}))
@@ -100,7 +101,7 @@ def test_class_labels_become_their_numbers() -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/dataset_calls.py")
 def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
-    """train_test_split without shuffling cuts the test rows off the end; with a seed it repeats."""
+    """train_test_split without shuffling takes the test rows from the end; with a seed it is deterministic."""
     parts = rows(10).train_test_split(test_size=0.3, shuffle=False)
     assert (parts["train"][:]["x"], parts["test"][:]["x"]) == (list(range(7)), [7, 8, 9])
     first, second = (rows(10).train_test_split(test_size=0.3, seed=1)["test"][:]["x"] for _ in range(2))
@@ -109,7 +110,7 @@ def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
 
 @rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/prepare.py")
 def test_an_arrow_file_is_mapped_with_its_rows(tmp_path: Path) -> None:
-    """Dataset.from_file reads an Arrow stream file by a memory map, with its types, and without a copy."""
+    """Dataset.from_file memory-maps an Arrow stream file, keeps its types, and makes no copy."""
     from datasets import Dataset
 
     table = pa.table({"x": pa.array(range(100_000), pa.int32())})
@@ -126,7 +127,7 @@ def test_an_arrow_file_is_mapped_with_its_rows(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/data/arrow_cache.py")
 def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
-    """An Arrow stream file that ends in the middle of a batch raises when it is read."""
+    """Reading an Arrow stream file that ends in the middle of a batch raises."""
     table = pa.table({"x": list(range(1000))})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
@@ -139,7 +140,7 @@ def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/usable_rows.py")
 def test_arrow_integers_are_read_without_a_copy() -> None:
-    """np.asarray of a pyarrow array of integers without nulls shares its memory; of booleans it cannot."""
+    """np.asarray of a pyarrow integer array without nulls shares its memory; a boolean array cannot."""
     array = pa.array([1, 2, 3], pa.int64())
     assert np.asarray(array).ctypes.data == array.buffers()[1].address
     with pytest.raises(pa.ArrowInvalid):
@@ -148,7 +149,7 @@ def test_arrow_integers_are_read_without_a_copy() -> None:
 
 @rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/usable_rows.py")
 def test_a_slice_of_an_arrow_array_shares_its_buffers() -> None:
-    """A slice of a pyarrow array keeps the whole buffer and an offset: bytes of a slice are not its buffer's."""
+    """A slice of a pyarrow array keeps the whole buffer and an offset, so a slice's buffer is larger than the slice."""
     part = pa.array(range(10), pa.int64()).slice(4, 2)
     assert (part.offset, part.buffers()[1].size) == (4, 80)
     assert part.to_pylist() == [4, 5]
@@ -156,7 +157,7 @@ def test_a_slice_of_an_arrow_array_shares_its_buffers() -> None:
 
 @rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/batch.py")
 def test_list_columns_are_one_flat_array_with_offsets() -> None:
-    """A pyarrow list array of a slice has flat values of the slice by flatten(), and of all rows by .values."""
+    """For a slice of a pyarrow list array, flatten() returns the slice's values, and .values those of all rows."""
     lists = pa.array([[1, 2], [3], [4, 5, 6]])
     part = lists.slice(1, 2)
     assert part.flatten().to_pylist() == [3, 4, 5, 6]
@@ -165,7 +166,7 @@ def test_list_columns_are_one_flat_array_with_offsets() -> None:
 
 @rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/plain/rows.py")
 def test_a_permutation_is_the_same_everywhere() -> None:
-    """numpy's default_rng gives the permutation that it always gave for a seed."""
+    """numpy's default_rng gives the same permutation for a seed in every version."""
     assert np.random.default_rng(7).permutation(6).tolist() == [5, 2, 0, 4, 1, 3]
 
 
@@ -179,7 +180,7 @@ def test_unsigned_integers_wrap_around() -> None:
 
 @rests_on_it("src/lockstep/data/order.py")
 def test_a_stable_argsort_keeps_ties_in_order() -> None:
-    """np.argsort(kind="stable") keeps equal keys in their order."""
+    """np.argsort(kind="stable") keeps equal keys in their original order."""
     keys = np.array([1, 0, 1, 0, 1] * 20)
     order = np.argsort(keys, kind="stable")
     assert order.tolist() == sorted(range(100), key=lambda i: (keys[i], i))
@@ -189,8 +190,8 @@ def test_a_stable_argsort_keeps_ties_in_order() -> None:
 def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """map of a data set on disk returns what it computed before, although a function of another module that the mapped
-    one calls has changed since; load_from_cache_file=False computes it again."""
+    """map of a data set on disk returns its cached result even if a helper function in another module has changed
+    since; load_from_cache_file=False computes it again."""
     import datasets
 
     (tmp_path / "rows.jsonl").write_text('{"a": "x"}\n')
@@ -198,7 +199,8 @@ def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
         "json", data_files=str(tmp_path / "rows.jsonl"), split="train", cache_dir=str(tmp_path / "cache")
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    seen = []  # the endings differ in length: Python knows a module that changed by its second and size
+    # the two versions differ in length: Python detects a changed module by modification time (in seconds) and size
+    seen = []
     for ending, options in (("old", {}), ("newer", {}), ("newer", {"load_from_cache_file": False})):
         (tmp_path / "mapped_helper.py").write_text(f"def ended(text): return text + '-{ending}'\n")
         monkeypatch.delitem(sys.modules, "mapped_helper", raising=False)
@@ -209,8 +211,9 @@ def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
 
 @rests_on_it("src/lockstep/data/value_types.py")
 def test_columns_of_json_lose_digits() -> None:
-    """datasets reads its JSON columns by pandas' ujson_loads, which keeps about 15 digits and makes None of NaN, and
-    writes 10 by its ujson_dumps; both are names of its modules features and json, which lockstep gives Python's."""
+    """datasets reads JSON columns with pandas' ujson_loads, which keeps about 15 digits and turns NaN into None, and
+    writes 10 digits with ujson_dumps; lockstep replaces both names, in its modules features and json, by Python's
+    functions."""
     from datasets.features import features
     from datasets.utils import json as functions
     from pandas.io.json import ujson_dumps, ujson_loads
@@ -225,7 +228,7 @@ def test_columns_of_json_lose_digits() -> None:
 
 @rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/conversations.py")
 def test_a_text_in_a_column_of_json_stays_a_text_if_it_is_written_as_json() -> None:
-    """A JSON column gives back the value of the JSON text that it stores: "01" in quotes is a text."""
+    """A JSON column returns the value of the JSON text that it stores: "01" in quotes stays a string."""
     from datasets import Dataset, Features, Json
     from datasets.table import InMemoryTable, table_cast
 

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of SLURM: variables of tasks, what programs print, requeueing; on two nodes."""
+"""What lockstep assumes about SLURM, tested on two nodes: variables of tasks, output of its programs, requeueing."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def asked(cluster: slurm_cluster.Cluster, *words: str) -> subprocess.CompletedPr
 
 @rests_on_it("src/lockstep/launchers/processes/srun.py", "src/lockstep/distributed/event_log.py")
 def test_a_task_of_srun_has_its_variables(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """Each task of srun has its rank, node and place, and the step's size, nodes and tasks per node; the batch script
-    has SLURM_PROCID, but no SLURM_STEP_ID."""
+    """Each task of srun has variables for its rank, node and local rank, and for the step's size, nodes and tasks per
+    node; the batch script has SLURM_PROCID, but no SLURM_STEP_ID."""
     shown = " ".join(f"{name}=${name}" for name in VARIABLES)
     script = f"echo script SLURM_PROCID=$SLURM_PROCID ${{SLURM_STEP_ID-none}}\nsrun -n 3 bash -c 'echo task {shown}'"
     job = submitted(cluster, tmp_path, script, "--nodes=2", "--ntasks=3")
@@ -74,8 +74,9 @@ def test_a_task_of_srun_has_its_variables(cluster: slurm_cluster.Cluster, tmp_pa
 
 @rests_on_it("src/lockstep/launchers/slurm.py", "src/lockstep/launchers/processes/srun.py")
 def test_a_requeued_job_keeps_its_number(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """`scontrol requeue` in a job's script queues it again under its number, ends the script, and counts Restarts; the
-    second time SLURM_RESTART_COUNT is 1. squeue says RUNNING and the nodes, and scontrol -o one line of NAME=VALUE."""
+    """`scontrol requeue` in a job's script queues the job again under the same number, ends the script, and increments
+    Restarts; SLURM_RESTART_COUNT is 1 in the second run. squeue prints RUNNING and the nodes, and scontrol -o one line
+    of NAME=VALUE."""
     script = (
         f"cd {tmp_path}\necho ${{SLURM_RESTART_COUNT-0}} >> counts\n"
         'if [ -z "$SLURM_RESTART_COUNT" ]; then\n'
@@ -96,7 +97,7 @@ def test_a_requeued_job_keeps_its_number(cluster: slurm_cluster.Cluster, tmp_pat
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
 def test_leave_to_requeue_can_be_taken_back(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """After `scontrol update Requeue=0` of a running job, `scontrol requeue` fails, and its script goes on."""
+    """After `scontrol update Requeue=0` for a running job, `scontrol requeue` fails, and the script goes on."""
     script = f"cd {tmp_path}\nuntil [ -e go ]; do sleep 0.2; done\nscontrol requeue $SLURM_JOB_ID && sleep 60\nexit 75"
     job = submitted(cluster, tmp_path, script, "--requeue")
     ends(cluster, job, "RUNNING")
@@ -108,7 +109,7 @@ def test_leave_to_requeue_can_be_taken_back(cluster: slurm_cluster.Cluster, tmp_
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
 def test_a_job_that_slurm_does_not_know_is_named(cluster: slurm_cluster.Cluster) -> None:
-    """scontrol says "Invalid job id" of a job it does not know, with a status that is not 0."""
+    """For an unknown job, scontrol prints "Invalid job id" and exits with a nonzero status."""
     done = asked(cluster, "scontrol", "-o", "show", "job", "1")
     assert done.returncode != 0
     assert "Invalid job id" in done.stdout + done.stderr
@@ -116,14 +117,14 @@ def test_a_job_that_slurm_does_not_know_is_named(cluster: slurm_cluster.Cluster)
 
 @rests_on_it("src/lockstep/launchers/processes/srun.py")
 def test_lists_of_nodes(cluster: slurm_cluster.Cluster) -> None:
-    """A list of nodes has names, and numbers with leading zeros in brackets, in the order of the nodes."""
+    """A node list has names, and in brackets numbers with leading zeros, in node order."""
     done = asked(cluster, "scontrol", "show", "hostnames", "gpu[01-03,07],login,a[9-11]")
     assert done.stdout.split() == ["gpu01", "gpu02", "gpu03", "gpu07", "login", "a9", "a10", "a11"]
 
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
 def test_a_script_is_tried_without_being_queued(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """`sbatch --test-only` reads a script from standard input, fails for what no node has, and queues nothing."""
+    """`sbatch --test-only` reads a script from standard input, fails if no node can run it, and queues nothing."""
     environment, tried = os.environ | cluster.variables, []
     for cpus in (1, 999):
         text = f"#!/bin/bash\n#SBATCH --cpus-per-task={cpus}\ntrue\n"

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of obstore, beside moto's S3 server."""
+"""What lockstep assumes about obstore, tested with moto's S3 server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def bucket(server: Store) -> Iterator[Any]:
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_the_head_of_an_object(bucket: Any) -> None:
-    """head gives path, size, e_tag and last_modified, and raises FileNotFoundError for what is not there."""
+    """head returns path, size, e_tag and last_modified, and raises FileNotFoundError for a missing object."""
     obstore.put(bucket, "a/b", b"123", use_multipart=False)
     about = obstore.head(bucket, "a/b")
     assert (about["path"], about["size"]) == ("a/b", 3)
@@ -55,8 +55,8 @@ def test_the_head_of_an_object(bucket: Any) -> None:
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_a_listing_is_of_a_folder_and_of_all_below(bucket: Any) -> None:
-    """list with the prefix `a/` gives chunks of objects in the folder and below, and none of a folder whose name begins
-    alike; None is the whole bucket."""
+    """list with the prefix `a/` yields chunks of objects in that folder and below, and none of a folder whose name only
+    starts with the same letters; the prefix None lists the whole bucket."""
     for name in ("a/1", "a/deep/2", "ab/3"):
         obstore.put(bucket, name, b"x", use_multipart=False)
 
@@ -69,8 +69,8 @@ def test_a_listing_is_of_a_folder_and_of_all_below(bucket: Any) -> None:
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_a_range_ends_before_its_second_number(bucket: Any, tmp_path: Path) -> None:
-    """get with range (start, stop) gives the bytes start to stop - 1, with a length, and writable to a file; if_match
-    of an older tag raises PreconditionError."""
+    """get with range (start, stop) returns the bytes start to stop - 1, has a length, and can be written to a file;
+    if_match with an older tag raises PreconditionError."""
     obstore.put(bucket, "r", b"0123456789", use_multipart=False)
     tag = obstore.head(bucket, "r")["e_tag"]
     block = obstore.get(bucket, "r", options={"range": (2, 5), "if_match": tag}).bytes()
@@ -85,8 +85,8 @@ def test_a_range_ends_before_its_second_number(bucket: Any, tmp_path: Path) -> N
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_tags_of_uploads_are_those_of_their_parts(bucket: Any, tmp_path: Path) -> None:
-    """put of a file with chunk_size has S3's tag of its parts: the MD5 of their MD5s and how many they are, or the
-    MD5 of the whole if it fits in one part."""
+    """put of a file with chunk_size gives the object S3's multipart tag, the MD5 of its parts' MD5s and their number,
+    or the MD5 of the whole if it fits in one part."""
     part = 5 * 2**20
     for size, count in ((part + 7, 2), (100, 1)):
         content = bytes(range(256)) * (size // 256 + 1)
@@ -101,7 +101,7 @@ def test_tags_of_uploads_are_those_of_their_parts(bucket: Any, tmp_path: Path) -
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_deleting_what_is_not_there(bucket: Any) -> None:
-    """delete removes an object, and of one that is not there raises nothing else than FileNotFoundError."""
+    """delete removes an object, and raises nothing but FileNotFoundError for a missing one."""
     obstore.put(bucket, "gone", b"x", use_multipart=False)
     for _ in range(2):
         try:
@@ -115,7 +115,7 @@ def test_deleting_what_is_not_there(bucket: Any) -> None:
 @pytest.mark.parametrize(("status", "kinds"), [(403, {"PermissionDeniedError"}), (401, {"UnauthenticatedError"})])
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_refusals_have_classes(server: Store, bucket: Any, status: int, kinds: set[str]) -> None:
-    """401 and 403 raise UnauthenticatedError and PermissionDeniedError, or name the status."""
+    """401 and 403 raise UnauthenticatedError and PermissionDeniedError, or an error that names the status."""
     server.fault = lambda asked: status
     with pytest.raises(Exception) as caught:
         obstore.get(bucket, "x").bytes()
@@ -124,8 +124,8 @@ def test_refusals_have_classes(server: Store, bucket: Any, status: int, kinds: s
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_a_store_that_is_ill_is_named_by_its_status(server: Store, bucket: Any) -> None:
-    """After its retries a request that is answered 503 raises an error that names the status, and takes no longer than
-    the retries may."""
+    """A request that is always answered 503 raises an error that names the status, within the time limit of the
+    retries."""
     server.fault = lambda asked: 503
     before = len(server.asked)
     with pytest.raises(Exception, match="503"):
@@ -135,14 +135,14 @@ def test_a_store_that_is_ill_is_named_by_its_status(server: Store, bucket: Any) 
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_a_bucket_that_is_not_there_is_named(server: Store) -> None:
-    """Errors about a bucket that does not exist say NoSuchBucket, or that it does not exist."""
+    """The error about a bucket that does not exist contains NoSuchBucket, or says that it does not exist."""
     with pytest.raises(Exception, match=r"NoSuchBucket|specified bucket does not exist"):
         obstore.put(opened(server, "absent"), "x", b"1", use_multipart=False)
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_unknown_options_are_refused(server: Store) -> None:
-    """Options of clients and retries that obstore does not know raise: those that lockstep gives are known."""
+    """obstore raises for unknown client and retry options, and knows all those that lockstep passes."""
     from obstore import store
 
     with pytest.raises(Exception) as caught:
@@ -152,7 +152,7 @@ def test_unknown_options_are_refused(server: Store) -> None:
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_credentials_of_boto3_are_taken(server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store with Boto3CredentialProvider signs with the session's credentials."""
+    """A store with Boto3CredentialProvider signs requests with the session's credentials."""
     boto3 = pytest.importorskip("boto3")
     from obstore import store
     from obstore.auth.boto3 import Boto3CredentialProvider

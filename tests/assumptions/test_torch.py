@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of torch."""
+"""What lockstep assumes about torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from support.assumed import rests_on_it
 
-COUNTS = {  # optimizer, options -> whether a step with gradients of zeros changes what comes later
+COUNTS = {  # optimizer, options -> whether a step with zero gradients changes later steps
     "AdamW": ({}, True),
     "NAdam": ({}, True),
     "RAdam": ({}, True),
@@ -29,8 +29,8 @@ COUNTS = {  # optimizer, options -> whether a step with gradients of zeros chang
 @pytest.mark.parametrize("kind", COUNTS)
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> None:
-    """get_optimizer_state_dict of a new optimizer steps with gradients of zeros and the rate 0; AdamW, NAdam, RAdam,
-    Adamax and SGD with dampening count that, SGD with momentum, RMSprop and Adagrad do not."""
+    """get_optimizer_state_dict of a new optimizer makes a step with zero gradients and learning rate 0; AdamW, NAdam,
+    RAdam, Adamax and SGD with dampening count that step, SGD with momentum, RMSprop and Adagrad do not."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     options, counts = COUNTS[kind]
@@ -52,7 +52,7 @@ def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> Non
 
 @rests_on_it("src/lockstep/distributed/randomness.py")
 def test_manual_seed_alone_decides_dropout() -> None:
-    """Dropout draws from torch's default generator alone, and the same seed gives the same mask."""
+    """Dropout draws from torch's default generator alone; the same seed gives the same mask."""
     random.seed(1)
     np.random.seed(1)
     masks = []
@@ -65,7 +65,7 @@ def test_manual_seed_alone_decides_dropout() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction_tree.py")
 def test_foreach_is_the_same_as_one_by_one() -> None:
-    """torch._foreach_add_ and _foreach_mul_ have the bits of add_ and mul_ of each tensor, at odd sizes too."""
+    """torch._foreach_add_ and _foreach_mul_ give the bits of add_ and mul_ on each tensor, at odd sizes too."""
     sizes = (1, 3, 17, 1023)
     left, right = [torch.randn(n) for n in sizes], [torch.randn(n) for n in sizes]
     ones = [(a + b).mul(0.3) for a, b in zip(left, right, strict=True)]
@@ -76,7 +76,7 @@ def test_foreach_is_the_same_as_one_by_one() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_an_optimizer_moves_an_element_alike_in_any_cut() -> None:
-    """AdamW moves each element as in the whole tensor if a tensor is cut into lines of 16 numbers, for any cut."""
+    """AdamW updates each element as in the whole tensor if the tensor is cut anywhere into rows of 16 numbers."""
     torch.manual_seed(0)
     whole, gradient = torch.randn(160), torch.randn(160)
 
@@ -95,7 +95,7 @@ def test_an_optimizer_moves_an_element_alike_in_any_cut() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/rows.py")
 def test_unique_is_sorted_and_index_add_is_in_order() -> None:
-    """torch.unique sorts, and index_add_ on a CPU adds in the order of the index."""
+    """torch.unique sorts, and index_add_ on a CPU adds in index order."""
     rows, place = torch.unique(torch.tensor([5, 1, 5, 3]), return_inverse=True)
     assert rows.tolist() == [1, 3, 5]
     assert place.tolist() == [2, 0, 2, 1]
@@ -109,7 +109,7 @@ def test_unique_is_sorted_and_index_add_is_in_order() -> None:
 
 @rests_on_it("src/lockstep/tasks/language_modeling.py", "src/lockstep/plain/losses.py")
 def test_no_targets_are_a_sum_of_zero() -> None:
-    """cross_entropy of labels that are all -100 is 0 with reduction="sum" and NaN with "mean"; its gradient is 0."""
+    """cross_entropy with only -100 labels is 0 with reduction="sum" and NaN with "mean"; its gradient is 0."""
     logits = torch.randn(4, 8, requires_grad=True)
     labels = torch.full((4,), -100)
     total = cross_entropy(logits, labels, reduction="sum")
@@ -123,7 +123,7 @@ def test_no_targets_are_a_sum_of_zero() -> None:
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @rests_on_it("src/lockstep/tasks/models/padding.py", "src/lockstep/tasks/models/masks.py")
 def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
-    """A key that the mask hides changes no bit of attention, whatever finite numbers it holds."""
+    """A key that the mask hides changes no bit of the attention output, whatever finite numbers it holds."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     shown = torch.ones(1, 1, 6, 6, dtype=torch.bool)
@@ -136,8 +136,8 @@ def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint raises for a name that the checkpoint lacks, ignores one that is not asked for, and
-    casts to the dtype of the tensor that it loads into."""
+    """torch.distributed.checkpoint raises for a requested name that the checkpoint lacks, ignores names that are not
+    requested, and casts to the dtype of the tensor that it loads into."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -152,7 +152,7 @@ def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_load_state_dict_takes_the_saved_options() -> None:
-    """Optimizer.load_state_dict replaces lr, foreach and fused of the new optimizer by those that were saved, and casts
+    """Optimizer.load_state_dict replaces lr, foreach and fused of the new optimizer by the saved ones, and casts
     moments, but not `step`, to the parameter's dtype."""
     first = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.1, fused=True)
     first.param_groups[0]["params"][0].grad = torch.ones(4)
@@ -167,7 +167,7 @@ def test_load_state_dict_takes_the_saved_options() -> None:
 
 @rests_on_it("src/lockstep/training/data_loader.py", "src/lockstep/distributed/randomness.py")
 def test_a_loader_draws_from_the_generator_of_all() -> None:
-    """Each iter() of a DataLoader draws from torch's default generator, without workers and shuffling too."""
+    """Each iter() of a DataLoader draws from torch's default generator, even without workers and shuffling."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
     list(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4)), batch_size=2))
@@ -176,7 +176,7 @@ def test_a_loader_draws_from_the_generator_of_all() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/gradient.py")
 def test_foreach_norm_is_summed_in_double() -> None:
-    """torch._foreach_norm with the dtype float64 sums squares in float64: small numbers beside a large one count."""
+    """torch._foreach_norm with dtype float64 sums squares in float64: small numbers next to a large one count."""
     (norm,) = torch._foreach_norm([torch.tensor([1e4, *[1e-2] * 1000])], 2, torch.float64)
     wide = torch.tensor([1e4, *[1e-2] * 1000]).double().square().sum().sqrt()
     assert norm.dtype == torch.float64
@@ -185,8 +185,8 @@ def test_foreach_norm_is_summed_in_double() -> None:
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_a_gloo_group_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes a gloo group by calling ProcessGroupGloo of distributed_c10d with store, rank, size, `timeout`, and
-    keywords that are options of such a group (`enable_reconfigure` from 2.14 on); it asks isinstance of what it got."""
+    """torch creates a gloo group by calling ProcessGroupGloo of distributed_c10d with store, rank, size, `timeout`, and
+    keywords that are options of the group (`enable_reconfigure` from 2.14 on), and tests the result with isinstance."""
     module: Any = torch.distributed.distributed_c10d
     original, calls = module.ProcessGroupGloo, []
 

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of torch where it traces, hooks and probes: modes, graphs, modules, loaders."""
+"""What lockstep assumes about torch where it traces, hooks and probes: modes, graphs, modules, loaders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_autocast_cache_is_cleared_at_the_end_of_the_outermost_region(monkey
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
 def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """random_split calls Subset from its own frame, once for each part, in their order; the parts are disjoint."""
+    """random_split calls Subset from its own frame, once per part, in order; the parts are disjoint."""
     import sys
 
     init: Any = Subset.__init__
@@ -49,7 +49,7 @@ def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.Monke
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/versions.py")
 def test_writes_through_data_are_not_counted() -> None:
-    """A tensor's version goes up with each write in place, and not with one through .data."""
+    """A tensor's version increases with each in-place write, but not with a write through .data."""
     tensor = torch.ones(2)
     tensor.add_(1)
     assert tensor._version == 1
@@ -59,14 +59,14 @@ def test_writes_through_data_are_not_counted() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_a_mode_sees_schemas_seeds_and_nodes() -> None:
-    """A dispatch mode is given operations with a schema that says what is written, a tag for random numbers, and, after
-    an operation with a gradient, its node's number is one less than the next."""
+    """A dispatch mode receives operators whose schema says which arguments are written, with a tag for random ones;
+    after an operator with a gradient, its node's number is one less than the next node's."""
     seen: dict[str, tuple[bool, bool]] = {}
 
     class Mode(TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # else torch imports its compiler
+            return False  # otherwise torch imports its compiler
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -88,8 +88,8 @@ def test_a_mode_sees_schemas_seeds_and_nodes() -> None:
 
 @rests_on_it("src/lockstep/tasks/modules/loss_probe.py", "src/lockstep/strategies/exact/tensor_leaves.py")
 def test_functions_reach_a_mode_by_name_with_their_options() -> None:
-    """A function mode sees cross_entropy, also that of a module, with weight and reduction by name, and dropout with
-    `training`."""
+    """A function mode sees cross_entropy, also when a module calls it, with weight and reduction as keywords, and
+    dropout with `training`."""
     seen: dict[str, dict[str, Any]] = {}
 
     class Mode(TorchFunctionMode):
@@ -107,8 +107,8 @@ def test_functions_reach_a_mode_by_name_with_their_options() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/layers.py")
 def test_a_weight_is_read_through_the_dictionary_of_its_module() -> None:
-    """module.weight asks the class of module._parameters, which can be replaced; hooks of a call run first if they are
-    prepended, and at its end also after an error if they are always called."""
+    """module.weight reads module._parameters, whose class can be replaced; a prepended forward hook runs first, and one
+    with always_call runs at the end even after an error."""
     reads: list[str] = []
 
     class Watched(dict):  # type: ignore[type-arg]
@@ -129,7 +129,8 @@ def test_a_weight_is_read_through_the_dictionary_of_its_module() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/pooling.py", "src/lockstep/tasks/models/qa_spans.py")
 def test_a_hook_with_keywords_replaces_the_output() -> None:
-    """A forward hook with_kwargs is given what was passed by name, and what it returns is the model's output."""
+    """A forward hook with with_kwargs=True receives keyword arguments, and its return value replaces the model's
+    output."""
 
     class Model(nn.Module):
         def forward(self, x: int, mask: int = 0) -> int:
@@ -142,7 +143,8 @@ def test_a_hook_with_keywords_replaces_the_output() -> None:
 
 @rests_on_it("src/lockstep/data/host_facts.py")
 def test_attributes_of_a_tensor_belong_to_the_object() -> None:
-    """What is set on a tensor is not on views, copies or results of it, but on what it returns of itself in place."""
+    """A Python attribute of a tensor is not on its views, copies or results, but in-place operators return the same
+    object, which has it."""
     mask: Any = torch.ones(2, 3)
     mask.facts = 1
     for other in (mask[:1], mask.clone(), mask.detach(), mask.view_as(mask), mask.bool(), mask.to(torch.float64)):
@@ -152,7 +154,7 @@ def test_attributes_of_a_tensor_belong_to_the_object() -> None:
 
 @rests_on_it("src/lockstep/training/recovery/peer_checkpoints.py")
 def test_bytes_are_seen_as_a_wide_dtype_where_they_are_aligned() -> None:
-    """A slice of bytes can be viewed as a wider dtype only at an offset that this dtype divides."""
+    """A slice of bytes can be viewed as a wider dtype only at an offset that is a multiple of the dtype's size."""
     room = torch.zeros(24, dtype=torch.uint8)
     assert room[8:16].view(torch.float64).shape == (1,)
     with pytest.raises(RuntimeError, match="divisible"):
@@ -161,9 +163,9 @@ def test_bytes_are_seen_as_a_wide_dtype_where_they_are_aligned() -> None:
 
 @rests_on_it("src/lockstep/tasks/modules/dataset.py")
 def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generator() -> None:
-    """With batch_size None a loader hands each item of its sampler to the data set. It makes lists of the tuples that
-    this returns, and leaves objects of other classes alone, as lockstep's bundles. With a generator of its own it
-    leaves torch's alone."""
+    """With batch_size None a loader passes each item of its sampler to the data set. It converts returned tuples to
+    lists, and leaves objects of other classes, such as lockstep's bundles, alone. With its own generator it draws
+    nothing from torch's."""
 
     class Bundle:
         def __init__(self, job: Any) -> None:
@@ -182,8 +184,8 @@ def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generato
 
 @rests_on_it("src/lockstep/tasks/modules/dataset.py")
 def test_what_a_batch_is_made_of() -> None:
-    """default_collate makes float64 of Python's floats, int64 of integers, lists of texts, and refuses unequal lengths
-    instead of padding them."""
+    """default_collate turns Python floats into float64, integers into int64 and strings into lists, and refuses unequal
+    lengths instead of padding."""
     made = default_collate([{"x": 0.5, "n": 1, "t": "a"}, {"x": 1.5, "n": 2, "t": "b"}])
     assert (made["x"].dtype, made["n"].dtype, made["t"]) == (torch.float64, torch.int64, ["a", "b"])
     with pytest.raises(RuntimeError, match="equal size"):
@@ -192,8 +194,8 @@ def test_what_a_batch_is_made_of() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/placement.py")
 def test_blocks_of_sharded_tensors() -> None:
-    """A tensor sharded twice along one dimension is cut like torch.chunk, by the first dimension of the mesh and then
-    by the second; uneven rests are with the last."""
+    """A tensor sharded twice along one dimension is cut like torch.chunk, first by the mesh's first dimension, then by
+    the second; the last ranks have the smaller shards."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as placed
 
@@ -203,7 +205,7 @@ def test_blocks_of_sharded_tensors() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/layers.py")
 def test_the_plan_of_a_llama_has_two_styles() -> None:
-    """transformers' tensor parallel plan of a Llama names its layers colwise or rowwise, and nothing else."""
+    """transformers' tensor parallel plan of a Llama marks its layers colwise or rowwise, and nothing else."""
     from transformers import LlamaConfig
 
     assert set(LlamaConfig().base_model_tp_plan.values()) == {"colwise", "rowwise"}  # type: ignore[union-attr]
@@ -211,7 +213,7 @@ def test_the_plan_of_a_llama_has_two_styles() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/region.py")
 def test_the_compiler_has_the_options_that_keep_it_from_timing() -> None:
-    """Inductor's config has the options by which it decides nothing by timing, and refuses unknown ones."""
+    """Inductor's config has the options that turn off decisions by timing, and refuses unknown ones."""
     import torch._inductor.config as config
 
     names = ("deterministic", "shape_padding", "coordinate_descent_tuning", "max_autotune", "cpp_wrapper")
@@ -226,8 +228,8 @@ def test_the_compiler_has_the_options_that_keep_it_from_timing() -> None:
     "src/lockstep/strategies/engines/side_effects.py",
 )
 def test_writes_of_a_dtensor_count_in_it_and_those_of_its_part_there() -> None:
-    """A write to a DTensor counts in its own version and not in its part's, a write to its part there alone, and one by
-    torch._foreach in neither; a dispatch mode is given DTensors, not their parts."""
+    """A write to a DTensor raises the DTensor's version only, a write to its local tensor the local tensor's only, and
+    a write by torch._foreach neither; a dispatch mode receives DTensors, not their local tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

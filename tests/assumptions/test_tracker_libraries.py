@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of trackers and of optuna: their own stores, without a network."""
+"""What lockstep assumes about trackers and optuna, tested with their own local stores, without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # imports each tracker
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One for all tests: making it takes seconds."""
+    """One store for all tests: creating it takes seconds."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     return mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}")
@@ -32,7 +32,7 @@ def run(store: Any) -> str:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_keeps_a_step_twice(store: Any, run: str) -> None:
-    """MLflow keeps two values of one step apart: a repeated step must not be logged again."""
+    """MLflow stores both values if a step is logged twice, so a repeated step must not be logged again."""
     from mlflow.entities import Metric
 
     store.log_batch(run, metrics=[Metric("loss", 1.0, 1, 3)])
@@ -46,7 +46,7 @@ def test_mlflow_keeps_a_step_twice(store: Any, run: str) -> None:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_refuses_another_value_of_a_parameter(store: Any, run: str) -> None:
-    """MLflow takes a parameter again with its value, and raises for another one."""
+    """MLflow accepts a parameter again with the same value, and raises for a different one."""
     from mlflow.entities import Param
     from mlflow.exceptions import MlflowException
 
@@ -59,7 +59,7 @@ def test_mlflow_refuses_another_value_of_a_parameter(store: Any, run: str) -> No
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_takes_a_run_that_has_ended(store: Any, run: str) -> None:
-    """A run that was terminated takes further metrics, and its status is that of the last set_terminated."""
+    """MLflow accepts metrics for a terminated run, whose status is that of the last set_terminated."""
     from mlflow.entities import Metric
 
     store.set_terminated(run, "FAILED")
@@ -71,7 +71,7 @@ def test_mlflow_takes_a_run_that_has_ended(store: Any, run: str) -> None:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_finds_a_run_by_its_tag(store: Any) -> None:
-    """A search for a tag whose name has a dot finds the run, also after it was killed."""
+    """A search for a tag with a dot in its name finds the run, also after it was killed."""
     first, _ = [store.create_run("0", tags={"lockstep.run": value}).info.run_id for value in ("a-1", "a-10")]
     store.set_terminated(first, "KILLED")
     assert [each.info.run_id for each in store.search_runs(["0"], "tags.`lockstep.run` = 'a-1'")] == [first]
@@ -79,7 +79,7 @@ def test_mlflow_finds_a_run_by_its_tag(store: Any) -> None:
 
 @rests_on_it("src/lockstep/track/tensorboard.py")
 def test_tensorboard_reads_several_files_of_a_folder(tmp_path: Path) -> None:
-    """A folder of two event files is one run: the reader returns the values of both, in the order of the files."""
+    """TensorBoard reads a folder with two event files as one run, with the values of both in file order."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +95,7 @@ def test_tensorboard_reads_several_files_of_a_folder(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/track/tensorboard.py")
 def test_tensorboard_purges_steps_that_are_made_again(tmp_path: Path) -> None:
-    """A file with purge_step hides what earlier files have from that step on."""
+    """A TensorBoard file with purge_step hides the steps from there on in earlier files."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
@@ -129,8 +129,8 @@ print(json.dumps([steps, str(utils.TRACKIO_DIR)]))
 @pytest.mark.processes
 @rests_on_it("src/lockstep/track/trackio.py")
 def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
-    """A run of trackio that is resumed by its name has the step after its last one as `_next_step`, a new one 0; it is
-    kept in TRACKIO_DIR; nothing is printed where its modules' print is replaced."""
+    """A trackio run resumed by name has the step after its last one as `_next_step`, a new run 0; it is stored in
+    TRACKIO_DIR; nothing is printed if its modules' print is replaced."""
     pytest.importorskip("trackio")
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-c", TRACKIO]
@@ -144,7 +144,7 @@ def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
 def test_optuna_asks_for_the_same_trial_again() -> None:
-    """A new study with the same seed and the same finished trials, added by add_trial, asks for the same parameters."""
+    """A new study with the same seed and the same finished trials, added by add_trial, suggests the same parameters."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     places = {"rate": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
@@ -161,7 +161,7 @@ def test_optuna_asks_for_the_same_trial_again() -> None:
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
 def test_optuna_draws_the_first_ten_at_random() -> None:
-    """TPESampler draws without a model until ten trials are finished: the first ten do not depend on their values."""
+    """TPESampler draws the first ten trials at random, so they do not depend on each other's values."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     places = {"rate": optuna.distributions.FloatDistribution(0.0, 1.0)}
@@ -179,8 +179,8 @@ def test_optuna_draws_the_first_ten_at_random() -> None:
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
 def test_optuna_looks_near_what_was_best() -> None:
-    """After many trials, a study that maximizes asks for values near the greatest, one that minimizes for some near
-    the least: of numbers, whole numbers, and places in a list."""
+    """After many trials, a maximizing study suggests values near those with the greatest result and a minimizing one
+    near those with the least: floats, integers and list items."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     kinds = optuna.distributions
@@ -208,8 +208,7 @@ def test_optuna_looks_near_what_was_best() -> None:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
-    """MLflow takes 100 parameters or 1000 metrics in a request, keeps values of 6000 characters whole, and cuts longer
-    ones there."""
+    """MLflow accepts 100 parameters or 1000 metrics per request, and cuts values longer than 6000 characters."""
     from mlflow.entities import Metric, Param
 
     long = [Param("whole", "v" * 6000), Param("cut", "v" * 6001)]
@@ -222,8 +221,8 @@ def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_refuses_a_request_for_one_name(store: Any, run: str) -> None:
-    """MLflow takes names of letters, digits and `_-. :/`, up to 250 characters, that are plain paths; for any other
-    one it refuses the whole request."""
+    """MLflow accepts names of letters, digits and `_-. :/`, up to 250 characters, that are plain paths; one other name
+    makes it refuse the whole request."""
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
 
@@ -240,7 +239,7 @@ def test_mlflow_refuses_a_request_for_one_name(store: Any, run: str) -> None:
 
 @rests_on_it("src/lockstep/track/mlflow.py")
 def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> None:
-    """get_experiment_by_name is None for an unknown one; a run that ended is RUNNING again after update_run."""
+    """get_experiment_by_name is None for an unknown name; update_run sets an ended run to RUNNING again."""
     assert store.get_experiment_by_name("nobody made it") is None
     store.set_terminated(run, "KILLED")
     store.update_run(run, status="RUNNING")
@@ -251,7 +250,7 @@ def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> N
 @rests_on_it("src/lockstep/track/wandb.py")
 def test_wandb_offline_is_a_folder_of_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a key, login returns False; an offline run is in DIR/wandb/offline-run-TIME-ID, whose `files` is run.dir;
-    numbers of one step are one row, and those of a step that has passed are dropped."""
+    values logged for one step are one row, and values for a past step are dropped."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -274,7 +273,7 @@ def test_wandb_offline_is_a_folder_of_rows_by_step(tmp_path: Path, monkeypatch: 
         run.log(numbers, step=step)
     run.mark_preempting()
     run.finish(exit_code=1)
-    wandb.teardown()  # as at a process's end: its service has written all
+    wandb.teardown()  # as at the end of a process: W&B's service has then written everything
     (file,) = folder.glob("*.wandb")
     rows = []
     for record in records(file):

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of transformers."""
+"""What lockstep assumes about transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from transformers import (
 from support.assumed import rests_on_it
 
 IDS, OTHERS = torch.tensor([[1, 2, 3, 4, 5, 6]]), torch.tensor([[9, 8, 7, 4, 5, 6]])
-TEXTS = torch.tensor([[0, 1, 2, 0, 1, 2]])  # positions of two texts in a row
+TEXTS = torch.tensor([[0, 1, 2, 0, 1, 2]])  # position_ids of two texts in a row
 
 
 def tiny(**entries: Any) -> LlamaForCausalLM:
@@ -46,8 +46,8 @@ def second_text_sees_first(model: nn.Module, **options: Any) -> bool:
     "packages/lockstep-trace/src/lockstep_trace/rules/modes.py",
 )
 def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None:
-    """Texts of a packed row do not see each other if position_ids begin anew, use_cache is False and no mask is given;
-    with the default use_cache, or with a mask of ones, they do."""
+    """Texts of a packed row do not attend to each other if position_ids restart, use_cache is False and no mask is
+    given; with the default use_cache, or with a mask of ones, they do."""
     model = tiny().train(training)
     assert not second_text_sees_first(model, use_cache=False)
     assert second_text_sees_first(model)
@@ -58,7 +58,8 @@ def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None
 
 @rests_on_it("src/lockstep/tasks/models/masks.py")
 def test_packed_texts_are_found_where_positions_jump() -> None:
-    """find_packed_sequence_indices numbers texts of rows by jumps of positions, and is None for rows of one text."""
+    """find_packed_sequence_indices numbers the texts of rows by jumps in the positions, and is None if each row is one
+    text."""
     found = masking_utils.find_packed_sequence_indices(TEXTS)
     assert found is not None
     assert found.tolist() == [[0, 0, 0, 1, 1, 1]]
@@ -66,8 +67,8 @@ def test_packed_texts_are_found_where_positions_jump() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/model_configs.py", "src/lockstep/tasks/models/source_ties.py")
 def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> None:
-    """save_pretrained of several files leaves an older model.safetensors, which from_pretrained reads; a single file
-    over several removes them and leaves their index."""
+    """save_pretrained of several files leaves an older model.safetensors, which from_pretrained then reads; saving a
+    single file over several removes them but leaves their index."""
     old, new = tiny(), tiny()
     old.save_pretrained(tmp_path)
     new.save_pretrained(tmp_path, max_shard_size="4KB")
@@ -86,8 +87,8 @@ def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> No
 
 @rests_on_it("src/lockstep/tasks/models/source_files.py", "src/lockstep/tasks/models/models.py")
 def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
-    """from_pretrained with ignore_mismatched_sizes names each weight of another shape in `mismatched_keys`, as (name,
-    shape in the file, shape in the model)."""
+    """from_pretrained with ignore_mismatched_sizes lists weights of another shape in `mismatched_keys`, as (name, shape
+    in the file, shape in the model)."""
     tiny(tie_word_embeddings=False).save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path, intermediate_size=48)
     options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -99,8 +100,8 @@ def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
 def test_a_head_of_its_own_in_the_file_unties(tmp_path: Path) -> None:
-    """from_pretrained leaves head and embedding apart, whatever the config says, where the file holds other numbers for
-    each."""
+    """from_pretrained leaves head and embedding untied, whatever the config says, if the file has different numbers for
+    them."""
     model = tiny(tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path, tie_word_embeddings=True)
@@ -112,7 +113,7 @@ def test_a_head_of_its_own_in_the_file_unties(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/plain/losses.py", "src/lockstep/tasks/language_modeling.py")
 def test_a_decoder_moves_labels_by_one_itself() -> None:
-    """A causal model's loss of labels is the mean cross entropy of token t + 1 at token t, without those of -100."""
+    """A causal model's loss is the mean cross entropy of token t + 1 at position t, without labels of -100."""
     model, labels = tiny().eval(), IDS.clone()
     labels[0, 2] = -100
     output = model(IDS, labels=labels)
@@ -121,7 +122,7 @@ def test_a_decoder_moves_labels_by_one_itself() -> None:
 
 
 class Plain(nn.Module):
-    """A mean squared error of its own."""
+    """A model with its own loss, the mean squared error."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,14 +134,14 @@ class Plain(nn.Module):
 
 
 class Swallowing(Plain):
-    """It takes any keyword, and ignores it."""
+    """A model whose forward accepts and ignores any keyword."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None, **ignored: Any) -> dict[str, Tensor]:
         return super().forward(x, labels)
 
 
 def one_step(model: nn.Module, folder: Path, **options: Any) -> float:
-    """How far SGD of Trainer moves the weight in a step of two micro-batches."""
+    """Return how far Trainer's SGD moves the weight in a step of two micro-batches."""
     rows = [{"x": torch.tensor(float(i)), "labels": torch.tensor(1.0)} for i in range(4)]
     quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
@@ -152,8 +153,9 @@ def one_step(model: nn.Module, folder: Path, **options: Any) -> float:
 
 @rests_on_it("src/lockstep/strategies/hf_trainer.py")
 def test_keywords_that_a_forward_swallows_double_the_gradient(tmp_path: Path) -> None:
-    """Trainer does not divide by micro-batches where forward takes any keyword, as if it used num_items_in_batch; with
-    compute_loss_func it divides nothing, calls the model without labels, and gives that divisor."""
+    """Trainer does not divide by the number of micro-batches if forward accepts any keyword, as if it used
+    num_items_in_batch; with compute_loss_func it divides nothing, calls the model without labels, and passes that
+    divisor."""
     plain, swallowed = one_step(Plain(), tmp_path), one_step(Swallowing(), tmp_path)
     assert swallowed == pytest.approx(2 * plain)
     seen: list[float] = []
@@ -175,8 +177,8 @@ def test_training_step_takes_the_divisor() -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/loss_means.py", "src/lockstep/strategies/hf_trainer.py")
 def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
-    """Trainer's divisor of a causal model leaves out the first label of each row, which is no target, where the model
-    names its loss: that of a GPT-2, which names none, counts it."""
+    """Trainer's divisor for a causal model leaves out the first label of each row, which is no target, if the model
+    names its loss type; for a GPT-2, which names none, it counts it."""
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     batches = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS, "labels": torch.tensor([[1, 2, -100, 3, 4, 5]])}]
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
@@ -187,7 +189,7 @@ def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/models.py")
 def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
-    """`from_pretrained` names weights that no file holds in `missing_keys`, and the others are those of the file."""
+    """`from_pretrained` lists weights that no file holds in `missing_keys`, and loads the others from the file."""
     base = tiny().model
     base.save_pretrained(tmp_path)
     model, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -197,7 +199,8 @@ def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/trainer.py")
 def test_schedules_begin_with_warmup() -> None:
-    """get_scheduler("linear") has the rate 0 in the first step of a warmup, the whole after it, 0 after the last."""
+    """get_scheduler("linear") has the rate 0 in the first warmup step, the full rate after warmup, and 0 after the last
+    step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
     rates = []

@@ -1,4 +1,4 @@
-"""What lockstep takes for granted of torch's optimizers, clipping and learning rate schedules."""
+"""What lockstep assumes about torch's optimizers, clipping and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def updated(kind: str, weight: Tensor, steps: int = 3, **options: Any) -> Tensor
     "src/lockstep/strategies/optimizers/sgd.py",
 )
 def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
-    """Fused AdamW, Adam, SGD and Adagrad move float32 weights as the plain ones do, to rounding, at odd sizes too."""
+    """Fused AdamW, Adam, SGD and Adagrad update float32 weights like plain ones within rounding, at odd sizes too."""
     weight = torch.linspace(-1, 1, 33)
     fused, plain = updated(kind, weight, fused=True, **FUSED[kind]), updated(kind, weight, **FUSED[kind])
     assert torch.allclose(fused, plain, rtol=1e-5, atol=1e-6)
@@ -40,15 +40,15 @@ def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/optimizers/sgd.py")
 def test_fused_sgd_does_not_move_bfloat16() -> None:
-    """torch's fused SGD leaves bfloat16 weights as they are on a CPU before 2.14, and moves them from then on; lockstep
-    widens them to float32 first."""
+    """torch's fused SGD does not update bfloat16 weights on a CPU before 2.14, and does from then on; lockstep widens
+    them to float32 first."""
     moved = updated("SGD", torch.zeros(32, dtype=torch.bfloat16), fused=True)
     assert bool(moved.any()) is (tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14))
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py", "src/lockstep/plain/train.py")
 def test_adamw_decays_before_it_moves() -> None:
-    """AdamW multiplies a weight by 1 - lr * decay before its update, and the first update is lr in size."""
+    """AdamW multiplies a weight by 1 - lr * decay before its update; the first update has the size lr."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, eps=0)
     weight.grad = torch.full((1,), 7.0)
@@ -58,7 +58,7 @@ def test_adamw_decays_before_it_moves() -> None:
 
 @rests_on_it("src/lockstep/strategies/optimizers/sgd.py", "src/lockstep/plain/train.py")
 def test_sgd_decays_by_way_of_the_gradient() -> None:
-    """SGD adds decay * weight to the gradient, before momentum, whose first value is that sum."""
+    """SGD adds decay * weight to the gradient before momentum, whose first value is that sum."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.5, momentum=0.9)
     weight.grad = torch.ones(1)
@@ -69,7 +69,7 @@ def test_sgd_decays_by_way_of_the_gradient() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/engines/zero.py")
 def test_a_weight_without_gradient_is_left_alone() -> None:
-    """An optimizer passes over a weight whose .grad is None: no decay, no state; zeros are decayed and counted."""
+    """An optimizer skips a weight whose .grad is None: no decay, no state. Zero gradients are decayed and counted."""
     without, zeros = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([without, zeros], lr=0.1, weight_decay=0.5)
     zeros.grad = torch.zeros(1)
@@ -81,7 +81,7 @@ def test_a_weight_without_gradient_is_left_alone() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
 def test_the_state_of_an_optimizer_is_by_number() -> None:
-    """state_dict numbers parameters over all groups in their order; load_state_dict goes by number, not by name."""
+    """state_dict numbers parameters across all groups in order; load_state_dict matches by number, not by name."""
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([{"params": [b]}, {"params": [a]}])
     a.grad, b.grad = torch.ones(1), torch.ones(2)
@@ -91,7 +91,7 @@ def test_the_state_of_an_optimizer_is_by_number() -> None:
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py")
 def test_found_inf_leaves_weights_and_state() -> None:
-    """The fused AdamW kernel with found_inf 1 changes neither weights nor moments, and takes its step back."""
+    """The fused AdamW kernel with found_inf 1 changes neither weights nor moments, and reverts its step count."""
     weight, moments = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
     step = torch.zeros(())
     torch._fused_adamw_(
@@ -106,7 +106,8 @@ def test_found_inf_leaves_weights_and_state() -> None:
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/gradient.py")
 def test_clipping_multiplies_by_at_most_one() -> None:
-    """clip_grad_norm_ returns the norm before it, multiplies by limit / (norm + 1e-6), and by 1 below the limit."""
+    """clip_grad_norm_ returns the norm before clipping, multiplies by limit / (norm + 1e-6), and by 1 if the norm is
+    below the limit."""
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
     assert nn.utils.clip_grad_norm_([weight], 1.0).item() == 5.0
@@ -118,7 +119,7 @@ def test_clipping_multiplies_by_at_most_one() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/finite_check.py", "src/lockstep/plain/train.py")
 def test_clipping_a_gradient_that_is_not_finite_makes_all_nan() -> None:
-    """clip_grad_norm_ raises no error for a NaN and makes every gradient NaN: lockstep looks at the norm first."""
+    """clip_grad_norm_ does not raise for a NaN and makes every gradient NaN, so lockstep checks the norm first."""
     good, bad = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
     good.grad, bad.grad = torch.ones(1), torch.full((1,), math.nan)
     assert nn.utils.clip_grad_norm_([good, bad], 1.0).isnan()
@@ -146,7 +147,7 @@ def test_global_step_hooks_see_every_optimizer() -> None:
 
 @rests_on_it("src/lockstep/config/schedules.py", "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_a_schedule_sets_the_first_rate_when_it_is_made() -> None:
-    """LambdaLR sets the rate of step 0 when it is made, and each step() that of the next step."""
+    """LambdaLR sets the rate of step 0 on construction, and each step() sets the rate of the next step."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = LambdaLR(optimizer, lambda step: 1 / (step + 2))
     rates = [optimizer.param_groups[0]["lr"]]
@@ -158,14 +159,15 @@ def test_a_schedule_sets_the_first_rate_when_it_is_made() -> None:
 
 @rests_on_it("src/lockstep/lab/import_config/loops.py")
 def test_a_linear_warmup_begins_at_a_third() -> None:
-    """LinearLR begins at a third of the rate and is at the whole after total_iters, 5, unless told otherwise."""
+    """LinearLR starts at a third of the rate and reaches the full rate after total_iters, by default 5."""
     known = inspect.signature(LinearLR).parameters
     assert (known["start_factor"].default, known["end_factor"].default, known["total_iters"].default) == (1 / 3, 1.0, 5)
 
 
 @rests_on_it("src/lockstep/config/schedules.py")
 def test_one_cycle_has_its_usual_numbers() -> None:
-    """OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that by 1e4, along a cosine."""
+    """By default OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that start divided by 1e4,
+    along a cosine."""
     known = inspect.signature(torch.optim.lr_scheduler.OneCycleLR).parameters
     assert (known["pct_start"].default, known["div_factor"].default, known["final_div_factor"].default) == (
         0.3,
@@ -177,7 +179,8 @@ def test_one_cycle_has_its_usual_numbers() -> None:
 
 @rests_on_it("src/lockstep/config/schedules.py", "src/lockstep/lab/import_config/loops.py")
 def test_usual_numbers_of_optimizers() -> None:
-    """AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no momentum."""
+    """Defaults: AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no
+    momentum."""
     usual = {
         kind: {name: each.default for name, each in inspect.signature(getattr(torch.optim, kind)).parameters.items()}
         for kind in ("AdamW", "Adam", "SGD")
@@ -193,7 +196,7 @@ def test_usual_numbers_of_optimizers() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/averaging.py")
 def test_an_average_begins_with_a_copy() -> None:
-    """AveragedModel copies the weights at its first update, and is their mean after several."""
+    """AveragedModel copies the weights at its first update, and holds their mean after several."""
     layer = nn.Linear(1, 1, bias=False)
     average = torch.optim.swa_utils.AveragedModel(layer)
     for value in (1.0, 2.0, 6.0):
