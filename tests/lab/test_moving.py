@@ -245,7 +245,9 @@ def test_what_axolotl_and_llama_factory_do_where_nothing_is_said(here: Path) -> 
         (here / "ax.yaml").write_text(yaml.safe_dump(usual | more))
         run = moved(here / "ax.yaml")
         assert (run.optim.warmup_steps, run.optim.warmup_fraction) == warm_up, more
-        assert run.task.options["block_size"] == 512
+        assert (run.task.options["block_size"], run.precision) == (512, "bf16")
+    (here / "ax.yaml").write_text(yaml.safe_dump(usual | {"bf16": False}))
+    assert moved(here / "ax.yaml").precision == "fp32"
     theirs = {"model_name_or_path": "a/b", "dataset": "c", "stage": "pt", "finetuning_type": "full"}
     (here / "lf.yaml").write_text(yaml.safe_dump(theirs))
     assert moved(here / "lf.yaml").task.options["block_size"] == 2048

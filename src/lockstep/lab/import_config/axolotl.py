@@ -46,6 +46,8 @@ _WARM_UP = 0.03, 100  # axolotl's default: a share of all steps, and an upper li
 _PAIRS = {"prompt": "messages", "chosen": "chosen", "rejected": "rejected"}  # axolotl's columns for preference pairs
 _LOSSES = ("dpo", "ipo", "simpo")
 
+_PRECISIONS = {"bf16", "fp16", "fp8", "bfloat16", "float16", "float32"}  # any of them decides instead of `bf16: auto`
+
 
 def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> None:
     """Convert a file whose task is language modelling or learning from preference pairs. Errors: `RunError`."""
@@ -59,6 +61,8 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     ):
         if key not in draft.keys:
             draft.set(key, value, f"{origin}, by axolotl's default")
+    if not theirs.keys() & _PRECISIONS:
+        draft.set("precision", "bf16", "bf16: auto, by axolotl's default")
     table.optimizer(draft, "optimizer", theirs.get("optimizer"))
     for name, token in (theirs.get("special_tokens") or {}).items():
         draft.drop(f"special_tokens: {name}", token, _TOKENS, name != "pad_token", ("tokenizer.source",))
