@@ -260,7 +260,13 @@ def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixt
     from transformers import TrainingArguments
 
     args = TrainingArguments(
-        "out", learning_rate=1e-4, eval_strategy="steps", eval_steps=50, use_cpu=True, disable_tqdm=False
+        "out",
+        learning_rate=1e-4,
+        eval_strategy="steps",
+        eval_steps=50,
+        use_cpu=True,
+        disable_tqdm=False,
+        average_tokens_across_devices=False,
     )
     (here / "training_args.json").write_text(args.to_json_string())
     run = moved(here / "training_args.json")
@@ -269,6 +275,7 @@ def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixt
     assert (run.evaluate.every, run.checkpoint.every, run.launch.device) == (50, 500, "cpu")
     assert (run.data.source, run.model.source) == ("FILL-IN", "FILL-IN")
     said = capsys.readouterr().out
+    assert "difference, on several processes: with average_tokens_across_devices false" in said
     assert "no counterpart" not in said  # nothing is set besides
     assert "fill in data.source and model.source" in said
 

@@ -51,6 +51,11 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
     if (first := table.number(full.get("adam_beta1"))) is not None or "adam_beta2" in full:
         second = table.number(full.get("adam_beta2", 0.999))
         draft.set("optim.betas", [0.9 if first is None else first, second], "adam_beta1 and adam_beta2")
+    if full.get("average_tokens_across_devices") is False:
+        draft.notes.append(
+            "difference, on several processes: with average_tokens_across_devices false the original averages the mean "
+            "losses of its processes; here each target of a step counts the same"
+        )
     _intervals(full, draft)
     _best(full, draft)
     _engine(full, draft)
