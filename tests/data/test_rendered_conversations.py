@@ -18,11 +18,13 @@ from lockstep.config.run import Run, load
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of
+from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.data.splitting import warnings
 from lockstep.tasks.answer_pairs import AnswerPairOptions, tokens_of
 from lockstep.tasks.models import inference
 from lockstep.tasks.models import models as building
+from lockstep.tasks.task import make_task
 from support.harness import TINY
 from support.messages import raises
 
@@ -229,7 +231,7 @@ def test_generate_of_the_export_stops_where_samples_stop(
         folder = tmp_path / ("other" if template == OTHER else "usual")
         folder.mkdir()
         run = run_of(folder, tokenizer, template, **size, **task)
-        trained = find("tasks", run.task.name)(run, prepared(run))  # type: ignore[call-arg]
+        trained = make_task(Job.of(run).with_data())
         model: Any = trained.model()
         trained.write(folder / "export", model.state_dict())
         assert GenerationConfig.from_pretrained(folder / "export").eos_token_id == ends

@@ -12,6 +12,7 @@ from museum.exhibits import FAULTS, HEALTHY
 from museum.patches import PATCHES
 from museum.reports import REPORTS
 from support.command import Process, ended, start, start_anew
+from support.contradiction_cases import CONTRADICTIONS
 from support.forked import FORK_TRACED
 from support.places import ROOT
 from support.proved_cases import LIKELY, PROVED
@@ -33,8 +34,8 @@ def codes() -> set[str]:
 def test_every_finding_has_an_exhibit() -> None:
     assert len(codes()) > 25
     shown = {e.expected for e in FAULTS if e.reference is None}
-    in_tests = {"packed-rows", "equal-shards"}  # tests/trace/test_causes.py and test_findings.py
-    assert codes() - shown - {*(PAIRS | PROVED).values(), *(SUSPECTED | LIKELY).values()} == in_tests
+    in_tests = {"packed-rows", "equal-shards", "labels-without-offset"}  # tests/trace
+    assert codes() - shown - {*(PAIRS | PROVED).values(), *(SUSPECTED | LIKELY | CONTRADICTIONS).values()} == in_tests
 
 
 def run(cache: Path, *arguments: str, begin: Callable[..., Process] = start_anew, **variables: str) -> None:

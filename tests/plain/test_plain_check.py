@@ -380,7 +380,7 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
     with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Give tokenizer\.source"):
         plain_sides.check_tokenizer(task, job, examples)
     gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
-    plain_sides.check_tokenizer(type(task)(gpt2, task.prepared), job, examples)
+    plain_sides.check_tokenizer(type(task)(replace(task.job, run=gpt2)), job, examples)
 
 
 # -- a module of the user's --------------------------------------------------------------------------------------------

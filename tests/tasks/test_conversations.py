@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.data.batch import IGNORED
-from lockstep.data.conversations import Writing, documents_of, turns, without_nulls, written
+from lockstep.data.conversations import Writing, documents_of, rendered, turns, without_nulls
 from lockstep.data.job import Job
 from lockstep.data.splitting import warnings
 from lockstep.tasks.language_modeling import LanguageModeling
@@ -55,7 +55,7 @@ def said(*texts: str) -> list[dict[str, Any]]:
 
 def learned(tok: Any, messages: list[dict], offered: Any = None, **how: Any) -> list[tuple[str, list[str]]]:
     """Each document, and what of it is learned."""
-    found = written(tok, messages, offered, Writing("messages", **{"template": PLAIN} | how), 3)
+    found = rendered(tok, messages, offered, Writing("messages", **{"template": PLAIN} | how), 3)
     return [(each.text, [each.text[begin:end] for begin, end in each.spans]) for each in found]
 
 

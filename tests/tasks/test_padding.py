@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, arithmetic_of
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.inference import Decoding, by_transformers
@@ -217,7 +216,7 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     feed = StepLoader(task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()
-    task = task_class(can, prepare(can, task_class))
+    task = task_class(Job.of(can).with_data())
     assert model_stats.padding(task) == {}
     laid = StepLoader(task, [], torch.device("cpu")).make(0)
     assert laid.padded == laid.tokens < laid.padded_by_chance

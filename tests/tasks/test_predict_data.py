@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.tasks.models.inference import answers
-from lockstep.training.predicting import predictions, row_of
+from lockstep.training.predicting import Reads, predictions, row_of
 from support.harness import TINY
 from support.messages import mentions, raises
 from support.task_runs import write
@@ -123,11 +123,11 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
 
 
 def test_rows_of_pairs() -> None:
-    two = ("q", "a")
+    two = Reads(("q", "a"))
     for given in ("x\ty", ["x", "y"], {"a": "y", "q": "x", "id": "7"}):
         assert row_of(given, two, "text 1") == ("x", "y")
-    assert row_of("x\ty", ("text",), "text 1") == ("x\ty",)
-    assert row_of({"tokens": ["a", "dog"]}, ("tokens",), "row 1") == ("a dog",)
+    assert row_of("x\ty", Reads(("text",)), "text 1") == ("x\ty",)
+    assert row_of({"tokens": ["a", "dog"]}, Reads(("tokens",)), "row 1") == ("a dog",)
     for given, code, value in (
         ("x", "LS5072", "(q and a)"),
         ("x\ty\tz", "LS5072", "text 1"),

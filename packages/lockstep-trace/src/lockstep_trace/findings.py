@@ -97,6 +97,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "equal-shards": ("same-examples",),
     "self-load": ("weights-written", "steps-undone"),
     "trained-on": ("optimizer-made-anew",),
+    "optimizer-made-anew": ("state-not-loaded",),
     "check-tokens": ("check-one-batch",),
     "check-accumulation": ("accumulation-undivided",),
 }
@@ -118,9 +119,15 @@ def findings(trace: Trace) -> list[Finding]:
     for look_at_all in OF_ALL:
         rows += look_at_all(trace)
     rows = list(dict.fromkeys(rows))
-    follow = {code for each in rows for code in FOLLOWS.get(each.code, ()) if code != each.code}
-    rows = [each for each in rows if each.code not in follow]
+    # a suspicion hides no proof
+    follow = {(code, level) for each in rows for code in FOLLOWS.get(each.code, ()) for level in _at_most(each.level)}
+    rows = [each for each in rows if (each.code, each.level) not in follow]
     return sorted(rows, key=lambda each: LEVELS.index(each.level))
+
+
+def _at_most(level: str) -> Sequence[str]:
+    """Return the levels that prove no more than this one."""
+    return LEVELS[LEVELS.index(level) :]
 
 
 def proved(rows: Sequence[Finding]) -> list[Finding]:
