@@ -229,7 +229,7 @@ def test_a_damaged_best_one_is_named_and_the_next_is_taken(
     shard.write_bytes(content)
     shutil.rmtree(folder / "out/export")
     assert trained(folder) == 0
-    assert f"step-{best:06d}, the best one, is damaged" in "".join(capfd.readouterr())
+    assert f"step-{best:06d}, the best checkpoint, is damaged" in "".join(capfd.readouterr())
     assert end_of(folder / "out")[0]["step"] == last  # the only other one that is kept
 
 
