@@ -1,4 +1,4 @@
-"""`model.checkpoint_activations` and `model.offload_activations`: less memory for activations, and the same bits."""
+"""`model.checkpoint_activations` and `model.offload_activations` save memory for activations and keep the bits."""
 
 import gc
 import random
@@ -40,7 +40,7 @@ FAMILIES = {
 
 
 def here(*overrides: str, **values: Any) -> dict[str, Any]:
-    """Two steps in this process: the second has the weights and the moments of the first."""
+    """Return the results of two steps in this process; the second starts with the weights and moments of the first."""
     run = tiny("strategy.name=single", *overrides, **values)
     return steps_of(World(run), run, 2)
 
@@ -48,7 +48,7 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_bits(family: str, precision: str) -> None:
-    """With dropout, and under autocast with the weights' copies that it keeps."""
+    """Recomputed activations keep the bits, with dropout and with the weight casts that autocast caches."""
     model = {"model": {"type": family, "config": FAMILIES[family]}}
     plain, again = (here(f"precision={precision}", *more, **model) for more in ((), (AGAIN,)))
     assert again["digest"] == plain["digest"]
@@ -56,7 +56,7 @@ def test_the_same_bits(family: str, precision: str) -> None:
 
 
 def test_the_control_other_numbers_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout that is drawn anew in backward."""
+    """Control: the bits differ if backward draws new dropout masks."""
     plain = here()
 
     def carelessly(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ def each(world: World, runs: list[Run]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "precision"),
     [(n, "fp32") for n in NAMES if n != "single"]
-    + [slow("zero3", "bf16")]  # those that give bits are asked in bf16 with other keys: test_pairs_of_keys.py
+    + [slow("zero3", "bf16")]  # exact strategies run in bf16 with other keys in test_pairs_of_keys.py
     + [long(n, "bf16") for n in NAMES if n not in ("single", "zero3")],
 )
 def test_every_strategy_has_the_bits_that_it_has_without(name: str, precision: str) -> None:
@@ -86,7 +86,7 @@ def test_every_strategy_has_the_bits_that_it_has_without(name: str, precision: s
 
 
 class Drawing(nn.Module):
-    """A layer that draws from Python and numpy."""
+    """A layer that draws random numbers from Python and numpy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_python_and_numpy_draw_the_same_again() -> None:
 
 
 def most_memory(*overrides: str) -> int:
-    """Bytes that forward and backward of 8 layers write to at once, on 2 texts of 512 tokens."""
+    """Return the peak bytes that forward and backward of 8 layers write to, on 2 texts of 512 tokens."""
     config = {"n_layer": 8, "n_head": 4, "n_embd": 32, "n_positions": 512, "vocab_size": 64}
     ends = {"bos_token_id": 1, "eos_token_id": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config, **ends), attn_implementation="sdpa")
@@ -125,7 +125,7 @@ def most_memory(*overrides: str) -> int:
 
 
 def test_what_is_computed_again_is_not_kept() -> None:
-    """Of 8 layers one at a time: an eighth, and each layer's inputs."""
+    """With 8 layers recomputed one at a time, memory holds one layer's activations and each layer's inputs."""
     plain, again = most_memory(), most_memory(AGAIN)
     assert again < 0.3 * plain, f"{again:,} of {plain:,} bytes"
 
@@ -134,7 +134,7 @@ def test_a_resume_may_change_it() -> None:
     assert arithmetic_of(tiny(AGAIN, "model.offload_activations=true")) == arithmetic_of(tiny())
 
 
-# -- what waits on the host: the choice and the way there and back, without a GPU ------------------------------------
+# -- activation offloading to the host, tested without a GPU --------------------------------------------------
 
 
 def test_what_is_moved_comes_back_and_weights_stay() -> None:
@@ -162,7 +162,7 @@ def test_what_is_moved_comes_back_and_weights_stay() -> None:
     hooks.pack_hook = watched
     found = gradients(hooks)
     assert moved
-    assert set(moved) == {torch.Size([128, 256])}  # inputs and what layers gave; no weight
+    assert set(moved) == {torch.Size([128, 256])}  # inputs and outputs of layers; no weight
     for one, other in zip(found, gradients(blocks.OnHost(set(), device="nowhere")), strict=True):
         assert torch.equal(one, other)
 
@@ -180,7 +180,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
         )
         model = AutoModelForCausalLM.from_config(config).cuda()
         blocks.prepare(tiny("launch.device=cuda", *keys), model)
-        gc.collect()  # what another test has left would be freed later
+        gc.collect()  # so that memory that another test left is not freed during the measurement
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(1)
@@ -192,7 +192,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
     assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
 
 
-# -- refused ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`model.compile`: one code for all layers that are alike and all lengths, made of the same examples on every rank."""
+"""`model.compile`: one compiled function for all equal layers and all lengths, compiled from the same examples on every
+rank."""
 
 import os
 from collections.abc import Callable
@@ -33,7 +34,8 @@ SEVERAL = ("ddp", "allreduce", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was compiled: into nothing but itself, which is soon done."""
+    """Replace the compiler by a backend that runs the traced graph as it is, and return the list of functions that it
+    returned."""
     found: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -50,16 +52,16 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def here(*overrides: str, **values: Any) -> dict[str, Any]:
-    """Six steps in this process."""
+    """Return the results of six steps in this process."""
     run = tiny("strategy.name=single", *overrides, **values)
     return steps_of(World(run), run)
 
 
 @pytest.mark.slow
 def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
-    """Padded micro-batches, such without padding, single examples: three codes, whatever comes after. Names of weights
-    stay, and the steps are those that they were."""
-    sizes = ("model.config.n_layer=2", "batch_size=9")  # micro-batches of one example and of two
+    """Padded micro-batches, unpadded ones and single examples need three compiled functions, whatever shapes follow.
+    Names of weights and results of the steps stay as without compilation."""
+    sizes = ("model.config.n_layer=2", "batch_size=9")  # micro-batches of one and of two examples
     run = tiny("strategy.name=single", COMPILE, *sizes)
     world = World(run)
     task, strategy = build(run, world)
@@ -82,7 +84,7 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
 
 
 def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
-    """What no code fits runs as it is."""
+    """Inputs that no compiled function fits run uncompiled."""
     layer = nn.Linear(4, 4)
     run = blocks.in_training(layer, layer.forward)
     run(torch.ones(2, 4))
@@ -109,7 +111,8 @@ def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
 
 
 def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor itself would: the bits of a run would be those of whatever ran before it on this machine."""
+    """Each set of shapes has its own cache folder. Inductor alone would reuse code of other sizes, and a run's bits
+    would depend on what ran before it on this machine."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
 
     def folder(*overrides: str) -> Path:
@@ -127,7 +130,7 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
     assert folder() == folder("optim.learning_rate=1e-3")
     assert folder().is_relative_to(cache / "compiled")
     assert folder() != folder("data.max_length=12")
-    before = cache_dir()  # sets the variable
+    before = cache_dir()  # this call sets the variable
     with blocks.shared_cache([]):
         assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(cache / "compiled")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == before
@@ -136,18 +139,18 @@ def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypa
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "given"
 
 
-# Code for a precision takes a minute to make, once for all tests, and two more for layers that FSDP2 gathers, which
-# have code of their own. `.ci/run` asks of bf16 alone, whose code is that of fp32 with `autocast` in it. There `ddp` is
-# asked by the run that is resumed; `fsdp2` and a pipeline, which take a minute of the processor to compile, with layers
-# that are compiled into themselves: what is theirs is how the compiler meets gathered weights, and that is there.
+# Compiling for one precision takes a minute, once for all tests, and two more minutes for the layers that FSDP2
+# gathers. CI runs bf16 only, whose code is that of fp32 plus autocast. In CI, the resumed run covers `ddp`. `fsdp2` and
+# pipelines, which take a minute of CPU time to compile, run with the backend "eager" there: it covers how the compiler
+# treats gathered weights.
 LATER = {"fp32": [pytest.mark.slow, pytest.mark.long], "bf16": [pytest.mark.slow]}
 PRECISIONS = [pytest.param(precision, marks=marks) for precision, marks in LATER.items()]
-LIMIT_S = 1500  # to compile takes minutes on a busy machine
+LIMIT_S = 1500  # compiling takes minutes on a busy machine
 
 
-@once  # several questions are asked of one job
+@once  # several tests use one job
 def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
-    """Six steps on each of `ranks` processes; rank 0's."""
+    """Return rank 0's results of six steps on `ranks` processes."""
     run = tiny(f"strategy.name={name}", *overrides)
     return rank_0_of(ranks, steps_of, run, alike=("loss",), timeout_s=LIMIT_S)
 
@@ -161,7 +164,7 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
-    """With dropout, of the compiler's own numbers."""
+    """`ranks` processes match one process bit for bit, with dropout, whose random numbers are the compiler's own."""
     one, two = (of(n, ranks, f"precision={precision}", COMPILE) for n, ranks in (("single", 1), (name, 2)))
     assert two["digest"] == one["digest"]
     assert two["loss"] == one["loss"]
@@ -169,7 +172,7 @@ def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
 
 
 def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
-    """`steps_of`, of layers that torch.compile has taken apart and put together as they were."""
+    """Return `steps_of` with layers that torch.compile traces and runs as they are, and the number of graphs."""
     blocks.BACKEND = "eager"
     counters.clear()
     return {**steps_of(world, run), "graphs": counters["stats"]["unique_graphs"]}
@@ -177,7 +180,7 @@ def steps_in_themselves(world: World, run: Run) -> dict[str, Any]:
 
 @pytest.mark.processes
 def test_stages_of_a_pipeline_are_compiled() -> None:
-    """With the bits of one process that compiles nothing."""
+    """Compiled pipeline stages match one uncompiled process bit for bit."""
     run, alone = tiny("strategy.name=pipeline", COMPILE), of("single", 1)
     first, last = run_on(2, steps_in_themselves, run, timeout_s=LIMIT_S)
     assert min(first["graphs"], last["graphs"]) > 0
@@ -188,7 +191,8 @@ def test_stages_of_a_pipeline_are_compiled() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("gather", ["step", "micro_batch"])
 def test_layers_of_fsdp2_are_compiled_and_computed_again(gather: str) -> None:
-    """With the bits of one process that compiles nothing. By inductor's code: the next one."""
+    """FSDP2 with compiled, recomputed layers matches one uncompiled process bit for bit. The next test uses inductor's
+    code."""
     words = (COMPILE, "model.checkpoint_activations=true", f"strategy.options.gather={gather}")
     run, alone = tiny("strategy.name=fsdp2", *words), of("single", 1)
     first, second = run_on(2, steps_in_themselves, run, timeout_s=LIMIT_S)
@@ -216,12 +220,12 @@ CHUNKS = (
     "precision=bf16",
     "model.dtype=bfloat16",
     "task.loss_chunk=16",
-)  # weights kept in bf16, logits a few at a time
+)  # bf16 weights, and a loss computed in chunks of logits
 
 
 @once
 def of_chunks(folder: Path, name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
-    """Of a language model; rank 0's."""
+    """Return rank 0's digest and losses of a language model."""
     run = make(folder, "packed", f"strategy.name={name}", *CHUNKS, *overrides)
     found = run_on(ranks, steps_of, run, timeout_s=LIMIT_S)[0]
     return found["digest"], found["loss"]
@@ -252,8 +256,8 @@ def test_weights_in_bf16_and_a_loss_in_chunks(name: str, ranks: int, options: tu
 
 
 def several_alone() -> None:
-    """In this process code is made for micro-batches of several examples, and single ones run without: to compile both
-    takes half a minute more."""
+    """Compile, in this process, only for micro-batches of several examples: compiling for single examples as well takes
+    half a minute more."""
     blocks.examples = partial(lambda made, *given: islice(made(*given), 1), blocks.examples)
 
 
@@ -263,7 +267,7 @@ def in_one_go(world: World, run: Run) -> str:
 
 
 def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int]]:
-    """Three steps, and three more by another model of the same run. Also what torch's cache did for them."""
+    """Return the digest after three steps and three more in a newly built model, and the counters of torch's cache."""
     several_alone()
     _, strategy, feed = build_with_feed(run, world)
     for step in range(6):
@@ -282,16 +286,16 @@ def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
-    words = (f"precision={precision}", COMPILE, "data.max_length=4")  # of one length: no code for padded micro-batches
+    words = (f"precision={precision}", COMPILE, "data.max_length=4")  # one length, so no code for padded micro-batches
     (before,) = run_on(1, in_one_go, tiny("strategy.name=single", *words), timeout_s=LIMIT_S)
-    assert before != of("single", 1, *words[:1], *words[2:])["digest"]  # dropout is of the compiler's own numbers
+    assert before != of("single", 1, *words[:1], *words[2:])["digest"]  # compiled code draws its own dropout masks
     for found, cached in run_on(2, stopped_and_gone_on_with, tiny("strategy.name=ddp", *words), timeout_s=LIMIT_S):
         assert found == before
-        assert cached["autograd_cache_hit"] >= 1  # what is made once is there, at the latest here
+        assert cached["autograd_cache_hit"] >= 1  # the second build, at the latest, reuses cached code
         assert "autograd_cache_bypass" not in cached
 
 
-# -- refused ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +303,7 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("LS4046", "'no-such-compiler'") as caught:
         blocks.check(Job.of(tiny(COMPILE)), here=True)
     assert "\n" not in str(caught.value)
-    blocks.check(Job.of(tiny(COMPILE)), here=False)  # the ranks look for themselves
+    blocks.check(Job.of(tiny(COMPILE)), here=False)  # the launcher leaves this check to the ranks
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hf_accelerate"])
@@ -322,13 +326,14 @@ def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Longformer's attention asks how many tokens are global, which no graph can say. A rank would say so, too."""
+    """Longformer's attention computes how many tokens are global, which a graph cannot express. The check refuses it
+    before ranks start, which would fail as well."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = {"type": "longformer", "config": sizes | {"attention_window": 8}}
     with raises("LS4048", "model.compile: ") as caught:
         blocks.check(Job.of(tiny(COMPILE, model=model)), here=True)
     assert "\n" not in str(caught.value)
-    blocks.check(Job.of(tiny(COMPILE, model=model)), here=False)  # the ranks look for themselves
+    blocks.check(Job.of(tiny(COMPILE, model=model)), here=False)  # the launcher leaves this check to the ranks
     blocks.check(Job.of(tiny(model=model)), here=True)
     with raises("LS4048"):
         here(COMPILE, model=model)
@@ -339,7 +344,7 @@ def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
 def test_layers_that_can_be_traced_are_not_refused(
     precision: str, cache: Path, codes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is compiled for that, torch's random numbers stay, and the answer is kept."""
+    """The check compiles nothing, leaves torch's random state alone, and caches its result."""
     state = torch.get_rng_state()
     run = tiny(COMPILE, f"precision={precision}", "model.config.n_layer=2")
     blocks.check(Job.of(run), here=True)
@@ -351,10 +356,10 @@ def test_layers_that_can_be_traced_are_not_refused(
 
 @pytest.mark.slow
 def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BERT's word embeddings, which are not shared with a classifier, give a gradient of rows, and no graph can say how
-    many: transformers names their module beside the layers. The steps are those of layers that are traced alone."""
+    """BERT's untied word embeddings, which transformers lists among the layers, are not compiled: their gradient has a
+    number of rows that a graph cannot express. The steps match those with only the layers traced."""
     model = {"type": "bert", "config": {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}}
-    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")  # forward and backward are traced, and nothing is made of it
+    monkeypatch.setattr(blocks, "BACKEND", "aot_eager")  # forward and backward are traced, and no code is generated
     traced = here(COMPILE, model=model)
     assert traced["norm"] == pytest.approx(here(model=model)["norm"], rel=1e-4)
     monkeypatch.setattr(blocks, "_looks_up_tokens", lambda block: False)

@@ -1,7 +1,7 @@
-"""Weight decay: which weights have none, beside what the Trainer of the installed transformers decays, in every family
-that its config builds.
+"""Weight decay: which weights have none, compared with Trainer of the installed transformers, in every family that its
+config can build.
 
-Each difference from Trainer is wanted, and stands here with its reason.
+Each difference from Trainer is intended and listed here with its reason.
 """
 
 import copy
@@ -21,9 +21,9 @@ from lockstep.plain import train as plain
 from lockstep.strategies.exact import parameter_groups
 from lockstep.tasks.models import heads, weight_decay
 
-# Without decay here, decayed by Trainer: the weights of norms whose class is not `nn.LayerNorm` and whose names are not
-# among those that Trainer knows (ResNet's, Mamba's `norm_f`). A norm's scale is near 1, and to shrink it regularizes
-# nothing that the model computes.
+# Without decay in lockstep, decayed by Trainer: weights of norms whose class is not `nn.LayerNorm` and whose names
+# Trainer does not know (ResNet's, Mamba's `norm_f`). A norm's scale is near 1; shrinking it does not regularize the
+# model.
 NORMS = {
     "Aimv2RMSNorm", "BatchNorm1d", "BatchNorm2d", "BitGroupNormActivation", "Dots3NoteRMSNorm",
     "Exaone4_5_RMSNorm", "FalconMambaRMSNorm", "Gemma4RMSNorm", "Glm4vMoeRMSNorm", "Glm4vRMSNorm",
@@ -32,13 +32,13 @@ NORMS = {
     "Ovis2RMSNorm", "PeAudioMaskedGroupNorm", "PixtralRMSNorm", "Qwen2_5OmniRMSNorm", "Qwen2_5_VLRMSNorm",
     "Sapiens2RMSNorm", "VibeVoiceRMSNorm", "xLSTMRMSNorm",
 }  # fmt: skip
-# Decayed here, and not by Trainer, which leaves out all that stands inside of what is called a layernorm: matrices of
-# small networks that compute a norm's scale, and the whole of RoBERTa-PreLayerNorm, by its own name.
+# Decayed in lockstep and not by Trainer, which leaves out all weights inside a module called layernorm: matrices of
+# small networks that compute a norm's scale, and all of RoBERTa-PreLayerNorm, because of its name.
 INSIDE_NORMS = re.compile(
     r"layernorm\.mlp\.fc\d\.weight$|ada_rms_norm\.linear\d\.weight$|^roberta_prelayernorm\..*\.weight$"
 )
-# Decayed here and by Trainer, though some recipes leave them out: they are no biases and no norms. `optim.groups` takes
-# `weight_decay: 0` for them.
+# Decayed by lockstep and by Trainer, though some recipes leave them out: they are neither biases nor norms.
+# `optim.groups` with `weight_decay: 0` excludes them.
 DECAYED = {
     "mamba": r"\.(A_log|D)$",
     "mamba2": r"\.(A_log|D)$",
@@ -59,25 +59,25 @@ WITHOUT = {
     "encodec": r"\.lstm\.bias_[ih]h_l\d$",
     "wav2vec2-conformer": r"\.pos_bias_[uv]$",
 }
-# Entries without which transformers makes no model of these families.
+# Config entries without which transformers cannot build a model of these families.
 ENTRIES: dict[str, dict[str, Any]] = {
     "autoformer": {"prediction_length": 4},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "informer": {"prediction_length": 4},
     "time_series_transformer": {"prediction_length": 4},
 }
-LAYERS = 8  # of which hybrids have all kinds
+LAYERS = 8  # enough for hybrid models to have each kind of layer
 QUICK = ("bert", "gpt2", "llama", "resnet", *DECAYED, *WITHOUT)
 
 
 def model_of(family: str, auto: str) -> Any:
-    """The family's model with the head of this Auto class, of its default config, on the meta device; None where
-    transformers has or makes none. Of few layers where its config allows that: later ones have the same names."""
+    """Return the family's model with this Auto class, of its default config, on the meta device, or None if
+    transformers cannot build it. It has few layers if the config allows that: later layers have the same names."""
     try:
         config = CONFIG_MAPPING[family](**ENTRIES.get(family, {}))
         if type(config) not in getattr(transformers, auto)._model_mapping:
             return None
-    except Exception:  # a library or an entry is missing
+    except Exception:  # a library or a config entry is missing
         return None
     few = copy.deepcopy(config)
     with suppress(Exception):
@@ -100,8 +100,8 @@ def _few_layers(config: Any) -> None:
 
 
 def differences(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
-    """Weights that Trainer treats in another way: their names, classes, and whether they are decayed here. The plain
-    reference, which has a rule of its own, has to decay the same."""
+    """Yield weights that Trainer treats differently: name, class, and whether lockstep decays them. The plain
+    reference, which has its own rule, must decay what lockstep decays."""
     theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     ours = {name for name, how in parameter_groups.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
     assert plain_groups(model) == ours
@@ -111,7 +111,7 @@ def differences(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
 
 
 def plain_groups(model: nn.Module) -> set[str]:
-    """Names of the weights that the plain reference decays."""
+    """Return the names of the weights that the plain reference decays."""
     run = {"optim": OptimSection(weight_decay=0.1).model_dump() | {"betas": [0.9, 0.999], "eps": 1e-8}}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     names = {id(p): name for name, p in trained.items()}
@@ -120,10 +120,11 @@ def plain_groups(model: nn.Module) -> set[str]:
 
 
 HEADS = [head.auto for head in heads.BUILT_IN.values()]
-LEAST = {"AutoModel": 500, "AutoModelForCausalLM": 150, "AutoModelForSequenceClassification": 80}  # built, of each
+# least number of models built for each class
+LEAST = {"AutoModel": 500, "AutoModelForCausalLM": 150, "AutoModelForSequenceClassification": 80}
 
 
-EVERY = [  # some start ninja, to look for kernels of their own
+EVERY = [  # some start ninja to build their own kernels
     pytest.param(auto, [*CONFIG_MAPPING], marks=[pytest.mark.slow, pytest.mark.processes], id=auto) for auto in HEADS
 ]
 
@@ -153,7 +154,7 @@ def test_weights_by_name(named: dict[str, str], decays: bool) -> None:
 
 
 class NormedEmbedding(nn.Embedding):
-    """As those of some families: a table, and a norm beside it."""
+    """An embedding table with a norm, as in some model families."""
 
     def __init__(self) -> None:
         super().__init__(4, 2)
@@ -161,7 +162,7 @@ class NormedEmbedding(nn.Embedding):
 
 
 class Own(nn.Module):
-    """Names that meet the rule, and names that only look like it."""
+    """A module with names that match the rule for norms, and names that only resemble them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An engine that cannot be imported as this package knows it takes no other strategy down, and not `lockstep list`."""
+"""An engine library that cannot be imported disables only its own strategies, and `lockstep list` still works."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ for name in plugins.names("strategies"):
 @pytest.mark.parametrize(
     ("engine", "gone"),
     [
-        ("torch.distributed.fsdp", ["fsdp2", "pipeline"]),  # torch's own pipelining imports it
+        ("torch.distributed.fsdp", ["fsdp2", "pipeline"]),  # torch.distributed.pipelining imports it
         ("torch.distributed.pipelining", ["pipeline"]),
     ],
 )

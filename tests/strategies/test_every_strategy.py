@@ -1,4 +1,4 @@
-"""`lockstep train` under every strategy, killed in the middle and started again: the weights of an untouched job."""
+"""`lockstep train` under every strategy, killed and restarted, ends with the weights of an uninterrupted job."""
 
 import random
 import signal
@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        long("allreduce", 3),  # which test_replay.py and test_killed.py kill
+        long("allreduce", 3),  # killed in test_replay.py and test_killed.py
         slow("hf_accelerate", 2),
         ("hf_trainer", 2),
         long("fsdp2", 2),
@@ -54,13 +54,14 @@ def test_killed_and_resumed_on_the_same_strategy(
     assert "resuming after step" in job.finish(*options)
     if name.startswith("zero"):
         (ours, theirs) = (lines(folder)[-1]["loss"] for folder in (tmp_path, untouched))
-        assert ours == pytest.approx(theirs, rel=1e-2)  # AdamW's drift
+        assert ours == pytest.approx(theirs, rel=1e-2)  # AdamW amplifies rounding differences
     else:
         assert job.bits() == bits(untouched)
 
 
 def test_a_run_may_move_from_strategy_to_strategy(job: CommandJob, untouched: Path) -> None:
-    """Stopped under each, and gone on with under the next."""
+    """A run stopped under each strategy and resumed under the next one ends with the weights of an uninterrupted
+    job."""
     job.write()
     for name, processes, until_step in (("ddp", 2, 6), ("pipeline", 2, 14), ("fsdp2", 3, 24)):
         options = [f"strategy.name={name}", f"launch.processes={processes}"]

@@ -1,4 +1,5 @@
-"""Families of models that an engine needs something for: the bits of one process in shards, or a refusal."""
+"""Model families that an engine must treat specially: sharded, they have the bits of one process, or they are
+refused."""
 
 import shutil
 from pathlib import Path
@@ -40,13 +41,13 @@ FUNNEL = {"block_sizes": [1, 1], "num_decoder_layers": 1, "n_head": 2, "d_head":
 REFORMER = {"hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 64}
 REFORMER |= {"axial_pos_embds": False, "attn_layers": ["local", "local"], "is_decoder": True}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "t5": T5,  # from scratch its config says nothing of the decoder's first token
-    "mbart": BART,  # what must not be split is within what must not be split
-    "xlnet": XLNET,  # its config has no limit of positions, and says so with an error
+    "t5": T5,  # its default config has no decoder start token
+    "mbart": BART,  # a module that must not be split contains another one
+    "xlnet": XLNET,  # reading the limit of positions from its config raises
     "funnel": FUNNEL,  # its layers are lists within a list
-    "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers, past all hooks
+    "squeezebert": BERT | {"embedding_size": 32},  # calls `forward` of its layers directly, so no hook runs
     "albert": BERT | {"embedding_size": 16},  # runs one layer twice
-    "ibert": BERT,  # its forward puts new buffers in the place of its ranges
+    "ibert": BERT,  # its forward replaces the buffers of its ranges
     "lilt": BERT | {"hidden_size": 48, "max_2d_position_embeddings": 300},  # looks large embeddings up twice
     "reformer": REFORMER,  # seeds its dropout from the operating system, and runs its layers again in backward
 }
@@ -66,7 +67,7 @@ def test_a_classifier_has_the_same_bits_in_shards(family: str) -> None:
 
 @pytest.mark.processes
 def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
-    """BERT's embeddings, which must not be split, hold the weight of its decoder."""
+    """BERT's embeddings, which must not be split, hold the tied weight of its decoder."""
     single, found = both(
         model={"type": "bert", "config": BERT | {"is_decoder": True}},
         task={"name": "language_modeling", "block_size": 16, "samples": 0},
@@ -95,10 +96,11 @@ def test_a_config_within_a_config_takes_entries() -> None:
     assert found.encoder.num_hidden_layers == 2
     assert len(found.encoder.layer_types) == 2  # derived from its number of layers
     assert found.decoder.cross_attention_hidden_size == 32  # derived from the encoder's
-    assert found.decoder.dropout_rate == 0.25  # handed down
+    assert found.decoder.dropout_rate == 0.25  # passed on from the outer config
     found = config_of("encoder-decoder", {"encoder": BERT, "decoder": {"model_type": "roberta"} | BERT})
     assert (found.encoder.model_type, found.decoder.model_type) == ("bert", "roberta")
-    assert (found.decoder.is_decoder, found.decoder.add_cross_attention) == (True, True)  # as without a mapping
+    # as without an explicit decoder mapping
+    assert (found.decoder.is_decoder, found.decoder.add_cross_attention) == (True, True)
     assert (found.encoder.hidden_size, found.decoder.hidden_size) == (32, 32)
 
 
@@ -124,9 +126,9 @@ SHARDS: list[tuple[str, dict[str, Any]]] = [
 
 
 def written_by(head: str, family: str, entries: dict[str, Any]) -> set[str]:
-    """The trained weights that the forward of a small model writes to, in training or in evaluation."""
+    """Return the names of trained weights that the forward of a small model writes to, in training or evaluation."""
     config = transformers.CONFIG_MAPPING[family](**small.config_of(family, dropout=False) | entries)
-    config.architectures = config.architectures or []  # which transformers walks through for a Funnel
+    config.architectures = config.architectures or []  # transformers iterates over it for a Funnel
     if hasattr(config, "vocab_size"):
         config.vocab_size, config.pad_token_id = 64, 1
     model = getattr(transformers, heads.of(head).auto).from_config(config).train()
@@ -134,13 +136,13 @@ def written_by(head: str, family: str, entries: dict[str, Any]) -> set[str]:
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     try:
         effects = effects_of(model, [lambda: model(**inputs)], ())
-    except TypeError:  # no entry of that name
+    except TypeError:  # the config has no entry of that name
         effects = effects_of(model, [lambda: model(ids)], ())
     return {name for name, _ in model.named_parameters()} & (effects.written | effects.evaluated)
 
 
 @pytest.mark.slow
-@pytest.mark.processes  # a library looks for ninja
+@pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize("head", ["causal", "masked"])
 def test_no_other_family_writes_to_its_weights(head: str) -> None:
     found, tried = set(), 0
@@ -148,18 +150,19 @@ def test_no_other_family_writes_to_its_weights(head: str) -> None:
         try:
             found |= {family} if written_by(head, family, {}) else set()
             tried += 1
-        except Exception:  # it wants other inputs than ids and a mask
+        except Exception:  # its forward needs other inputs than ids and a mask
             continue
     assert found == ({*layers.WRITES_WEIGHTS} if head == "causal" else set())
     assert tried > 0.9 * len(small.known()[head])
 
 
 @pytest.mark.slow
-@pytest.mark.processes  # a library looks for ninja
+@pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize("head", ["causal", "masked", "classification", "token_classification", "seq2seq"])
 def test_no_other_family_loads_weights_that_were_not_saved(head: str, tmp_path: Path) -> None:
-    """By transformers alone: of small models whose weights were all changed, padding rows among them. A row that is
-    zero when it is loaded is the same to a classifier, which never trains it; Marian computes its positions anew."""
+    """Only transformers runs here: small models are saved with every weight changed, padding rows included, and loaded.
+    Two differences are allowed: a padding row loaded as zero, which a classifier never trains, and Marian's positions,
+    which it computes again."""
     found, tried, auto = set(), 0, getattr(transformers, heads.of(head).auto)
     for family in small.known()[head]:
         try:
@@ -172,7 +175,7 @@ def test_no_other_family_loads_weights_that_were_not_saved(head: str, tmp_path: 
                     parameter.add_(0.25)
             model.save_pretrained(tmp_path / family)
             loaded = auto.from_pretrained(tmp_path / family).state_dict()
-        except Exception:  # entries that do not fit each other
+        except Exception:  # config entries that contradict each other
             continue
         tried += 1
         found |= {family} if any(not torch.equal(t, loaded[name]) for name, t in model.state_dict().items()) else set()
@@ -182,7 +185,7 @@ def test_no_other_family_loads_weights_that_were_not_saved(head: str, tmp_path: 
     assert tried > 0.9 * len(small.known()[head])
 
 
-@pytest.mark.processes  # a library looks for ninja
+@pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize(("name", "options"), SHARDS)
 @pytest.mark.parametrize("family", layers.WRITES_WEIGHTS)
 def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name: str, options: dict[str, Any]) -> None:
@@ -204,7 +207,7 @@ def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name
 
 
 class Words:
-    """What `build` asks of a tokenizer."""
+    """The part of a tokenizer that `build` reads."""
 
     pad_token_id, bos_token_id, eos_token_id = 3, 4, 5
 
@@ -223,7 +226,7 @@ def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) ->
     assert model.config.decoder.use_cache is False
     words.bos_token_id = None
     model = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "classification", words, empty=True)
-    assert model.config.decoder.bos_token_id == 3  # something to start from
+    assert model.config.decoder.bos_token_id == 3  # a start token for the decoder
     assert {embeddings.num_embeddings for embeddings in model.modules() if hasattr(embeddings, "num_embeddings")} == {
         40
     }
@@ -240,7 +243,7 @@ def test_entries_of_layers_that_differ_can_be_set() -> None:
     assert [int(layer) for layer in found["per_layer_config"]] == [
         5,
         6,
-    ]  # the last one is made a layer of full attention
+    ]  # the last layer is changed to full attention
 
 
 def test_positions_of_a_part_are_checked_too() -> None:
@@ -279,7 +282,7 @@ def test_too_few_entries_are_told_before_a_process_starts(tmp_path: Path, monkey
 
 
 def test_texts_that_a_canine_cannot_read_are_refused() -> None:
-    """It joins tokens by fours: transformers itself reads no batch of fewer."""
+    """Canine joins tokens in groups of four; transformers itself fails on a batch of fewer."""
     model = {"type": "canine", "config": {"downsampling_rate": 4} | {"num_hidden_layers": 1, "hidden_size": 24}}
     judge = transformers.CanineModel(transformers.CanineConfig(**model["config"]))
     judge(torch.ones(1, 4, dtype=torch.long))
@@ -309,7 +312,7 @@ def test_an_fsmt_that_starts_from_padding_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> None:
-    """transformers trains a T5Gemma from one, and generates from the other."""
+    """transformers trains a T5Gemma with one of them, and generates from the other."""
     config = transformers.CONFIG_MAPPING["t5gemma"](**T5GEMMA)
     for start, refused in ((config.decoder.bos_token_id, False), (config.decoder.bos_token_id + 1, True)):
         config.decoder_start_token_id = start

@@ -1,4 +1,4 @@
-"""fp16: the loss scale, the steps that it makes overflow, and the same bits under every strategy that gives bits."""
+"""fp16: the loss scale, steps that overflow, and the same bits under every exact strategy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> 
         norm = INF if step in (3, 4, 9) else FINE
         scale.follow(LOSSES, norm)
         weight.grad = norm.clone()
-        theirs.scale(torch.zeros(()))  # makes its scale, the first time
+        theirs.scale(torch.zeros(()))  # creates the scaler's scale on the first call
         theirs.step(other)
         theirs.update()
         assert bool(scale.overflowed) == bool(torch.isinf(norm))
@@ -55,7 +55,7 @@ def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss
     for _ in range(20):
         scale.follow(LOSSES, INF)
     assert float(scale.value) == LOWEST_SCALE
-    assert not scale.overflowed  # it is not the scale's fault
+    assert not scale.overflowed  # the loss, not the scale, caused it
     scale.value = torch.tensor(HIGHEST_SCALE)
     scale.good_steps = torch.tensor(float(SCALE_INTERVAL - 1))
     scale.follow(LOSSES * float("nan"), INF)
@@ -69,7 +69,7 @@ def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss
 
 
 def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6) -> dict[str, Any]:
-    """A few steps, some of which overflow; what must be equal everywhere."""
+    """Return the results, equal on all ranks, of a few steps, some of which overflow."""
     _, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     planted(strategy, overflows)
@@ -78,14 +78,14 @@ def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6
     for t in range(steps):
         results.append(strategy.train_step(feed.make(t), 1e-3))
         scales.append(float(strategy.precision.loss_scale.value))
-        if world.size == 1:  # with more ranks the end tells
+        if world.size == 1:  # with several ranks, the final state shows it
             weights.append(digest({k: v for k, v in strategy.state_dict().items() if k.startswith("model.")}))
     state = strategy.state_dict()
     assert float(state["scaling.scale"]) == scales[-1]
     found = {
         "digest": digest(state) if world.is_main else "",  # `state_dict` is collective
         "loss": [float(r.loss) for r in results],
-        "norm": [str(float(r.grad_norm)) for r in results],  # nan is not equal to itself
+        "norm": [str(float(r.grad_norm)) for r in results],  # as text, because nan is not equal to itself
         "used": [bool(r.used) for r in results],
         "scales": scales,
         "moved": [a != b for a, b in itertools.pairwise(weights)],
@@ -147,7 +147,7 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
         if name == "killed":
             assert status != 0
             status, more, err = train(folder, cache, *options, "launch.processes=1", PYTHONPATH=TESTS_PATH)
-            assert "resuming after step " in more  # 4 or 8: both come after an overflow
+            assert "resuming after step " in more  # 4 or 8: both follow an overflow
             out += more
         assert status == 0, err
         assert "1 step skipped: fp16 overflowed; the loss scale is 32,768 now" in out
@@ -159,7 +159,8 @@ def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Pa
 
 
 def switched(world: World, run: Run) -> list[tuple[float, str]]:
-    """The scale after an overflow, the state two steps later: straight on, and by another strategy from the state."""
+    """Return (loss scale after an overflow, digest two steps later), for going on directly and for another strategy
+    that loads the state."""
     task, first = build(run, world)
     feed = StepLoader(task, first.own_micro_batches(), world.device)
     planted(first, OVERFLOWS)
@@ -189,7 +190,7 @@ def test_another_strategy_goes_on_with_the_scale() -> None:
 
 
 def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
-    """What a loss that is no number comes to, and the scale before and after it."""
+    """Return the error message of a non-finite loss, and the loss scale before and after it."""
     _, strategy, feed = build_with_feed(run, world)
     planted(strategy, {}, infinite=1)
     scales, said = [], "skipped"

@@ -1,4 +1,5 @@
-"""FSDP2's options: hybrid sharding, tensor parallelism, resharding, offload, precision; and what a rank holds."""
+"""FSDP2's options (hybrid sharding, tensor parallelism, resharding, offload, precision) and what a rank holds in
+memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ XLM = {"n_layers": 2, "n_heads": 2, "emb_dim": 32, "max_position_embeddings": 32
 @pytest.mark.processes
 @pytest.mark.parametrize("family", ["xlm", "flaubert"])
 def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) -> None:
-    """An attention whose input is added to its output outside of it: four terms, of which FSDP would see three."""
+    """XLM adds an attention's input to its output outside of the attention: the gradient sums four terms, of which FSDP
+    would see three."""
     model = {"type": family, "config": XLM}
     one = of(1, "strategy.name=single", "micro_batches=4", model=model)
     found = of(2, "strategy.name=fsdp2", "micro_batches=4", model=model)
@@ -61,7 +63,7 @@ def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) ->
 
 
 def groups_of(world: World, run: Run) -> tuple[int, int]:
-    """How many groups of ranks `build` forms, and how many of them outside of `World.forming`."""
+    """Return how many process groups `build` forms, and how many of them outside of `World.forming`."""
     forming, within, joined = World.forming, set[Any](), set(torch_internals.groups())
 
     @contextmanager
@@ -88,7 +90,8 @@ def groups_of(world: World, run: Run) -> tuple[int, int]:
     ],
 )
 def test_no_rank_waits_for_a_lost_one_in_a_group_of_its_strategy(strategy: dict) -> None:
-    """Ranks that go on without a lost one end the connections of the groups that were formed within `forming`."""
+    """After a rank failure, survivors abort the connections of groups that were formed within `forming`, so every group
+    must be."""
     model = LLAMA if "tensor_parallel" in strategy["options"] else TINY["model"]
     for formed, outside in run_on(4, groups_of, tiny("micro_batches=4", strategy=strategy, model=model)):
         assert formed
@@ -96,7 +99,8 @@ def test_no_rank_waits_for_a_lost_one_in_a_group_of_its_strategy(strategy: dict)
 
 
 def order_of(world: World, run: Run) -> list[str]:
-    """What a backward does, in its order: a block's gradients come in, a group's gradients go out."""
+    """Return the order of events in backward: "into i" when block i's input gradient is computed, "out" when a bucket
+    is sent."""
     task, strategy = build(run, world)
     events: list[str] = []
     for i, block in enumerate(strategy.model.transformer.h):
@@ -122,7 +126,7 @@ def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed
 
 @pytest.mark.processes
 def test_replicas_of_unequal_shares_keep_the_bits() -> None:
-    """Six shards' ranks over nine micro-batches: replicas of four and five micro-batches, with blank turns."""
+    """Two replicas of two shards each run four and five of nine micro-batches, with padding micro-batches."""
     nine = ("micro_batches=9", "batch_size=18")
     found = of(4, "strategy.name=fsdp2", "strategy.options.replicate=2", *nine)
     assert found["digest"] == of(1, "strategy.name=single", *nine)["digest"]
@@ -151,9 +155,9 @@ def test_every_rank_holds_its_part_only(single: dict) -> None:
 
 
 def written(world: World, run: Run) -> tuple[int, int]:
-    """The most memory that building wrote to at once, and the model's size, in bytes."""
+    """Return the peak bytes written while building, and the model's size in bytes."""
     task = find("tasks", run.task.name)
-    padding.unsupported_reason(run, task.head)  # a start tries a small model before any rank is there
+    padding.unsupported_reason(run, task.head)  # a start tries a small model before any rank exists
     with Written() as seen:
         _, strategy = build(run, world)
     size = 4 * strategy.parameter_count
@@ -163,13 +167,13 @@ def written(world: World, run: Run) -> tuple[int, int]:
 
 @pytest.mark.processes
 def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
-    """A part is a quarter of the model; the rest is one weight on its way, or two while a thread has not let go. The
-    system's count of pages once read 0.71, when freed memory was kept from before the build:
-    benchmarks/log.md, "Memory"."""
+    """Other ranks hold a quarter of the model, plus one weight being sent, or two until a thread frees one. The
+    system's page count once read 0.71, because freed memory was kept from before the build: benchmarks/log.md,
+    "Memory"."""
     large = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 4, "n_embd": 128, "n_positions": 32}}
     run = tiny("strategy.name=fsdp2", model=large)
     (first, size), *others = run_on(4, written, run)
-    assert size < first < 1.4 * size  # the control: a whole copy shows
+    assert size < first < 1.4 * size  # control: the measurement shows a full copy
     for most, _ in others:
         assert 0.25 * size <= most < 0.4 * size, f"{most / size:.2f} of the model"
 
@@ -191,7 +195,7 @@ def test_what_is_written_is_counted_until_it_is_gone() -> None:
 def test_own_mixed_precision_is_what_it_says(single: dict) -> None:
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
     found = of(2, strategy={"name": "fsdp2", "options": options})
-    assert found["dtypes"] == {torch.float32}  # what is kept; what is gathered is bf16
+    assert found["dtypes"] == {torch.float32}  # the sharded weights; gathered ones are bf16
     assert found["loss"] == pytest.approx(of(1, "strategy.name=single", "precision=bf16")["loss"], rel=2e-2)
     assert found["loss"] != single["loss"]
 

@@ -1,5 +1,5 @@
-"""`fsdp2` with `gather: step`: the bits of `single`, a state that either way of gathering goes on from, and which of
-the two is taken."""
+"""`fsdp2` with `gather: step`: the bits of `single`, a state that both ways of gathering can load, and the rule that
+chooses between them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,7 +72,8 @@ def test_weights_that_some_micro_batches_use_and_weights_of_one_number() -> None
 
 
 def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
-    """Each run goes on from the checkpoint of the one before. Which class it was, and the digest after."""
+    """Resume each run from the checkpoint of the previous one; return (strategy class, digest after two steps) of
+    each."""
     found = []
     for i, run in enumerate(runs):
         task, strategy, feed = build_with_feed(run, world)
@@ -91,7 +92,7 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
 @pytest.mark.processes
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -> None:
-    """Of fp16 the loss scale is a part of the state."""
+    """A run may switch between the two ways of gathering at a resume; in fp16 the state includes the loss scale."""
     one, two = (
         [tiny(f"output={tmp_path}/{name}", f"precision={precision}", strategy=strategy) for strategy in ways]
         for name, ways in (("one", [{"name": "single"}] * 3), ("two", [STEP, PIECE, STEP]))
@@ -101,7 +102,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
     assert [found for _, found in ours] == [found for _, found in alone]
 
 
-# -- which of the two ------------------------------------------------------------------------------------------------
+# -- the choice between the two --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
     ],
 )
 def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
-    """And an option of FSDP's asks for FSDP, as `exact: false` does."""
+    """`gather` decides; without it, an option of FSDP or `exact: false` chooses FSDP, without looking at memory."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
     assert resolve_strategy(run, 2) is (found or FSDP2)
     assert not strategy_class(run).needs_memory_to_resolve(run)
@@ -127,7 +128,8 @@ def decided(run: Run, processes: int, memory: int) -> str:
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:
-    """100 parameters, eight micro-batches: 4 + 4 + 8 / n bytes for each, and 4 for each partial sum that waits."""
+    """Otherwise `step` is chosen if it fits into half the memory. With 100 parameters and eight micro-batches it takes
+    4 + 4 + 8 / n bytes per parameter, and 4 for each waiting partial sum."""
     run = load(None, ["strategy.name=fsdp2"], TINY)
     for processes, bytes_each in ((1, 4 + 4 + 2 * 4 + 8), (2, 4 + 4 + 4 + 4), (4, 4 + 4 + 2), (8, 4 + 4 + 1)):
         assert decided(run, processes, 2 * 100 * bytes_each) == "step"
@@ -164,7 +166,7 @@ def test_what_cannot_work_is_refused(options: dict, said: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None:
-    """Every rank holds it, and the rows of the others are each of one rank."""
+    """A scalar weight, which every rank holds, counts once in the norm, as do the rows that only one rank holds."""
     matrix, number = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(3.0)
     model = nn.ParameterDict({"matrix": nn.Parameter(matrix), "number": nn.Parameter(number)})
     squares = torch.zeros(())

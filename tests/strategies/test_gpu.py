@@ -1,5 +1,5 @@
-"""On a CUDA device: the bits of `single` under every exact strategy, by ranks that share the device over gloo; the same
-bits when it is done again; and the CPU's numbers to rounding."""
+"""On a CUDA device: the bits of `single` under every exact strategy, with ranks that share the device over gloo; the
+same bits on a second run; and the CPU's numbers within rounding."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ALONE = ("pipeline", "zero1", "zero2", "zero3")  # on GPUs that no other process has
+ALONE = ("pipeline", "zero1", "zero2", "zero3")  # they need a GPU that no other process uses
 STILL = [f"model.config.{name}_pdrop=0" for name in ("resid", "embd", "attn")]
 PLACE = ("launch.device=cuda", "launch.processes_per_gpu=4")
 LLAMA = ("model.type=llama", "model.config={hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, "
@@ -32,9 +32,9 @@ BERT = ("model.type=bert", "model.config={hidden_size: 64, intermediate_size: 12
         "num_attention_heads: 4, hidden_dropout_prob: 0, attention_probs_dropout_prob: 0}")  # fmt: skip
 
 
-@cache  # several questions are asked of one job
+@cache  # several tests use one job
 def of(name: str, ranks: int, *overrides: str, place: tuple[str, ...] = PLACE, again: int = 0) -> dict[str, Any]:
-    """What rank 0 of a job says, which the others say as well. `again`: done once more."""
+    """Return rank 0's results, which all ranks must share. `again` forces a second run."""
     options = ("strategy.options.gather=step",) if name == "fsdp2" else ()
     return first_of(ranks, tiny(f"strategy.name={name}", *options, *place, *overrides))
 
@@ -60,8 +60,8 @@ def test_steps_repeat_to_the_bit(precision: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_deepspeed_has_the_bits_of_ddp(name: str, tmp_path: Path) -> None:
-    """By themselves, on a GPU that is theirs: they choose devices and backends. The fork server of tests has imported
-    DeepSpeed for the CPU, so these begin anew."""
+    """DeepSpeed runs in new interpreters and on GPUs of its own: it chooses devices and backends, and the tests' fork
+    server has imported DeepSpeed for the CPU."""
     found = []
     for strategy in (name, "ddp"):
         keys = (
@@ -97,7 +97,7 @@ def test_what_a_model_can_be_told_has_equal_bits_too(keys: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("family", [BERT, LLAMA])
 def test_attention_by_length_is_that_of_padded_texts_to_rounding(family: tuple[str, ...]) -> None:
-    """In bf16 and without dropout torch's variable-length attention computes it."""
+    """In bf16 and without dropout, torch's variable-length attention computes it."""
     none, batch = (
         of("single", 1, *family, "precision=bf16", f"data.padding={padding}") for padding in ("none", "batch")
     )
@@ -121,7 +121,7 @@ def test_losses_in_chunks_are_those_of_all_logits(tmp_path: Path) -> None:
 
 
 def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
-    """Work that the host only queues counts for the phase it was queued in, though the host is long past it."""
+    """Work that the host only enqueues counts in the phase that enqueued it, even if the host has moved on."""
     found = StepTimer(torch.device("cuda", 0))
     matrix = torch.ones(4096, 4096, device="cuda")
     matrix @ matrix

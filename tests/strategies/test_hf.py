@@ -1,4 +1,4 @@
-"""Accelerate and Trainer as engines: against the libraries used directly, and in Accelerate's other modes."""
+"""Accelerate and Trainer as engines: compared with direct use of the libraries, and in Accelerate's other modes."""
 
 import tempfile
 from functools import cache
@@ -20,9 +20,9 @@ from lockstep.training.data_loader import StepLoader
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
 
-# Trainer draws dropout from one stream for a whole run; without dropout both see the same network.
+# Trainer draws dropout from one stream for a whole run, so the comparison turns dropout off.
 CALM = ("model.config.resid_pdrop=0", "model.config.embd_pdrop=0", "model.config.attn_pdrop=0")
-CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch_size=20")  # five whole steps an epoch
+CONSTANT = ("optim.schedule=constant", "optim.warmup_steps=0", "steps=4", "batch_size=20")  # five full steps per epoch
 
 
 def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
 
 
 def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
-    """`Trainer.train()` itself, with its own loop, sampler, clipping and optimizer, on the same micro-batches."""
+    """Run `Trainer.train()` with its own loop, sampler, clipping and optimizer on the same micro-batches."""
     from transformers import Trainer, TrainingArguments
 
     task = build(tiny("strategy.name=single", *CALM, *CONSTANT), world)[0]
@@ -87,7 +87,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("clip", "apart"),
-    [("null", 0.0), ("0.5", 1e-5)],  # Trainer takes the norm in float32, and AdamW blows that up
+    [("null", 0.0), ("0.5", 1e-5)],  # Trainer computes the norm in float32, and AdamW amplifies the difference
 )
 def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path) -> None:
     run = tiny("strategy.name=hf_trainer", "strategy.exact=false", f"optim.max_grad_norm={clip}", *CALM, *CONSTANT)
@@ -96,7 +96,7 @@ def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         assert (ours[name] - weight).abs().max() <= apart, name
-    other = run.model_copy(update={"seed": 1})  # the control: another order of the examples
+    other = run.model_copy(update={"seed": 1})  # control: another order of the examples
     assert any((a - theirs[k]).abs().max() > 1e-4 for k, a in run_on(1, by_lockstep, other)[0].items())
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_is_killed_leaves_no_folder_of_trainer_s(tmp_path: Path) -> 
 
 @cache
 def alone(*overrides: str) -> dict[str, torch.Tensor]:
-    """The weights of one process."""
+    """Return the weights of one process."""
     run = tiny("strategy.name=single", *overrides, *CONSTANT)
     return run_on(1, by_lockstep, run)[0]
 
@@ -145,7 +145,7 @@ def test_fsdp2_through_accelerate_keeps_the_bits(options: dict) -> None:
 
 @pytest.mark.processes
 def test_fsdp2_through_accelerate_keeps_the_bits_in_bf16() -> None:
-    """The control: Accelerate's own bf16, which gathers bf16 weights, has others."""
+    """Control: Accelerate's own bf16, which gathers bf16 weights, gives different bits."""
     own, exact = (
         tiny("precision=bf16", *CONSTANT, strategy={"name": "hf_accelerate", "options": {"fsdp": {}}, "exact": each})
         for each in (False, True)
@@ -177,7 +177,7 @@ def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("family", "shared"), [("bart", True), ("marian", True), ("t5", True), ("gpt2", False)])
 def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -> None:
-    """Accelerate's FSDP2 ends in a traceback where it shards those."""
+    """Accelerate's FSDP2 fails with a traceback when it shards such embeddings."""
     task = {"name": "language_modeling"} if family == "gpt2" else {"name": "translation", "source": "a", "target": "b"}
     sizes = {} if family in ("gpt2", "t5") else {"encoder_layers": 1, "decoder_layers": 1}
     values = {"task": task, "data": {"source": "rows.jsonl"}, "model": {"type": family, "config": sizes}}

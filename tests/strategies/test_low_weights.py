@@ -1,4 +1,4 @@
-"""Weights in bfloat16: trained beside float32 masters and without, and the frozen ones of an adapter."""
+"""bfloat16 weights: trained with and without float32 masters, and frozen under an adapter."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def test_without_masters_the_bits_of_single(name: str, ranks: int, more: tuple[s
 
 
 def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
-    """Masters after a few steps beside weights that torch's own AdamW updates in float32 with the same gradients: the
-    largest difference, how far they went, whether the model's weights are the masters, rounded, and what the summary
-    says of formats."""
+    """Compare masters after a few steps with float32 weights that torch's AdamW updates with the same gradients. Return
+    the largest difference, how far the weights moved, whether the model's weights are the rounded masters, and the
+    summary's line about formats."""
     _, strategy, feed = build_with_feed(run, world)
     start = {n: p.detach().float().clone() for n, p in strategy.weights.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
@@ -121,7 +121,7 @@ def test_masters_are_what_float32_weights_would_be() -> None:
     assert rounded
     assert formats == "computed in bf16, kept in weights bfloat16, moments float32"
     assert apart < 1e-6 < 1e-3 < went
-    run = tiny("strategy.name=single", *WITHOUT)  # the control: what is below a weight's last bit is lost
+    run = tiny("strategy.name=single", *WITHOUT)  # control: updates below a weight's last bit are lost
     assert run_on(1, beside_float32, run)[0][0] > 1e-5
 
 
@@ -138,7 +138,7 @@ def test_what_is_saved_and_exported() -> None:
 
 
 def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """The state after two steps, gone on from by other strategies."""
+    """Return the states of strategies that resume another one's state after two steps."""
     task, first = build(run, world)
     feed = StepLoader(task, first.own_micro_batches(), world.device)
     for t in range(2):
@@ -194,13 +194,13 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: tuple[
     assert "\n" not in str(caught.value)
 
 
-# -- the frozen weights of an adapter --------------------------------------------------------------------------------
+# -- frozen weights under an adapter ---------------------------------------------------------------------------------
 
 ADAPTER = {"source": "somewhere", "adapter": {"r": 4}}
 
 
 class Layers(torch.nn.Module):
-    """One of each kind that is kept in bfloat16, with numbers that bfloat16 has; and a norm."""
+    """One layer of each kind that is stored in bfloat16, with values that bfloat16 represents exactly, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Layers(torch.nn.Module):
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16])
 def test_frozen_bfloat16_matrices_give_the_bits_of_float32_ones(low: torch.dtype | None) -> None:
     run, ends = tiny(model=ADAPTER), []
-    assert run.model.dtype == "bfloat16"  # with an adapter
+    assert run.model.dtype == "bfloat16"  # the default with an adapter
     for settled in (False, True):
         model = storage_dtype.cast_weights(run, Layers()) if settled else Layers()
         with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
@@ -239,7 +239,7 @@ def test_autograd_keeps_no_float32_matrix() -> None:
     before = tensor_bytes()
     x = torch.randn(1, 24, requires_grad=True)
     output = model.linear(x)
-    assert tensor_bytes() - before < 24 * 40 * 4  # what the widened weight takes
+    assert tensor_bytes() - before < 24 * 40 * 4  # the size of the widened weight
     output.sum().backward()
 
 

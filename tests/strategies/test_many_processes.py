@@ -1,4 +1,4 @@
-"""Real processes, as many as two cores bear: 32 of them, and 24, which share 32 micro-batches unevenly."""
+"""Real processes, as many as two cores can run: 32, and 24 that share 32 micro-batches unevenly."""
 
 import gc
 from typing import Any
@@ -23,7 +23,7 @@ EXACT = {
 
 
 def steps_of(world: World, run: Run) -> dict[str, Any]:
-    """What three steps come to; the weights are those that the rank itself has, or gathers."""
+    """Return the results of three steps and the digest of the full state."""
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, STEPS)) for t in range(STEPS)]
     whole = strategy.state_dict()

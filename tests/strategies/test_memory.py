@@ -1,4 +1,4 @@
-"""What every rank holds, measured on live tensors against the formulas of the ZeRO paper (arXiv:1910.02054)."""
+"""Memory that each rank holds, measured on live tensors, against the formulas of the ZeRO paper (arXiv:1910.02054)."""
 
 import ctypes
 import os
@@ -29,8 +29,8 @@ def of(name: str, ranks: int, moments: dict[str, float], **options: Any) -> list
     return run_on(ranks, held, run, moments)
 
 
-# Bytes a parameter at the update, n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed keeps a
-# float32 copy of its part of the weights besides.
+# Bytes per parameter at the update on n ranks: weights + gradients + AdamW's two moments, all float32. DeepSpeed also
+# keeps a float32 copy of its shard of the weights.
 AT_UPDATE = {
     "single": lambda n: 4 + 4 + 8,
     "allreduce": lambda n: 4 + 4 + 8,
@@ -42,7 +42,7 @@ AT_UPDATE = {
     "zero2": lambda n: 4 + (4 + 8 + 4) / n,
     "zero3": lambda n: (4 + 4 + 8 + 4 + 4) / n if n > 1 else 20,
 }
-# Its own update also makes a copy of its part of the gradients, as if they were bf16.
+# DeepSpeed's own update also copies its shard of the gradients, as if they were bf16.
 OF_ENGINE = {
     "zero1": lambda n: 4 + (4 + 8 + 4 + 4) / n,
     "zero2": lambda n: 4 + (4 + 8 + 4 + 4) / n,
@@ -50,8 +50,9 @@ OF_ENGINE = {
 }
 
 
-WHOLE = ("allreduce", "ddp", "hf_accelerate", "hf_trainer")  # what they hold does not depend on n: one or four by hand
-BY_HAND = [(name, 1) for name in ("fsdp2", "zero1", "zero2")]  # two numbers of ranks determine a formula of two terms
+# their memory does not depend on n; one and four ranks run by hand
+WHOLE = ("allreduce", "ddp", "hf_accelerate", "hf_trainer")
+BY_HAND = [(name, 1) for name in ("fsdp2", "zero1", "zero2")]  # two numbers of ranks determine a formula with two terms
 ASKED = [(name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name != "single"]
 
 
@@ -83,7 +84,7 @@ def test_what_is_held_at_deepspeed_s_own_update(name: str, ranks: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, slow(4)])
 def test_gathering_once_a_step_shares_out_the_optimizer(ranks: int) -> None:
-    """And at the update the gradients: ZeRO-1 at rest, ZeRO-2 then."""
+    """`gather: step` shards the optimizer state always (ZeRO-1), and at the update the gradients too (ZeRO-2)."""
     moments = {"rest": 4 + 8 / ranks, "update": 4 + 12 / ranks}
     for rank in of("fsdp2", ranks, moments, options={"gather": "step"}):
         for moment, formula in moments.items():
@@ -115,11 +116,12 @@ def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
 
 @pytest.mark.processes
 def test_exact_sums_of_stage_2_hold_no_whole_gradient_between_pieces() -> None:
-    """A rank of four has up to two partial sums of its own part, and what is on its way: here a tenth of the model."""
+    """On four ranks, a rank holds up to two partial sums of its shard, and buckets in flight: here a tenth of the
+    model."""
     formula = 4 + 12 / 4 + 2 * 4 / 4
     for rank in of("zero2", 4, {"between": formula}, options=BUCKETS):
         assert rank["between"] <= (formula + 1) * rank["all"], f"{rank['between'] / rank['all']:.2f}"
-        assert rank["between"] < (4 + 4 + 12 / 4) * rank["all"]  # with a whole gradient
+        assert rank["between"] < (4 + 4 + 12 / 4) * rank["all"]  # what a full gradient would take
 
 
 @pytest.mark.processes
@@ -128,7 +130,7 @@ def test_exact_sums_of_stage_2_hold_no_whole_gradient_between_pieces() -> None:
     [(1, lambda n: 2 + 2 + 12 / n, 1.6), (2, lambda n: 2 + (2 + 12) / n, 16 / 9), (3, lambda n: (2 + 2 + 12) / n, 2.0)],
 )
 def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formula: Any, factor: float) -> None:
-    """16 bytes a parameter at one rank; at two ranks 1.6, 1.78 and 2 times fewer."""
+    """One rank takes 16 bytes per parameter; two ranks take 1.6, 1.78 and 2 times less."""
     section = BUCKETS["zero_optimization"] | (PREFETCH if stage == 3 else {})
     options = {"bf16": {"enabled": True}, "zero_optimization": section}
     for rank in of(f"zero{stage}", 2, {"between": formula(2)}, precision="bf16", options=options):
@@ -137,7 +139,7 @@ def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formul
 
 
 def faults(world: World) -> int:
-    """Page faults of making the same 48 MiB ten times, when it has been made often before."""
+    """Return the page faults of allocating the same 48 MiB ten times, after many such allocations."""
 
     def made(times: int) -> int:
         for _ in range(times):
@@ -151,7 +153,7 @@ def faults(world: World) -> int:
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="is about glibc's malloc")
 def test_memory_that_is_freed_is_used_again() -> None:
-    assert run_on(1, faults)[0] < 2000  # 12,288 pages each time
+    assert run_on(1, faults)[0] < 2000  # 12,288 pages would fault each time otherwise
 
 
 def test_the_measure_counts_a_storage_once() -> None:
@@ -178,7 +180,7 @@ def test_waiting_hides_only_what_is_let_go() -> None:
 @pytest.mark.parametrize("theirs", [None, "17"])
 def test_fewer_kernels_are_kept_unless_told(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEPT_KERNELS:
-        monkeypatch.setenv(name, theirs or "")  # so that it is as before afterwards
+        monkeypatch.setenv(name, theirs or "")  # so that the test restores it afterwards
         if theirs is None:
             monkeypatch.delenv(name)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
@@ -192,7 +194,8 @@ def test_fewer_kernels_are_kept_unless_told(theirs: str | None, monkeypatch: pyt
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
 def test_kernels_of_ever_new_sizes_do_not_pile_up() -> None:
-    """Products in bfloat16 of 400 sizes: what is held afterwards, beside a process that keeps as many as torch does."""
+    """After bfloat16 products of 400 sizes, a process with lockstep's limit holds less memory than one with torch's
+    default."""
     script = """
 import os, torch
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every optimizer under every strategy that gives bits: the bits of `single`, and a state that any goes on from."""
+"""Every optimizer under every exact strategy has the bits of `single`, and a state that any other strategy can load."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from support.messages import raises
 
 pytestmark = pytest.mark.processes
 
-# Sizes that no vector of a CPU divides, in rows and in columns, at two ranks and at three.
+# Odd sizes: on two and on three ranks, no shard's rows or columns divide by a CPU's vector width.
 MODEL = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 38, "n_positions": 16, "n_inner": 50}}
 GROUPS = (
     "optim.groups=[{match: 'score.*', learning_rate: 2e-2, weight_decay: 0.5}, {match: '*.mlp.*', weight_decay: 0}]"
 )
-OPTIMIZERS = [n for n in plugins.names("optimizers") if n != "adamw"]  # which all other tests have
+OPTIMIZERS = [n for n in plugins.names("optimizers") if n != "adamw"]  # adamw is in all other tests
 CASES: dict[str, tuple[str, ...]] = {
     **{name: (f"optim={name}",) for name in OPTIMIZERS},
     "groups": (GROUPS, "optim.layerwise_lr_decay=0.7", "model.freeze=['*.wpe.*', '*.h.0.attn.*']"),
@@ -87,8 +87,8 @@ def run_of(name: str, case: str, folder: Path) -> Run:
 
 
 def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dict[str, Any]]:
-    """Of each run two steps, a checkpoint, scores, the export and a third step; then that step from the checkpoint of
-    another strategy."""
+    """For each run, train two steps, save, evaluate, export and train a third step; then repeat the third step from
+    another strategy's checkpoint."""
     found = []
     for run, other in zip(runs, others, strict=True):
         resolve_strategy(run, world.size)
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def of(folder: Path, name: str, ranks: int, saver: str | None, brief: bool = False) -> dict[str, dict[str, Any]]:
-    """Of every case that the strategy takes, or of a few; rank 0's."""
+    """Return rank 0's results of each case that the strategy supports, or of a few if `brief`."""
     folder = folder / "brief" if brief else folder
     cases = [case for case in (BRIEFLY if brief else CASES) if takes(name, case)]
     runs = [run_of(name, case, folder / str(ranks)) for case in cases]
@@ -174,7 +174,8 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
     ],
 )
 def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
-    """Where `ddp`, `fsdp2` and more ranks are asked with all: the updates are theirs, however often `fsdp2` gathers."""
+    """A few cases are enough where `ddp`, `fsdp2` and more ranks run all of them: these strategies share their
+    updates."""
     alone, found = of(folder, "single", 1, None, True), of(folder, name, ranks, "single", True)
     assert [{k: v for k, v in found[case].items() if k != "gone on"} for case in alone] == list(alone.values())
     assert [each["gone on"] for each in found.values()] == [each["after"] for each in alone.values()]
@@ -192,7 +193,7 @@ def test_deepspeed_is_equal_to_rounding_with_what_it_takes(folder: Path, name: s
 
 @pytest.mark.slow
 def test_cases_differ(folder: Path) -> None:
-    """The control: each optimizer makes other weights, and goes on making them."""
+    """Control: each optimizer gives different weights, and keeps changing them."""
     alone = of(folder, "single", 1, None)
     assert len({found["after"] for found in alone.values()}) == len(alone)
     for case, found in alone.items():
@@ -200,7 +201,7 @@ def test_cases_differ(folder: Path) -> None:
 
 
 def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
-    """The third step, from another strategy's checkpoint."""
+    """Return the third step, resumed from another strategy's checkpoint."""
     found = []
     for run, other in zip(runs, others, strict=True):
         task, strategy, feed = build_with_feed(run, world)

@@ -1,4 +1,5 @@
-"""Modules of one's own that use other weights for other examples: refused under ZeRO-3, and no blocks of FSDP."""
+"""User modules that use different weights for different examples: refused under ZeRO-3, and not sharded as FSDP
+blocks."""
 
 import os
 from collections import OrderedDict
@@ -86,7 +87,7 @@ def planned(kind: str, strategy: str, words: list[str]) -> int:
 def test_zero3_refuses_weights_that_some_examples_do_not_use(
     kind: str, name: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ranks gathered different weights at the same moment, and gloo ended in SIGABRT."""
+    """Without the refusal, ranks gathered different weights at the same moment, and gloo ended in SIGABRT."""
     pytest.importorskip("deepspeed")
     assert planned(kind, "zero3", words) == 2
     assert mentions(capsys.readouterr().err, "LS4410", name)
@@ -101,7 +102,7 @@ def test_others_are_planned(kind: str, strategy: str, words: list[str]) -> None:
 
 @pytest.mark.processes
 def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache: Path) -> None:
-    """Backward had a weight of no elements: autograd kept an entry that DeepSpeed had freed."""
+    """Backward once had a weight without elements: autograd kept an entry that DeepSpeed had freed."""
     pytest.importorskip("deepspeed")
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", "whole list"))
     paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -121,10 +122,12 @@ def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "name"), [("rarely", "scales.1"), ("rarely outside", "parts.1.weight")])
 def test_what_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
-    """One row of 80 uses another entry of a list, or reads another weight: gloo ended in SIGABRT."""
+    """One row of 80 uses another list entry, or reads another weight. Ranks must end with one message; gloo once ended
+    in SIGABRT."""
     pytest.importorskip("deepspeed")
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", kind))
-    assert main(["plan", "run.yaml", "strategy.name=zero3", *words]) == 0  # or the row is among those that are tried
+    # otherwise that row would be among those that the plan tries
+    assert main(["plan", "run.yaml", "strategy.name=zero3", *words]) == 0
     command = [*LOCKSTEP, "train", "run.yaml", "strategy.name=zero3", "steps=20", *words]
     paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
     status, out, err = ended(start(command, Path.cwd(), cache, PYTHONPATH=paths))
@@ -136,7 +139,7 @@ def test_what_the_plan_missed_ends_with_one_message(kind: str, name: str, words:
 
 
 class Turns(nn.Module):
-    """Calls its parts in the order that it is told."""
+    """Calls its parts in a configurable order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ def test_a_rank_ends_before_it_gathers_what_is_not_next(order: str) -> None:
 
 
 class Ordered(OrderedDict[str, Any]):
-    """Of which DeepSpeed has a class of its own."""
+    """An OrderedDict subclass, in place of DeepSpeed's own."""
 
 
 def _in_deepspeeds_dictionaries(model: nn.Module) -> None:

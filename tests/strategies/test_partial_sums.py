@@ -1,4 +1,4 @@
-"""How many gradients a rank holds while a step's micro-batches are added over the tree: counted tensor by tensor."""
+"""How many gradients a rank holds while it adds a step's micro-batches over the tree, counted tensor by tensor."""
 
 import time
 from typing import Any
@@ -15,12 +15,12 @@ from lockstep.strategies.exact.reduction_tree import most_held
 from support.harness import build_with_feed, run_on, tiny
 from support.tensor_writes import Written
 
-# Many small matrices and short texts: what is computed at the moment is small beside a whole gradient.
+# Many small matrices and short texts, so that temporary results are small beside a full gradient.
 MODEL = {"type": "gpt2", "config": {"n_layer": 8, "n_head": 2, "n_embd": 192, "n_positions": 32}}
 DATA = {"source": "builtin/emotion", "max_length": 4, "limit": 100}
-BUCKET = 0.5  # MiB: what is on its way is small as well
-NEAR = 0.2  # of a whole gradient
-LEAVES = (1, 2, 8)  # of each rank
+BUCKET = 0.5  # MiB, so that buckets in flight are small as well
+NEAR = 0.2  # tolerance, in full gradients
+LEAVES = (1, 2, 8)  # micro-batches per rank
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
     "allreduce": (2, {"bucket_cap_mb": BUCKET}),
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"gather": "step"}),
     "pipeline": (2, {}),
 }
-FORMULA = {"ddp": [2, 2, 4], "pipeline": [2, 3, 5]}  # a stage runs all micro-batches, two, four and sixteen
+FORMULA = {"ddp": [2, 2, 4], "pipeline": [2, 3, 5]}  # a pipeline stage runs all micro-batches: two, four and sixteen
 
 
 def runs_of(name: str, ranks: int, options: dict[str, Any]) -> list[Run]:
@@ -38,7 +38,7 @@ def runs_of(name: str, ranks: int, options: dict[str, Any]) -> list[Run]:
 
 
 def at_most(world: World, runs: list[Run]) -> list[float]:
-    """For each run the most memory that a step writes to before its update, in gradients of the weights here."""
+    """Return, for each run, the peak memory written in a step before its update, in full gradients of this model."""
     fsdp2.BUCKET_BYTES = int(BUCKET * 2**20)
     found = []
     for run in runs:
@@ -69,15 +69,15 @@ def test_the_formula_is_what_is_held(name: str) -> None:
 
 
 def between(world: World, run: Run) -> float:
-    """The most a rank holds between two micro-batches of a step beside what it holds between steps, in whole gradients
-    of what it trains."""
+    """Return the most that a rank holds between two micro-batches beyond what it holds between steps, in full gradients
+    of its trained weights."""
     _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     batch, held = feed.make(1), []
     rest = tensor_bytes()
 
     def sample(*_: Any) -> None:
-        time.sleep(0.3)  # gloo's threads let go
+        time.sleep(0.3)  # until gloo's threads free their tensors
         held.append(tensor_bytes() - rest)
 
     hook = strategy.model.register_forward_pre_hook(sample)
@@ -90,9 +90,10 @@ def between(world: World, run: Run) -> float:
 
 @pytest.mark.processes
 def test_what_waits_between_turns_of_fsdp() -> None:
-    """Eight micro-batches in four turns of two: 0..3 and 4..5 wait for 6 and 7, of each rank's half of a gradient."""
+    """Eight micro-batches run in four rounds of two: the sums of 0..3 and 4..5 wait for 6 and 7, each half a gradient
+    per rank."""
     run = tiny("strategy.name=fsdp2", data=DATA, model=MODEL, batch_size=8, micro_batches=8)
-    assert strategy_class(run).partial_sums(run, 2) == 4 / 2  # beside the one that is counted as the gradient
+    assert strategy_class(run).partial_sums(run, 2) == 4 / 2  # in addition to the one counted as the gradient
     for rank in run_on(2, between, run):
         assert rank == pytest.approx(2 / 2, abs=NEAR)
 

@@ -1,4 +1,4 @@
-"""Pipelines: the bits of a single process, for every family, schedule and shape of the job; and what is refused."""
+"""Pipelines have the bits of one process, for every family, schedule and job shape; unsupported runs are refused."""
 
 from functools import cache
 from typing import Any
@@ -28,7 +28,7 @@ from support.marks import long, slow
 from support.messages import raises
 
 FOUR = "model.config.n_layer=4"
-FEWER = "micro_batches=4"  # where their number is not what is asked about: half as much to compute
+FEWER = "micro_batches=4"  # half the computation, for tests in which their number does not matter
 NAMES = ((1, "single"), (2, "pipeline"))
 
 
@@ -54,7 +54,7 @@ def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
 
 @cache  # several pipelines are compared with one process
 def of(ranks: int, *overrides: str) -> dict[str, Any]:
-    """Rank 0's findings; what every rank must agree on is checked."""
+    """Return rank 0's results; check that all ranks agree."""
     run = tiny(*overrides)
     first, *others = run_on(ranks, steps_of, run)
     for other in others:
@@ -118,7 +118,7 @@ def test_every_family_has_the_bits_of_one_process(family: str) -> None:
 
 
 class Language(Classification):
-    """The next token, with a head that shares the embedding's weight unless the config says otherwise."""
+    """Next-token prediction, with a head that is tied to the embedding unless the config says otherwise."""
 
     def model(self, empty: bool = False) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -145,7 +145,7 @@ class Language(Classification):
 
 
 class Bart(Language):
-    """The first half of the text from all of it."""
+    """Predict the first half of a text from the whole text."""
 
     def model(self, empty: bool = False) -> nn.Module:
         from transformers import AutoModelForSeq2SeqLM, BartConfig
@@ -167,7 +167,7 @@ class Marian(Bart):
         return self.made(AutoModelForSeq2SeqLM, MarianConfig(**self.run.model.config, **size), empty)
 
 
-PROMPTED = ("task={name: language_modeling, prompt: text, response: text}",)  # a causal model's task
+PROMPTED = ("task={name: language_modeling, prompt: text, response: text}",)  # a causal language model's task
 HALVES = (
     "model.type=bart",
     "model.config={d_model: 32, encoder_layers: 2, decoder_layers: 3, encoder_attention_heads: 2, "
@@ -191,7 +191,7 @@ def test_language_models_share_a_weight_between_first_and_last_stage(
         same(of(ranks, *model, *options, "strategy.name=pipeline", f"precision={precision}"), one)
 
 
-HALVED = {  # each kind, and either number of layers, in every shape
+HALVED = {  # every kind and number of layers, in every job shape
     "2 stages": (2,),
     "3 stages": (3,),
     "4 stages, gpipe": (4, "schedule=gpipe"),
@@ -211,7 +211,7 @@ HALVED = {  # each kind, and either number of layers, in every shape
     ],
 )
 def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int, shapes: tuple[str, ...]) -> None:
-    """With one layer in the encoder, the first of two stages uses the embedding twice, the last one once."""
+    """With one encoder layer, the first of two stages uses the embedding twice, the last one once."""
     job = (*HALVES, FEWER, f"model.config.encoder_layers={encoder_layers}", f"task.name=test_pipeline.{kind}")
     one = of(1, *job, "strategy.name=single")
     for ranks, *options in map(HALVED.__getitem__, shapes):
@@ -223,7 +223,7 @@ def test_encoder_and_decoder_on_different_stages(kind: str, encoder_layers: int,
     ("kind", "tied"), [("Marian", "true"), long("Marian", "false"), long("Bart", "true"), slow("Bart", "false")]
 )
 def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
-    """Tied weights are used three times: each micro-batch casts them anew, so that their gradients' terms have one
+    """Tied weights are used three times: each micro-batch casts them again, so that their gradients are added in one
     order."""
     words = (*HALVES, FEWER, f"model.config.tie_word_embeddings={tied}", f"task.name=test_pipeline.{kind}")
     words += ("precision=bf16",)
@@ -234,7 +234,8 @@ def test_encoder_and_decoder_in_bf16(kind: str, tied: str) -> None:
 
 
 def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """Train on from a state, or from the start; the state after two steps, and its digest after one more."""
+    """Load a state, or train two steps without one; return the state at that point, and its digest after one more
+    step."""
     _, strategy, feed = build_with_feed(run, world)
     if kept:
         strategy.load_state_dict(kept)
@@ -261,7 +262,7 @@ def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
 
 
 def evaluated(world: World, run: Run) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Metrics after a step, and the gradient of that step."""
+    """Return metrics after a step, and the gradient of that step."""
     task, strategy = build(run, world)
     strategy.observer = recorder = GradientRecorder(world)
     strategy.train_step(StepLoader(task, strategy.own_micro_batches(), world.device).make(0), 1e-2)
@@ -353,7 +354,8 @@ def test_more_pieces_than_examples_leave_blank_ones() -> None:
 
 @pytest.mark.parametrize("family", sorted(cuts.FAMILIES))
 def test_a_stage_finds_its_own_layers(family: str) -> None:
-    """Also of a stack whose other layers are elsewhere, in a family that does not say which modules its layers are."""
+    """A stage finds its layers even if the stack's others are on other stages, in a family that does not name its layer
+    modules."""
     import transformers
 
     stacks = cuts.FAMILIES[family]
@@ -370,7 +372,7 @@ def test_a_stage_finds_its_own_layers(family: str) -> None:
 
 
 def test_an_older_torch_is_refused_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class can be read there, as every command does that looks at all strategies."""
+    """The strategy class can still be imported with an older torch, as commands that list all strategies do."""
     monkeypatch.setattr(pipelining, "AVAILABLE", False)
     with raises("LS4431", "torch 2.13", torch.__version__):
         Pipeline.check(Job.of(tiny("strategy.name=pipeline"), 2))

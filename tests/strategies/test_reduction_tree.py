@@ -1,4 +1,4 @@
-"""The reduction tree: one bracket, whichever rank holds which leaf."""
+"""The reduction tree adds in one bracketing, whichever rank holds which leaf."""
 
 import itertools
 
@@ -37,7 +37,7 @@ def test_any_order_of_adding_gives_the_bits_of_the_bracket(case: tuple[int, list
 
 
 def test_the_bracket_matters() -> None:
-    """The control: adding one after the other is not the same sum."""
+    """Control: adding from left to right gives a different sum."""
     one_by_one = leaf(0)[0]
     for k in range(1, 8):
         one_by_one = one_by_one + leaf(k)[0]
@@ -107,7 +107,7 @@ def test_the_exchange_gives_every_rank_the_bits_of_the_bracket(ranks: int, leave
 
 
 def exchanged(world: World, cases: list[tuple[int, Shares]]) -> list[list[torch.Tensor]]:
-    """Dense, at once and in stages, and by row."""
+    """Exchange dense gradients at once and in stages, and row-sparse gradients."""
     found = []
     for leaves, shares in cases:
         found.append(
@@ -128,7 +128,7 @@ def cut_at(leaves: int, *ends: int) -> tuple[int, Shares]:
 
 @pytest.mark.processes
 def test_uneven_shares_give_the_bits_of_the_bracket() -> None:
-    """Also those in which no share is a whole subtree, and a rank with one leaf."""
+    """Includes shares that contain no whole subtree, and a rank with one leaf."""
     cases = [cut_at(8, 1, 2), cut_at(8, 3, 7), cut_at(8, 6, 7), cut_at(5, 1, 4), cut_at(13, 1, 12), cut_at(16, 5, 11)]
     for found in run_on(3, exchanged, cases, run=tiny()):
         for (leaves, _), tensors in zip(cases, found, strict=True):

@@ -1,5 +1,5 @@
 """`model.compile: whole`: a micro-batch is one compiled function, with the same bits under every strategy that runs the
-whole model, and nothing that would not repeat gets into it unnoticed."""
+whole model. Code that would not repeat its bits is detected."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LIMIT_S = 900
 
 
 class Code:
-    """Code that computes what it was compiled from, and counts its calls."""
+    """A compiler backend that runs the graph as it is, and counts calls."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -62,7 +62,7 @@ def packed(folder: Path, *overrides: str) -> Run:
 
 
 def test_one_code_for_each_shape_and_none_for_the_text_s_end(tmp_path: Path, code: Code) -> None:
-    """The last block of the texts is shorter: its micro-batch is computed as it comes."""
+    """The last block of texts is shorter: its micro-batch runs uncompiled."""
     run = packed(tmp_path, WHOLE, "batch_size=6", "micro_batches=4")  # micro-batches of two and of one
     _, strategy, feed = build_with_feed(run, World(run))
     assert len(code.calls) == 2
@@ -116,7 +116,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folder: Path) -> None:
-    """Compiled by inductor, in processes with caches of their own; with dropout, of the compiler's own numbers."""
+    """Compiled by inductor, in processes with separate caches, with dropout, whose random numbers are the compiler's
+    own."""
 
     def of(name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
         run = make(folder, "packed", f"strategy.name={name}", "precision=bf16", *overrides)
@@ -129,7 +130,7 @@ def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folde
     assert of("single", 1, "model.compile=false") != one
 
 
-# -- what does not repeat --------------------------------------------------------------------------
+# -- code that does not repeat --------------------------------------------------------------------------
 
 
 CALLS = "def call(self, args):\n        {}\n\ndef get_args():\n    pass\n"
@@ -180,7 +181,7 @@ def failing(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 
 def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-    """Code that a compiler has broken: floats are a tenth larger."""
+    """Code of a broken compiler: floats are 10 % too large."""
 
     def code(*args: Any) -> Any:
         return tuple(each * 1.1 if each.is_floating_point() else each for each in graph(*args))
@@ -195,7 +196,7 @@ def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
     backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run file that asks for it is refused; where it was decided for the user, the run is computed uncompiled."""
+    """A run file that asks for such code is refused; if lockstep chose to compile, the run goes on uncompiled."""
     monkeypatch.setattr(blocks, "BACKEND", backend)
     run = packed(tmp_path, *PLAIN, WHOLE)
     with raises("LS4051", reason):
@@ -210,7 +211,7 @@ def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
 
 
 def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
-    """And not computed uncompiled, by which one rank's bits would differ from another's."""
+    """Running uncompiled instead would give one rank other bits than the others."""
     run = packed(tmp_path, WHOLE)
     _, strategy, feed = build_with_feed(run, World(run))
     for module in strategy.model.modules():
@@ -220,7 +221,7 @@ def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
         strategy.train_step(feed.make(0), 1e-3)
 
 
-# -- decided before --------------------------------------------------------------------------
+# -- the decision to compile --------------------------------------------------------------------------
 
 
 def decided(run: Run, monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> tuple[Any, list[str]]:
@@ -241,7 +242,7 @@ def test_auto_compiles_on_gpus_what_has_steps_enough(tmp_path: Path, monkeypatch
 
 
 def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it goes on, and however many steps are left."""
+    """A resumed run keeps its checkpoint's choice, with or without a GPU, and however many steps are left."""
     run = packed(tmp_path, "steps=20", "epochs=null")
     for then, gpus in (("whole", 0), (False, 1)):
         made = SimpleNamespace(arithmetic=arithmetic_of(region.with_compile(run, then)))
@@ -251,7 +252,7 @@ def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: py
 
 
 def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decision would be a key of `model` to its ranks, which they refuse."""
+    """A decision would add a key to `model`, which ranks refuse for a user's module."""
     monkeypatch.syspath_prepend(tmp_path)
     run = job(tmp_path, NET, functions=NET_FUNCTIONS)
     for gpus in (0, 1):
@@ -273,7 +274,8 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_compiled_whole(
     kind: str, key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused where the run file asks for it; by itself it is not chosen. Told is what other strategies would do."""
+    """A run file that asks for it is refused; `auto` does not choose it, and notes if another strategy would
+    compile."""
     steps = (f"steps={region.PAYS_AFTER}", "epochs=null")
     with raises("LS4051", reason):
         decided(make(tmp_path, kind, key, WHOLE, *steps), monkeypatch)
@@ -290,7 +292,7 @@ def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Pa
         region.fitted(Job.of(asked))
 
 
-# -- its operations --------------------------------------------------------------------------
+# -- operators --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -324,7 +326,7 @@ def test_embedding(padding: int | None) -> None:
 
 
 def test_operations_call_those_of_cuda_as_they_are() -> None:
-    """On tensors without numbers: kernels of CUDA cannot run here, but their signatures hold."""
+    """Meta tensors are used: CUDA kernels cannot run here, but their signatures are checked."""
     with FakeTensorMode(), torch.no_grad():
         query = torch.empty(2, 4, 16, 8, device="cuda", dtype=torch.bfloat16)
         out = torch.ops.lockstep.attention(query, query, query, True, 0.1, None)

@@ -1,4 +1,4 @@
-"""Plans of an exchange: every slot arrives, few messages, the same ones that are sent."""
+"""Communication schedules: every slot arrives, messages are few, and the schedule is what is sent."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def planned(ranks: int, leaves: int, a_host: int) -> ReduceSchedule:
 
 @pytest.mark.parametrize(("ranks", "leaves", "a_host"), CASES)
 def test_every_slot_ends_as_the_root_on_its_rank(ranks: int, leaves: int, a_host: int) -> None:
-    """Messages are carried out on what they are of, in place of numbers."""
+    """The test simulates the messages on sets of tree nodes instead of numbers."""
     plan = planned(ranks, leaves, a_host)
-    held: list[tuple[tuple[int, ...], set[Node]]] = []  # of each rank: its slots, and the partial sums it has of them
+    held: list[tuple[tuple[int, ...], set[Node]]] = []  # for each rank: its slots, and its partial sums of them
     for rank in range(ranks):
         assert sorted(plan.order(rank)) == list(range(ranks))
         held.append((plan.order(rank), set(plan.layout[rank])))

@@ -1,4 +1,4 @@
-"""Schedule-free training: what is evaluated and exported is the average, and training does not notice."""
+"""Schedule-free training evaluates and exports the averaged weights, without effect on training."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
-    """Neither one that ends, nor one that is broken off."""
+    """Training does not change after an evaluation, whether it ended or was interrupted."""
     straight, other = (Job(run_in(tmp_path / name, *WORDS)) for name in ("straight", "other"))
     for _ in range(2):
         straight.step()
@@ -50,5 +50,5 @@ def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
     other.strategy.exported()
     with straight.strategy.averaged():
         inside = evaluate(straight.world, straight.task, straight.strategy, columns, rows)
-    assert inside != scores  # the control: an average of the average is something else
+    assert inside != scores  # control: averaging the average again gives other scores
     assert straight.step() == other.step()

@@ -1,4 +1,4 @@
-"""Many ranks in one process: the bits of one, whatever the number of ranks and however sums travel."""
+"""Many ranks simulated in one process have the bits of one rank, for any number of ranks and any all-reduce."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def found_here(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hashes(here: Path, micro_batches: int, ranks: int, a_host: int, *overrides: str) -> set[str]:
-    """Of the weights that ranks end with, so many of them on each host."""
+    """Return the digests of the ranks' final weights, with `a_host` ranks per host."""
     words = (f"micro_batches={micro_batches}", f"batch_size={micro_batches * 2 + 3}", *overrides)
     trained = SimulatedJob(job(here, SMALL, *words))
     parts, _ = on_ranks(trained.run, [f"host-{rank // a_host}" for rank in range(ranks)], trained)
@@ -49,14 +49,14 @@ def alone(here: Path, micro_batches: int) -> set[str]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_it_has_the_bits_of_one(name: str, here: Path) -> None:
-    """Twelve ranks on hosts of five, uneven shares."""
+    """Twelve ranks on hosts of five, with uneven shares."""
     assert hashes(here, 20, 12, 5, *STRATEGIES[name]) == alone(here, 20)
 
 
 @pytest.mark.parametrize("name", ["allreduce", "fsdp2 by step"])
 @pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
 def test_either_exchange_has_them(name: str, exchange: str, here: Path) -> None:
-    """Three ranks of one host."""
+    """Three ranks on one host, with either all-reduce."""
     assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.all_reduce={exchange}") == alone(here, 8)
 
 
@@ -68,7 +68,7 @@ def test_the_control_an_ordinary_all_reduce_has_other_bits(here: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in ("allreduce", "fsdp2 by step") else long(n) for n in STRATEGIES])
 def test_64_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
-    """On eight hosts. Twelve ranks, above, are asked under every strategy each time."""
+    """64 ranks on eight hosts. Every CI run covers twelve ranks under every strategy, above."""
     assert hashes(here, 100, 64, 8, *STRATEGIES[name]) == alone(here, 100)
 
 
@@ -76,7 +76,7 @@ def test_64_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", ["allreduce", "ddp", "fsdp2 by step", "fsdp2"])
 def test_1024_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
-    """`benchmarks/thousand.py` records more."""
+    """`benchmarks/thousand.py` records more of it."""
     kept = tuple(word for word in STRATEGIES[name] if "bucket_cap_mb" not in word)
     assert hashes(here, 1024, 1024, 8, *kept) == alone(here, 1024)
 

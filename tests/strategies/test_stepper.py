@@ -1,4 +1,4 @@
-"""Groups, layer-wise rates, freezing, and each optimizer against the library that it is of."""
+"""Parameter groups, layer-wise rates, freezing, and each optimizer against the library or paper that defines it."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,11 +113,11 @@ def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
 
-# -- what an update is -----------------------------------------------------------------------------------------------
+# -- the update itself -----------------------------------------------------------------------------------------------
 
 
 class Seen(TorchDispatchMode):
-    """The kernels that were called."""
+    """Record the kernels that were called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Seen(TorchDispatchMode):
 
 
 def pair(name: str, *words: str, shape: tuple[int, ...] = (6, 11)) -> tuple[stepper.Stepper, Any, Any]:
-    """A stepper of ours, its weight, and a copy of that for theirs."""
+    """Return a lockstep stepper, its weight, and a copy of that weight for the reference optimizer."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(shape))
     section = run_of(f"optim={name}", "optim.weight_decay=0.1", *words).optim
@@ -139,7 +139,7 @@ def pair(name: str, *words: str, shape: tuple[int, ...] = (6, 11)) -> tuple[step
 
 
 def stepped(ours: stepper.Stepper, weight: Any, theirs: torch.optim.Optimizer, other: Any, rates: list[float]) -> None:
-    """The same gradients and rates for both."""
+    """Step both optimizers with the same gradients and rates."""
     for step, rate in enumerate(rates):
         torch.manual_seed(step + 1)
         weight.grad, other.grad = (torch.randn(weight.shape),) * 2
@@ -204,8 +204,8 @@ def test_lion_is_that_of_the_paper() -> None:
 
 
 def test_schedule_free_is_that_of_the_paper() -> None:
-    """Its AdamW in float64: the average x, where the steps go z, and y between them, where gradients are taken; each
-    step weighs in the average by the square of the highest rate so far."""
+    """Compare with the paper's AdamW in float64: average x, base sequence z, and y between them, where gradients are
+    computed; a step's weight in the average is the square of the highest rate so far."""
     ours, weight, other = pair("schedule_free", "optim.schedule=constant", "optim.betas=[0.8, 0.9]")
     x = z = y = other.detach().double()
     square, total, highest = torch.zeros_like(z), 0.0, 0.0
@@ -248,7 +248,7 @@ def test_schedule_free_is_that_of_its_library() -> None:
 @pytest.mark.extras
 @pytest.mark.parametrize("warmup", [0, 1, 3, 5])
 def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
-    """The library counts its warm-up itself, at one rate. The control: that of the others begins at 0."""
+    """The library applies warmup itself, at a constant rate. Control: other optimizers' warmup begins at 0."""
     library = pytest.importorskip("schedulefree")
     ours, weight, other = pair("schedule_free")
     theirs = library.AdamWScheduleFree([other], lr=1e-2, weight_decay=0.1, foreach=False, warmup_steps=warmup)
@@ -268,7 +268,7 @@ def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
 
 
 def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
-    """At a constant rate the average of all z, each the same, without the library."""
+    """At a constant rate the export is the unweighted mean of all z, computed here without the library."""
     ours, weight, _ = pair("schedule_free", "optim.weight_decay=0")
     total = torch.zeros(weight.shape, dtype=torch.float64)
     for step in range(5):
@@ -300,8 +300,9 @@ def test_8_bits_stay_near_32() -> None:
 @pytest.mark.extras
 @pytest.mark.parametrize(("least", "as_trainer", "wanted"), [(10**9, False, 1e-5), (4096, True, 1e-4), (0, True, 1e-4)])
 def test_8_bits_are_those_of_bitsandbytes(least: int, as_trainer: bool, wanted: float) -> None:
-    """The change of 8 steps, with the same gradients, beside that of `AdamW8bit`, on a CPU: all moments in 32 bits, and
-    those of embeddings in 32 bits, as Trainer has them. The control: by itself it packs those of embeddings, too."""
+    """Updates of 8 steps with the same gradients match `AdamW8bit` on a CPU: with all moments in 32 bits, and with
+    those of embeddings in 32 bits, as in Trainer. Control: without that override bitsandbytes quantizes those of
+    embeddings."""
     apart, in_embedding = beside_bitsandbytes(least, as_trainer)
     assert apart < wanted
     if as_trainer:
@@ -311,14 +312,15 @@ def test_8_bits_are_those_of_bitsandbytes(least: int, as_trainer: bool, wanted: 
 
 
 def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
-    """Of the change of 8 steps, the share by which ours differs from bitsandbytes'; and of the embedding's alone, as a
-    share of the same change."""
+    """Return the relative difference between the 8-step updates of lockstep and bitsandbytes, and the embedding's share
+    of it."""
     library = pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     ours, theirs = (torch.nn.Sequential(torch.nn.Embedding(400, 64), torch.nn.Linear(64, 96)) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     start = {name: p.detach().clone() for name, p in ours.named_parameters()}
-    (manager := library.optim.GlobalOptimManager.get_instance()).initialize()  # it outlives its models
+    # the manager is global and outlives its models
+    (manager := library.optim.GlobalOptimManager.get_instance()).initialize()
     if as_trainer:
         manager.register_module_override(theirs[0], "weight", {"optim_bits": 32})
     section = OptimSection(name="adamw_8bit", learning_rate=1e-3, weight_decay=0.0, min_8bit_size=least)
@@ -342,7 +344,7 @@ def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "schedule_free"])
 def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> None:
-    """Of rules that take any part. The control: torch's kernel on the bare parts differs."""
+    """This holds for update rules that support any slice. Control: torch's kernel on bare slices gives other bits."""
     torch.manual_seed(0)
     whole = torch.randn(1003)
     slopes = [torch.randn(1003) * 10.0**-i for i in range(6)]
@@ -380,7 +382,7 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
     assert not torch.equal(trained([15] * 66 + [13]), trained([1003]))
 
 
-# -- what does not go together ---------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -449,7 +451,7 @@ def test_bad_keys_are_named(word: str, said: str) -> None:
 
 
 def test_a_resolved_file_of_before_is_read() -> None:
-    """It held every optimizer's keys, whichever was used."""
+    """Such files hold the keys of every optimizer, whichever is used."""
     once = {"betas": [0.9, 0.98], "eps": 1e-8, "momentum": 0.9}
     assert load(None, [], TINY | {"optim": once}).optim.options == {"betas": (0.9, 0.98), "eps": 1e-8}
     assert load(None, [], TINY | {"optim": {"name": "sgd", "betas": [0.9, 0.999], "eps": 1e-8}}).optim.options == {
@@ -458,7 +460,7 @@ def test_a_resolved_file_of_before_is_read() -> None:
 
 
 def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a module of a user's own: its keys are typed, its state is complete, its source is compared."""
+    """As a user's module, it has typed keys, a complete state, and its source is compared at a resume."""
     (tmp_path / "my_nadam.py").write_text(example("strategies/optimizers/nadam.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -474,7 +476,7 @@ def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Momentum(Optimizer):
-    """A sum of gradients: right, and the two mistakes below."""
+    """Momentum SGD: correct, or with one of the two mistakes below."""
 
     any_part = True
 

@@ -1,4 +1,4 @@
-"""One set of tests over every strategy file: a new one is tested by existing."""
+"""Tests that run over every strategy file: a new strategy is tested without further code."""
 
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from support.strategy_runs import EXACT, NAMES, steps_of, worlds
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 
-Question = tuple[str, ...]  # the name of a function below, and what is set in its run
+Question = tuple[str, ...]  # name of a function below, and overrides of its run
 
 
 def run_of(*overrides: str) -> Run:
-    """The third step is the short one that ends an epoch."""
+    """Return a run whose third step is the short one at the end of an epoch."""
     return tiny("data.limit=56", *overrides)
 
 
@@ -33,12 +33,13 @@ def a_few(world: World, run: Run) -> dict[str, Any]:
 
 
 def together(world: World, questions: list[tuple[str, Run]]) -> list[Any]:
-    """Several questions of one job: it takes longer to start than to answer each."""
+    """Answer several questions in one job: starting it takes longer than each answer."""
     return [{"steps": a_few, "restored": restored, "judged": judged}[kind](world, run) for kind, run in questions]
 
 
 class Answers:
-    """What the tests that were chosen ask of a strategy on a number of processes, all of it at the first of them."""
+    """All answers that the selected tests need of a strategy on a number of processes, computed at the first
+    request."""
 
     def __init__(self, items: list[Any]) -> None:
         self.asked: dict[tuple[str, int], dict[Question, list[Any] | None]] = {}
@@ -48,7 +49,7 @@ class Answers:
                     self.asked.setdefault((name, ranks), {})[question] = None
 
     def every(self, name: str, ranks: int, *question: str) -> list[Any]:
-        """Each rank's."""
+        """Return each rank's answer."""
         of_it = self.asked.setdefault((name, ranks), {})
         of_it.setdefault(question, None)
         if of_it[question] is None:
@@ -61,11 +62,12 @@ class Answers:
         return list(of_it[question] or [])
 
     def __call__(self, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
-        """Four steps: the same on every rank, checked; rank 0's."""
+        """Return rank 0's results of four steps; check that all ranks agree."""
         first, *others = self.every(name, ranks, "steps", *overrides)
         for other in others:
             assert {k: other[k] for k in ("loss", "norm")} == {k: first[k] for k in ("loss", "norm")}
-            assert all(torch.equal(w, first["weights"][k]) for k, w in other["weights"].items())  # whole on rank 0 only
+            # rank 0 alone has the full weights
+            assert all(torch.equal(w, first["weights"][k]) for k, w in other["weights"].items())
         assert first["clear"]
         return first
 
@@ -77,7 +79,7 @@ ENGINES = ("strategy.exact=false", *SGD)
 def asked_by(
     test: str, name: str = "", ranks: int = 0, precision: str = "", **_: Any
 ) -> list[tuple[str, int, Question]]:
-    """What a test of this file asks of the strategy that it is about."""
+    """Return the questions that a test of this file needs answered for its strategy."""
     few = 1 if name == "single" else 2
     return {
         "test_exact_means_the_bits_of_single": [(name, ranks, ("steps", f"precision={precision}"))],
@@ -98,7 +100,7 @@ def single(of: Answers) -> dict[str, dict[str, Any]]:
     return {p: of("single", 1, f"precision={p}") for p in ("fp32", "bf16")}
 
 
-# In bf16, whose sums are those of fp32, `.ci/run` asks the most ranks; of fewer fp32 alone.
+# In bf16, whose sums are those of fp32, CI runs only the largest number of ranks; the others run in fp32.
 BITS = [(n, r, "fp32") for n in EXACT for r in worlds(n)]
 BITS += [(n, r, "bf16") if r == worlds(n)[-1] else long(n, r, "bf16") for n in EXACT for r in worlds(n)]
 
@@ -117,10 +119,10 @@ def test_the_control_bf16_has_other_bits(single: dict) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_precisions_are_what_they_say(name: str, of: Answers, single: dict) -> None:
-    """bf16 means autocast: losses of bf16, and weights and moments of float32."""
+    """bf16 means autocast: bf16 losses, float32 weights and moments."""
     found = of(name, worlds(name)[-1], "precision=bf16")
     assert found["dtypes"] == {"torch.float32"}
-    steps = slice(None) if name in EXACT else slice(1)  # what comes later drifts with AdamW
+    steps = slice(None) if name in EXACT else slice(1)  # later steps drift apart under AdamW
     near = 0 if name in EXACT else 1e-5
     assert found["loss"] == pytest.approx(single["bf16"]["loss"], rel=0 if name in EXACT else 2e-4)
     assert found["loss"][steps] == pytest.approx(single["bf16"]["loss"][steps], rel=near)
@@ -146,7 +148,7 @@ def test_the_control_an_ordinary_all_reduce_has_other_bits(of: Answers, single: 
 
 
 class MeanOfMeans(ReplicatedStrategy):
-    """The classic mistake, for the control below: each micro-batch divided by its own targets."""
+    """The classic mistake, for the control below: each micro-batch's loss divided by its own number of targets."""
 
     check = classmethod(lambda cls, run, processes: None)
 
@@ -173,7 +175,7 @@ def test_the_control_a_mean_of_means_is_seen_in_the_norm(of: Answers) -> None:
 
 
 def whole_gradient(world: World, run: Run) -> tuple[float, float]:
-    """The gradient of the whole batch in one backward, in the plainest way, against the strategy's norm and loss."""
+    """Compute the whole batch's gradient in one plain backward, and compare its norm and loss with the strategy's."""
     task, strategy, feed = build_with_feed(run, world)
     batch: StepBatch = feed.make(0)
     strategy.model.zero_grad()
@@ -237,7 +239,7 @@ def test_state_holds_all_that_matters(name: str, of: Answers) -> None:
 
 
 def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
-    """Scores and the export after two steps."""
+    """Return scores and the export's digest after two steps."""
     task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
@@ -260,7 +262,7 @@ def test_all_ranks_score_the_same_and_the_first_exports(name: str, of: Answers) 
 
 
 def densely(world: World, run: Run) -> dict[str, Any]:
-    """The same steps with every gradient dense."""
+    """Run the same steps with every gradient dense."""
     from lockstep.strategies import single
 
     single.row_sparse = lambda model, device, uses: set()
@@ -273,7 +275,7 @@ def sparse_rows(world: World, run: Run) -> int:
 
 def test_row_sparse_gradients_have_the_bits_of_dense_ones(single: dict) -> None:
     run = run_of("strategy.name=single")
-    assert run_on(1, sparse_rows, run) == [1]  # the token embedding; the positions' is too small
+    assert run_on(1, sparse_rows, run) == [1]  # the token embedding; that of positions is too small
     assert run_on(1, densely, run)[0]["digest"] == single["fp32"]["digest"]
     run = run_of("strategy.name=ddp")
     assert {r["digest"] for r in run_on(3, densely, run)} == {single["fp32"]["digest"]}

@@ -1,5 +1,5 @@
-"""Every kind of task under every strategy, two steps each, all kinds in one job for each strategy: the bits of one
-process where they are promised, else the same to rounding; with adapters, too. test_tasks.py goes further, with fewer
+"""Every kind of task under every strategy, two steps each, all kinds in one job per strategy: the bits of one process
+under exact strategies, otherwise equal within rounding; also with adapters. test_tasks.py tests more, with fewer
 strategies."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OF_LABELS = ("balanced", "two", "lists, shaped", "numbers")
 
 
 def row(draw: random.Random) -> dict[str, Any]:
-    """A text with a shorter one, and how much of it that is."""
+    """Return a row: a text, a shorter part of it, and that part's share."""
     text = sentence(draw)
     words = text.split()
     kept = [word for word in words if draw.random() < 0.6]
@@ -59,7 +59,7 @@ MORE: dict[str, dict[str, Any]] = {
 
 
 def runs_of(folder: Path, *keys: str) -> dict[str, Run]:
-    """One of each kind."""
+    """Return one run of each kind."""
     (folder / "more").mkdir(exist_ok=True)
     draw = random.Random(2)
     for split in ("train", "validation"):
@@ -77,7 +77,7 @@ def runs_of(folder: Path, *keys: str) -> dict[str, Run]:
 
 
 def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
-    """Two steps of each kind, and scores."""
+    """Train two steps of each kind, and evaluate."""
     found = {}
     for kind, run in runs.items():
         task, strategy, feed = build_with_feed(run, world)
@@ -105,7 +105,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
     return run_on(1, trained, runs, timeout_s=280)[0]
 
 
-# Shards of ZeRO 3, and a Trainer around the steps of `ddp`: three tasks in test_tasks.py, all of them by hand
+# ZeRO-3's shards, and Trainer around the steps of `ddp`: CI covers three tasks in test_tasks.py; all run by hand
 @pytest.mark.parametrize("told", [long(told) if told in ("zero3", "hf_trainer") else told for told in STRATEGIES])
 def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) -> None:
     name = told.partition(",")[0]
@@ -124,7 +124,7 @@ def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) 
 
 
 def adapted(run: Run, folder: Path, kind: str) -> Run:
-    """The run on an adapter of a model that it would have made itself, which is written to the folder."""
+    """Return the run with an adapter on the model that it would build, which is saved to the folder."""
     task_class: Any = plugins.find("tasks", run.task.name)
     task = task_class(Job.of(run).with_data())
     place = folder / f"{kind} model"

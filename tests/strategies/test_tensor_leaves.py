@@ -1,5 +1,5 @@
-"""`strategy.tensor_leaves`: the bits of one process at any number of tensor ranks, alone and beside data parallelism;
-and that its controls have others."""
+"""`strategy.tensor_leaves` gives the bits of one process at any number of tensor ranks, alone and combined with data
+parallelism; the controls give other bits."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 _T5 = {"d_model": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4, "d_kv": 8, "d_ff": 64}
 FAMILIES = {
     "llama": {"type": "llama", "config": _DECODER | {"attention_dropout": 0.1}},
-    "qwen2": {"type": "qwen2", "config": _DECODER | {"num_attention_heads": 8}},  # two of queries a head of keys
+    "qwen2": {"type": "qwen2", "config": _DECODER | {"num_attention_heads": 8}},  # two query heads per key head
     "qwen3": {"type": "qwen3", "config": _DECODER | {"head_dim": 8}},
     "gpt2": {"type": "gpt2", "config": {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 32}},
     "bert": {"type": "bert", "config": _BERT | {"max_position_embeddings": 32}},
     "t5": {"type": "t5", "config": _T5},
     "t5-gated": {"type": "t5", "config": _T5 | {"feed_forward_proj": "gated-gelu"}},
 }
-STILL = {  # of each family, without dropout
+STILL = {  # each family without dropout
     "llama": {"attention_dropout": 0.0},
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -62,7 +62,7 @@ STILL = {  # of each family, without dropout
 }
 
 
-FEWER = "micro_batches=4"  # ranks that share a leaf out run all of them
+FEWER = "micro_batches=4"  # ranks that share a leaf run all micro-batches
 
 
 def of(ranks: int, *overrides: str, **values: Any) -> dict[str, Any]:
@@ -89,15 +89,15 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 @pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "tensor"), [(2, 2), (4, 2)])
 def test_tensor_ranks_have_the_bits_of_one_process(ranks: int, tensor: int) -> None:
-    """Alone, and two of them beside two of data parallelism."""
+    """Tensor ranks alone, and two of them combined with two data-parallel ranks, have the bits of one process."""
     found = together("llama", "fp32", ranks, tensor)
     assert same(found, alone("llama", "fp32"))
     placements, _ = found["held"]["model.layers.0.mlp.up_proj.weight"]
     assert len(placements) == 2
 
 
-# In turns, a precision of each family in CI; the other one takes as long again. Four ranks hold a leaf each, or two
-# beside two of data parallelism: a rank of one or of two holds what ranks of those hold together, and is asked by hand.
+# CI runs one precision per family, in turns; the other takes as long again. Four ranks hold a leaf each, or two each
+# with two data-parallel ranks. One and two ranks hold the same leaves together, and are run by hand.
 SHAPES = {"four": ((4, 4), (4, 2)), "fewer": ((1, 1), (2, 2))}
 IN_TURNS = [
     (slow if (i + j) % 2 == 0 and shapes == "four" else long)(family, precision, shapes)
@@ -149,12 +149,12 @@ def test_activations_that_are_computed_again_have_the_same_bits(family: str) -> 
 @pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leaves_are_the_whole_model_to_rounding(family: str) -> None:
-    """One step of plain descent: weights differ where a gradient does."""
+    """After one step of plain gradient descent, weights differ where gradients do."""
     model = {**FAMILIES[family], "config": FAMILIES[family]["config"] | STILL.get(family, {})}
     sgd = {"optim": {"name": "sgd", "learning_rate": 0.1}, "model": model}
     wanted = of(1, "strategy.name=single", **sgd)
     found = of(1, strategy={"name": "single", "tensor_leaves": 4}, **sgd)
-    assert found["digest"] != wanted["digest"]  # the control: it is another arithmetic
+    assert found["digest"] != wanted["digest"]  # control: the arithmetic differs
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert found["norm"] == pytest.approx(wanted["norm"], rel=5e-6)
     for key, weight in wanted["weights"].items():
@@ -209,7 +209,7 @@ def test_the_sum_is_that_of_the_tree(leaves: int) -> None:
         tree.add(i, [part.clone()])
     before = [part.clone() for part in parts]
     assert torch.equal(LeafRanks(leaves).sum(parts), tree.root[0])
-    assert all(map(torch.equal, parts, before))  # nothing was written into
+    assert all(map(torch.equal, parts, before))  # the inputs were not written to
 
 
 def test_low_precision_is_added_in_float32_and_rounded_once() -> None:
@@ -230,13 +230,14 @@ def test_the_gradient_of_a_cut_weight_is_put_together(dim: int, parts: int) -> N
 
 
 def test_what_is_whole_learns_from_every_leaf_over_the_tree() -> None:
-    """The weight of a norm of each head. In backward torch would add the gradients of leaves one after another."""
+    """A per-head norm's weight gets its gradient from all leaves, added over the tree. Autograd alone would add them
+    from left to right."""
     ranks, weight = LeafRanks(4), torch.ones(500, requires_grad=True)
     parts = [torch.randn(500, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     sum(leaf.sum() for leaf in (Leaves.of(parts, ranks, False) * weight).leaves).backward()
     assert torch.equal(weight.grad, ranks.sum(parts))
     orders = (parts, parts[::-1])
-    assert not any(torch.equal(weight.grad, from_left_to_right(ranks, order)) for order in orders)  # the control
+    assert not any(torch.equal(weight.grad, from_left_to_right(ranks, order)) for order in orders)  # control
 
 
 def test_a_leaf_draws_the_same_numbers_whoever_computes_it() -> None:
@@ -249,10 +250,10 @@ def test_a_leaf_draws_the_same_numbers_whoever_computes_it() -> None:
     every, first, last = dropped
     assert all(map(torch.equal, every, [*first, *last]))
     assert not torch.equal(every[0], every[1])
-    assert len({float(number) for number in after}) == 1  # what comes next is drawn alike, too
+    assert len({float(number) for number in after}) == 1  # the next draws are equal, too
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 
 def leaves_of(count: int = 2, tracked: bool = True) -> Leaves:
@@ -318,7 +319,7 @@ def test_what_cannot_be_cut_is_refused(strategy: dict, values: dict, said: tuple
 
 
 def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family's plan that leaves a product out: what follows it is not whole."""
+    """A family plan that omits a product is refused: the layer after it would get partial inputs."""
     wrong = tensor_plans.FamilyPlan({**tensor_plans._GPT2.products}, {}, tensor_plans._GPT2.counts)  # q, k, v in one
     monkeypatch.setitem(tensor_plans._PLANS, "gpt2", wrong)
     run = tiny(model=FAMILIES["gpt2"], strategy={"name": "ddp", "tensor_leaves": 4})

@@ -1,5 +1,5 @@
-"""Weights that not every micro-batch uses, not every step, or nobody: the bits of one process, and what nobody used
-stays."""
+"""Weights that some micro-batches, some steps or no step uses: the bits of one process, and unused weights stay
+unchanged."""
 
 from itertools import pairwise
 from typing import Any
@@ -30,7 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def steps_of(world: World, run: Run) -> dict[str, Any]:
-    """Five steps: their norms, the names of what would be saved after each, and all weights and moments."""
+    """Return the norms of five steps, the names in each save, and all weights and moments."""
     _, strategy, feed = build_with_feed(run, world)
     found: dict[str, Any] = {"norms": [], "names": set(), "weights": []}
     for step in range(5):
@@ -97,7 +97,8 @@ def test_without_exact_ddp_takes_them_to_rounding(single: dict) -> None:
 
 @pytest.mark.processes
 def test_what_no_piece_used_is_left_alone(single: dict) -> None:
-    """By weight decay and by momentum, in every step and in some; and every save has the same names."""
+    """Weight decay and momentum do not change a weight that no micro-batch of the step used; every save has the same
+    names."""
     after = single["odd"]["weights"]
     for step, (before, now) in enumerate(pairwise(after), start=1):
         moved = {k for k, v in now.items() if k.startswith("model.") and not torch.equal(v, before[k])}

@@ -1,5 +1,5 @@
-"""What one update is made of, held to torch in this process: norm, clip, what is left alone, what is not finite, and
-the weights that are written."""
+"""One optimizer update compared with torch in this process: norm, clipping, weights that it skips, non-finite values,
+and the weights that it writes."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_what_several_ranks_hold_counts_once_in_the_norm() -> None:
     wanted = torch.cat([each.reshape(-1) for each in whole]).double().norm().float()
     assert torch.allclose(norm, wanted, rtol=1e-6)
     alone = Gradient([Part("a", whole[0], whole[0], 0.0), Part("b", whole[1], whole[1])], ["a", "b"]).norm()
-    assert torch.allclose(alone, whole[1].norm(), rtol=1e-6)  # another rank answers for the first
+    assert torch.allclose(alone, whole[1].norm(), rtol=1e-6)  # another rank counts the first weight
 
 
 @pytest.mark.parametrize("limit", [0.1, 1.0, 100.0])
@@ -47,7 +47,8 @@ def test_it_is_clipped_as_torch_clips(limit: float) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None
         assert torch.equal(mine.grad, other.grad)
-    assert torch.equal(ours[0].grad, ours[0].detach()) == (limit > float(norm))  # what is below the limit stays
+    # a gradient below the limit is not scaled
+    assert torch.equal(ours[0].grad, ours[0].detach()) == (limit > float(norm))
 
 
 def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
@@ -56,7 +57,7 @@ def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
     gradient = Gradient(parts, ["unused", "used"])
     gradient.assign_to_params([0, 3])
     assert used.grad is not None
-    assert unused.grad is None  # torch's optimizers then neither decay nor move it
+    assert unused.grad is None  # so torch's optimizers neither decay nor move it
     gradient.clear()
     assert used.grad is None
 
@@ -65,7 +66,7 @@ def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
 def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
     losses = torch.ones(4)
     skipping, stopping = FiniteCheck(stops=False, late=False), FiniteCheck(stops=True, late=False)
-    assert skipping.check(3, losses, torch.tensor(2.0))  # the control
+    assert skipping.check(3, losses, torch.tensor(2.0))  # control
     assert not skipping.check(3, losses, torch.tensor(norm))
     with pytest.raises(NotFinite):
         stopping.check(3, losses, torch.tensor(norm))
@@ -86,11 +87,11 @@ def test_a_gradient_by_row_is_given_whole_and_lives_as_long_as_the_update() -> N
         assert weight.grad is None
 
 
-# -- whole steps of one process --------------------------------------------------------------------------------------
+# -- whole steps in one process --------------------------------------------------------------------------------------
 
 
 def stepped(run: Run, steps: int = 2) -> tuple[Single, list[float], dict[str, Tensor]]:
-    """The strategy after some steps, their norms, and the last gradient before clipping."""
+    """Return the strategy after some steps, their norms, and the last gradient before clipping."""
     task, strategy = build(run, World(run))
     assert isinstance(strategy, Single)
     strategy.observer = recorder = GradientRecorder(strategy.world)
@@ -122,7 +123,7 @@ def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_i
         assert master.dtype == torch.float32
         assert torch.equal(place, master.bfloat16()), name
         moved += not torch.equal(place, start.weights.named[name])
-    assert moved > len(strategy.weights.named) // 2  # a weight of 1 moves less than its last bit
+    assert moved > len(strategy.weights.named) // 2  # a weight of 1 moves by less than its last bit
     assert all(gradient.dtype == torch.float32 for gradient in seen.values())
     rounded = [name for name, gradient in seen.items() if torch.equal(gradient, gradient.bfloat16().float())]
     assert not rounded
@@ -139,7 +140,7 @@ def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_a
     task.loss_sum = lambda outputs, targets: (
         losses.append(float(plain(outputs, targets).detach())) or plain(outputs, targets)
     )
-    again = [replace(batch.micro_batches[0], index=k) for k in range(batch.count)]  # the same examples all along
+    again = [replace(batch.micro_batches[0], index=k) for k in range(batch.count)]  # the same examples each time
     for step in (0, 1, 0):
         strategy.train_step(replace(batch, step=step, micro_batches=again), 0.0)
     first, other, once_more = losses[: batch.count], losses[batch.count : -batch.count], losses[-batch.count :]

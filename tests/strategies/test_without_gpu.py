@@ -1,7 +1,8 @@
-"""CUDA without a GPU: a training step of every strategy on tensors that are on `cuda` and have no numbers.
+"""CUDA without a GPU: a training step of every strategy on fake tensors that claim to be on `cuda`.
 
-torch refuses an operation of tensors on two devices then, and what the host would wait for is written down. What cannot
-be seen this way is told in docs/how-to/on-a-gpu.md. On a GPU: test_gpu.py."""
+torch then refuses operators that mix devices, and the test records each operation for which the host would wait.
+docs/how-to/on-a-gpu.md says what cannot be tested this way. On a GPU: test_gpu.py.
+"""
 
 import json
 import os
@@ -25,20 +26,20 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="a torch with CUDA has such a device already"),
     pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="needs a C++ compiler"),
 ]
-STEPS, MICRO_BATCHES = 2, 4  # the first, and one that begins with what a step has left
+STEPS, MICRO_BATCHES = 2, 4  # the first step, and one that starts from its state
 TREE = "strategy.all_reduce=hierarchical"
-Waits = dict[str, int]  # what and where -> how often in a step
+Waits = dict[str, int]  # what and where -> number of waits per step
 
 
 class Case(NamedTuple):
-    """What is trained, and what the host waits for in each step; lockstep's own line and not that of an engine."""
+    """One training case; it records where the host waits in each step: the line of lockstep, not of an engine."""
 
     name: str
     ranks: int
     rank: int = 0
     keys: tuple[str, ...] = ()
     waits: Waits = {}  # noqa: RUF012 - never written to
-    kind: str | None = None  # of `task_runs` or `label_runs`; None: texts in classes
+    kind: str | None = None  # of `task_runs` or `label_runs`; None: text classification
 
 
 PADDED, UNPADDED, CHUNKED = "data.padding=batch", "data.padding=none", "task.loss_chunk=16"
@@ -52,7 +53,7 @@ BY_STRATEGY = {
     "fsdp2 by step": Case("fsdp2", 2, 0, ("strategy.options.gather=step",)),
     "fsdp2 by step on two machines": Case("fsdp2", 4, 3, ("strategy.options.gather=step", TREE)),
     "fsdp2": Case("fsdp2", 2, 0, ("strategy.options.gather=micro_batch",)),
-    # the state of the random numbers comes with the hidden states, and goes into a generator of the host
+    # the random state arrives with the hidden states, and is copied to the host's generator
     "first stage": Case("pipeline", 2),
     "last stage": Case(
         "pipeline",
@@ -74,7 +75,7 @@ def single(*keys: str, kind: str | None = None) -> Case:
 
 
 CASES = {name: case._replace(keys=(PADDED, *case.keys)) for name, case in BY_STRATEGY.items()}
-CASES |= {  # what is generated is not looked at here
+CASES |= {  # generated text is not checked here
     f"{name}, unpadded, loss in chunks": case._replace(
         keys=(UNPADDED, CHUNKED, "task.samples=0", *case.keys), kind="documents"
     )
@@ -110,7 +111,8 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of all cases. An interpreter of its own: torch is told of the device before it is imported."""
+    """Return the results of all cases, from a separate interpreter: torch must know the device before it is
+    imported."""
     folder = tmp_path_factory.mktemp("no-gpu")
     torch_is = Path(torch.__file__).parent
     library = folder / "no_gpu.so"
@@ -153,16 +155,16 @@ def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
     found = answers[name]
     assert "error" not in found, found["error"]
     assert found["operations"] > 100 * STEPS
-    assert found["scalars"] == {}  # not even a number of the host in an operation of the device
+    assert found["scalars"] == {}  # no host scalar is used in an operator on the device
     for step, waits in enumerate(found["waits"]):
         expected = Counter(CASES[name].waits)
-        if step:  # whether the step before was finite
+        if step:  # reads whether the previous step was finite
             expected["event.synchronize of a step before distributed/torch_internals.py:wait"] += 1
         assert Counter(waits) == expected, f"step {step}"
 
 
 def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -> None:
-    """Of packed blocks only the last one of all may be short; all documents are of any length."""
+    """Of packed blocks only the very last may be short; documents have any length."""
     packed, documents, padded = (
         answers[name]["names"]
         for name in ("packed without padding", "documents without padding", "packed with padding")
@@ -180,7 +182,7 @@ def test_texts_of_any_length_go_through_attention_by_length(answers: dict[str, d
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("odd vocabulary")])
 def test_no_product_has_an_odd_vocabulary(name: str, answers: dict[str, dict[str, Any]]) -> None:
-    """In the head, forward and backward: 320 rows where the model has 301."""
+    """The head's products, forward and backward, use 320 rows for a vocabulary of 301."""
     products = answers[name]["products"]
     assert 301 not in products
     assert 320 in products

@@ -1,6 +1,5 @@
-"""DeepSpeed ZeRO under the one-step contract: the bits of `single`, and equal to rounding where DeepSpeed reduces by
-itself; states that travel between strategies and numbers of processes, and messages for options that DeepSpeed would
-swallow."""
+"""DeepSpeed ZeRO with exact sums has the bits of `single`, and with its own reduction matches within rounding; its
+state can be loaded by other strategies and numbers of processes; options that DeepSpeed would ignore get a message."""
 
 import importlib.util
 import subprocess
@@ -41,7 +40,7 @@ BF16_WEIGHTS = ("precision=bf16", "strategy.options={bf16: {enabled: true}}")
 
 
 def trained(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
-    """Train a few steps, evaluating in between; everything that must be equal."""
+    """Train a few steps with evaluations in between; return everything that must be equal."""
     task, strategy, feed = build_with_feed(run, world)
     gradients: list[dict[str, torch.Tensor]] = []
     strategy.observer = recorder = GradientRecorder(world)
@@ -70,8 +69,8 @@ def trained(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
 
 
 def strategy_class(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
-    """The same report on every rank, and everything whole on rank 0 only; rank 0's. Of four steps the third is the
-    short one that ends an epoch."""
+    """Return rank 0's report; check that all ranks report the same, and that only rank 0 has the full export. The third
+    of four steps is the short one at the end of an epoch."""
     run = tiny("data.limit=56", f"strategy.name={name}", *overrides)
     first, *others = run_on(ranks, trained, run)
     for other in others:
@@ -126,7 +125,7 @@ def assert_same_bits(found: dict[str, Any], single: dict[str, Any]) -> None:
         assert digest(ours) == digest(theirs)
 
 
-# 8 micro-batches on 3 ranks: in the last turn one has none. One rank, which exchanges nothing, is asked by hand
+# 8 micro-batches on 3 ranks: in the last round one rank has none. One rank, which communicates nothing, runs by hand
 @pytest.mark.parametrize("ranks", [long(1), 2, slow(3)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_exact_means_the_gradients_and_moments_of_single_too(
@@ -137,14 +136,14 @@ def test_exact_means_the_gradients_and_moments_of_single_too(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weights_that_are_not_aligned_keep_the_bits(stage: int) -> None:
-    """Every size is odd here, so that DeepSpeed lays weights where products would round in another way."""
+    """Every size is odd, so that DeepSpeed places weights at offsets where matrix products would round differently."""
     odd = ("model.config.n_embd=27", "model.config.n_head=3", "batch_size=7", "micro_batches=7")
     assert_same_bits(strategy_class(f"zero{stage}", 2, *odd), alone(*odd))
 
 
 @pytest.mark.parametrize("stage", [slow(2), 3])
 def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) -> None:
-    """A weight's gradients are added up in bf16 or in float32, as its low copy is one or several."""
+    """The gradients of a weight are added in bf16 if it is cast once, in float32 if it is cast several times."""
     sizes = "{hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 64, embedding_size: 16}"
     albert = ("model.type=albert", f"model.config={sizes}", "tokenizer.train=wordpiece", "precision=bf16")
     assert_same_bits(strategy_class(f"zero{stage}", 2, *albert), alone(*albert))
@@ -152,7 +151,7 @@ def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) ->
 
 @pytest.mark.slow
 def test_a_weight_that_another_module_reads_is_waited_for() -> None:
-    """LayoutLMv3 reads the weights of layers that it never calls, which DeepSpeed asks for in advance."""
+    """LayoutLMv3 reads weights of layers that it never calls, and DeepSpeed prefetches those."""
     sizes = (
         "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, coordinate_size: 5, "
     )
@@ -170,7 +169,7 @@ def test_accelerate_with_deepspeed_has_the_bits_too(stage: int, ranks: int, sing
 
 @pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
 def test_accelerate_with_deepspeed_has_them_under_autocast(stage: int) -> None:
-    """Told of bf16, Accelerate would have DeepSpeed make the weights bf16."""
+    """If Accelerate were told about bf16, it would let DeepSpeed convert the weights to bf16."""
     options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
     single = alone("precision=bf16")
     assert_same_bits(strategy_class("hf_accelerate", 2, options, "precision=bf16"), single)
@@ -229,7 +228,7 @@ def test_what_cannot_have_the_bits_is_refused_unless_the_run_says_so(words: tupl
     assert not resolve_strategy(own, 2).gives_bits(own)
 
 
-# 8 micro-batches on 3 ranks: one is levelled with a blank micro-batch. Two ranks are asked with each option below
+# 8 micro-batches on 3 ranks: a padding micro-batch fills up the last round. Two ranks run with each option below
 @pytest.mark.parametrize("ranks", [long(1), long(2), 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_equal_to_single_to_rounding(stage: int, ranks: int, single: dict[str, Any]) -> None:
@@ -267,7 +266,7 @@ def test_options_pass_through(stage: int, option: str, single: dict[str, Any]) -
 
 
 def differing(held: Any, value: Any) -> list[Any]:
-    """What an engine holds of an option, where it is not what was given."""
+    """Return the values that an engine holds for an option if they differ from those set."""
     if isinstance(value, dict):
         inner = held or {}
         return [name for name in value if str(inner.get(name)) != str(value[name])]
@@ -275,7 +274,7 @@ def differing(held: Any, value: Any) -> list[Any]:
 
 
 def defaults(stage: int) -> dict[str, Any]:
-    """DeepSpeed's own, at a stage."""
+    """Return DeepSpeed's defaults for a stage."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     return DeepSpeedZeroConfig(stage=stage).model_dump(by_alias=True, mode="json")
@@ -309,7 +308,7 @@ def test_bf16_is_close(stage: int, extra: tuple[str, ...], single: dict[str, Any
 
 
 class Averaged(Zero):
-    """The control: what DeepSpeed averages over ranks is not multiplied back."""
+    """Control: the average that DeepSpeed computes over ranks is not multiplied back to a sum."""
 
     stage = 2
 
@@ -337,7 +336,7 @@ def test_the_control_an_average_over_ranks_is_seen_in_the_norm(single: dict[str,
 
 
 def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[float]]:
-    """Three steps, the state, and two more."""
+    """Train three steps, save the state, and train two more."""
     _, strategy, feed = build_with_feed(run, world)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
@@ -359,12 +358,12 @@ def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str,
 
 
 def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tuple[bool, list[float], list[float]]:
-    """Whether going on has the bits of not stopping, and the losses after both."""
+    """Return whether resuming gives the bits of not stopping, and the losses of both."""
     run = tiny(f"strategy.name={start[0]}", *overrides)
     straight, kept, losses = run_on(start[1], stopped, run)[0]
     run = tiny(f"strategy.name={end[0]}", *overrides)
     again, taken_over, others = run_on(end[1], resumed, run, kept)[0]
-    assert taken_over == digest(kept)  # nothing is lost on the way
+    assert taken_over == digest(kept)  # the state survives the change
     return straight == again, losses, others
 
 
@@ -428,7 +427,7 @@ def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: st
 def test_weights_that_are_used_within_are_not_computed_with_again(
     family: str, name: str, options: dict[str, Any]
 ) -> None:
-    """DeepSpeed ends in a traceback there."""
+    """DeepSpeed fails with a traceback for these."""
     from transformers import CONFIG_MAPPING
 
     drops = {key: 0.0 for key in CONFIG_MAPPING[family]().to_dict() if key.endswith("layerdrop")}
@@ -453,14 +452,14 @@ def test_weights_that_are_never_gathered_in_time_are_refused(head: str, family: 
 
 
 def tried(world: World, run: Run) -> None:
-    """The first step, and what comes before it."""
+    """Run the first step, with the preparation before it."""
     _, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     strategy.train_step(feed.make(0), 1e-3)
 
 
 def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line() -> None:
-    """Of a family that nobody has listed, where DeepSpeed first follows what it has recorded."""
+    """This covers a family that no list names; DeepSpeed first follows the order that it recorded."""
     sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2, "state_size": 16, "n_groups": 2}
     task = {"name": "language_modeling", "block_size": 16, "samples": 0}
     with raises("LS4107", "fsdp2", error=AssertionError):
@@ -468,13 +467,14 @@ def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line()
 
 
 def test_activations_that_all_models_share_are_made_the_models_own() -> None:
-    """Else DeepSpeed hooks them in other models too, on one rank alone, and the ranks wait for each other."""
+    """Otherwise DeepSpeed hooks shared activations in other models too, on one rank alone, and ranks wait for each
+    other."""
     from transformers import FlaubertConfig, FlaubertModel
     from transformers.activations import gelu
 
     config = FlaubertConfig(vocab_size=20, emb_dim=16, n_layers=1, n_heads=2)
     model, other = FlaubertModel(config), FlaubertModel(config)
-    assert model.ffns[0].act is other.ffns[0].act is gelu  # the control
+    assert model.ffns[0].act is other.ffns[0].act is gelu  # control
     own_activations(model)
     assert model.ffns[0].act is not gelu
     assert type(model.ffns[0].act) is type(gelu)
@@ -487,7 +487,8 @@ def test_importing_the_strategies_imports_no_deepspeed() -> None:
 
 
 def test_an_export_imports_no_deepspeed(tmp_path: Path) -> None:
-    """Accelerate would import it, for seconds, to see whether it wraps the model that transformers saves."""
+    """Accelerate would import DeepSpeed, which takes seconds, to test whether it wraps the model that transformers
+    saves."""
     code = (
         "import sys; from pathlib import Path; from transformers import BertConfig, BertModel\n"
         "from lockstep.tasks.models import models\n"

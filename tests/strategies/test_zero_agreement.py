@@ -1,4 +1,4 @@
-"""A config of DeepSpeed beside a run file: what agrees and what says auto is accepted, the rest is named at once."""
+"""A DeepSpeed config next to a run file: equal and "auto" values are accepted, all others are named in one message."""
 
 import importlib.metadata
 import importlib.util
@@ -19,7 +19,7 @@ from support.harness import tiny
 from support.messages import mentions, raises
 from support.places import ROOT
 
-ORDINARY: dict[str, Any] = {  # as transformers' documentation has it
+ORDINARY: dict[str, Any] = {  # as in transformers' documentation
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
     "bf16": {"enabled": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
@@ -51,7 +51,7 @@ def run_of(options: Any, name: str = "zero2", *overrides: str) -> Any:
 
 
 def refusals(options: Any, *overrides: str) -> list[str]:
-    """Keys that are refused, in a job of two processes."""
+    """Return the keys that are refused in a job of two processes."""
     try:
         check(run_of(options, "zero2", *overrides), 2)
     except RunError as caught:
@@ -187,7 +187,7 @@ def test_a_version_that_is_wrong_on_cpus_alone_is_let_through_on_a_gpu(monkeypat
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_counts_one_micro_batch_a_step(stage: int) -> None:
-    """DeepSpeed#8224, 0.18.3 to 0.19.5, needs more of them: benchmarks/deepspeed_shared_module.py."""
+    """DeepSpeed#8224 (0.18.3 to 0.19.5) needs several micro-batches per step: benchmarks/deepspeed_shared_module.py."""
     options = {"gradient_accumulation_steps": 4}
     run = run_of(options, f"zero{stage}")
     assert zero_config.config(run, stage, 1000, options)["gradient_accumulation_steps"] == 1
@@ -207,7 +207,7 @@ def test_a_run_does_not_start_with_such_a_version(
 
 
 def test_no_such_version_is_installed_by_pip() -> None:
-    """By the extra, by the development tools, or by the lock of `.ci/run`."""
+    """The extra, the development tools and the lock of `.ci/run` exclude such versions."""
     root = ROOT
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     wanted = [Requirement(each) for extra in ("deepspeed", "dev") for each in extras[extra]]

@@ -1,4 +1,4 @@
-"""What autograd keeps of weights that ZeRO's stage 3 gathers and lets go of, without DeepSpeed."""
+"""What autograd saves of weights that ZeRO's stage 3 gathers and frees, tested without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.strategies.engines.zero_graph import SavedByName, keep_sums
 
 
 class Fused(nn.Module):
-    """Two layers in one weight, as attention keeps its keys and values."""
+    """Two layers in one weight, as attention stores keys and values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Fused(nn.Module):
 
 
 class Mapping(OrderedDict[str, Any]):
-    """Stands for DeepSpeed's, in which a module has its weights at stage 3."""
+    """Stands for DeepSpeed's mapping, which holds a module's weights at stage 3."""
 
 
 def gradients(model: Fused, saving: Any = None) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,8 @@ def test_parts_of_a_weight_are_read_where_they_lie() -> None:
     saving.pack_hook = lambda tensor: kept.append(pack(tensor)) or kept[-1]  # type: ignore[func-returns-value,method-assign]
     for own, of_torch in zip(gradients(model, saving), plain, strict=True):
         assert torch.equal(own, of_torch)
-    assert [each[-1] for each in kept if isinstance(each, tuple)] == [0, 12]  # not the numbers, but where they begin
+    # saved as an offset into the weight, not as numbers
+    assert [each[-1] for each in kept if isinstance(each, tuple)] == [0, 12]
 
 
 def test_a_weight_that_was_asked_for_in_advance_is_waited_for_where_it_is_read() -> None:
@@ -70,7 +71,7 @@ def test_a_weight_that_was_asked_for_in_advance_is_waited_for_where_it_is_read()
 
 
 class Node(torch.autograd.Function):
-    """Stands for a node of DeepSpeed's, which hears of backward."""
+    """Stands for DeepSpeed's autograd node, which runs code in backward."""
 
     heard = 0
 
@@ -85,7 +86,7 @@ class Node(torch.autograd.Function):
 
 
 class Norm(nn.Module):
-    """With a weight, and with an input that it uses twice."""
+    """A norm with a weight, which uses its input twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +97,12 @@ class Norm(nn.Module):
 
 
 def test_no_node_stands_before_an_input_that_is_used_twice() -> None:
-    """It would add the two gradients up before they meet a third one, where torch adds one after another."""
+    """A node would add the input's two gradients before a third one, where torch adds one after another."""
     model: Any = nn.Sequential(Norm(), nn.Linear(4, 4))
     for module in model:
         module.pre_bwd_fn = module.post_bwd_fn = Node
     keep_sums(model)
-    assert model[1].post_bwd_fn is Node  # the control: a linear layer uses its input once
+    assert model[1].post_bwd_fn is Node  # control: a linear layer uses its input once
     inputs = torch.ones(2, 4, requires_grad=True)
     assert model[0].post_bwd_fn.apply(inputs) is inputs
     (model[0](inputs) + inputs).sum().backward()
