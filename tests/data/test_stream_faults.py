@@ -123,7 +123,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
     assert uncoded(told) == f"data.train: nothing to train on: 1 shard, {empty} first, hold no row that is used"
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
-    assert uncoded(told).endswith("first, make no example")
+    assert uncoded(told).endswith("first, contain no example")
     rows = tmp_path / "train.jsonl"
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
     assert "data.filter: no row of the validation split" in told
@@ -195,7 +195,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert with_row("[1]").startswith(f"data.train: {path}, line 26 holds a list; expected a mapping")
     where = f"(rows are counted from row 20 of {path})"
     assert "task.text: column 'text' of the train split of train-02.jsonl must hold" in with_row('{"label": "joy"}')
-    assert "in 1 of 10 (row 5 holds None)" in said(folder)
+    assert "1 of 10 rows have none (row 5 holds None)" in said(folder)
     assert uncoded(said(folder)).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
     assert mentions(told, "LS2314", "'text'", "row 5 holds 7")
@@ -219,7 +219,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         ("gone", "no longer exists, and row "),
         ("cut", "bytes now, and had "),
         ("unlike", "a label that it did not have when training began: 'fun'"),
-        ("other", "they are not what they were when the shards were counted"),
+        ("other", "they have changed since the shards were indexed"),
     ],
 )
 def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, t
     assert heard == [str(caught.value)]
     assert told in heard[0]
     assert last in heard[0]
-    assert "Put it back as it was, and the same command goes on" in heard[0]
+    assert "Restore the file, and the same command resumes" in heard[0]
     assert steps[-1] - asked[0] == 1  # two steps are left: one to ask all ranks to stop, one to hear the answer
     if how == "other":  # its size and time are those of the index
         with pytest.raises(Unreadable):
@@ -283,7 +283,7 @@ def test_a_run_stops_before_a_changed_shard_and_goes_on_when_it_is_back(tmp_path
     changed(path, "other")
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], job, cache))
     assert status == 75, err
-    assert "they are not what they were when the shards were counted" in err
+    assert "they have changed since the shards were indexed" in err
     assert f"data.train: {path}, rows " in err
     assert "stopped on request after step " in out
     stopped = max(line["step"] for line in lines(job))
