@@ -1,4 +1,5 @@
-"""Averages of weights: the bits of a plain loop, the same however the weights are cut, in checkpoints, and exported."""
+"""Weight averages: the bits of a plain loop, independent of how weights are sharded, stored in checkpoints, and
+exported."""
 
 from __future__ import annotations
 
@@ -54,10 +55,10 @@ def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
     assert "o" in mean
     mean.read(found)
     assert torch.equal(found["model.f"], frozen)
-    assert torch.equal(found["model.n"], counts + 6)  # of what is no weight the last one's
+    assert torch.equal(found["model.n"], counts + 6)  # a buffer is copied from the last step, not averaged
     assert torch.equal(found["o"], counts * 6)
     assert torch.allclose(found["model.w"], torch.stack([s["model.w"] for s in states]).mean(0), atol=1e-6)
-    for cut in (slice(0, 7), slice(7, 999)):  # a part alone has the bits that it has in the whole
+    for cut in (slice(0, 7), slice(7, 999)):  # a slice has the bits that it has in the full tensor
         part = {"model.w": torch.zeros_like(states[0]["model.w"][cut])}
         Mean([WholeState({"model.w": state["model.w"][cut]}) for state in states]).read(part)
         assert torch.equal(part["model.w"], found["model.w"][cut])
@@ -122,7 +123,7 @@ def test_memory_counts_it() -> None:
 
 
 def by_hand(world: World, run: Run) -> dict[str, Any]:
-    """A few steps; the average that is kept beside them, what is evaluated with it, and what is left afterwards."""
+    """Train a few steps; return the average, the weights that an evaluation uses, and the weights afterwards."""
     task, strategy = build(run, world)
     kept = Averaged(strategy)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
@@ -144,7 +145,7 @@ def by_hand(world: World, run: Run) -> dict[str, Any]:
 
 
 def loop(world: World, run: Run) -> dict[str, Any]:
-    """The same average, as anyone would write it."""
+    """Compute the same average in a plain loop."""
     _, strategy, feed = build_with_feed(run, world)
     mean = {name: p.detach().clone() for name, p in strategy.model.named_parameters()}
     for t in range(STEPS):
@@ -212,7 +213,7 @@ def test_master_weights_are_averaged() -> None:
         assert run_on(2, by_hand, run)[0] == alone
 
 
-# -- from start to export --------------------------------------------------------------------------------------------
+# -- from training to export -----------------------------------------------------------------------------------------
 
 
 JOB = TINY | {
@@ -240,7 +241,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def saved(folder: Path, step: int, of: str) -> dict[str, torch.Tensor]:
-    """The `model.` or `ema.` tensors of a checkpoint of one process."""
+    """Return the `model.` or `ema.` tensors of a one-process checkpoint."""
     held = load_file(folder / f"out/checkpoints/step-{step:06d}/shard-00001-of-00001.safetensors")
     return {name.removeprefix(of): tensor for name, tensor in held.items() if name.startswith(of)}
 
@@ -285,7 +286,7 @@ def test_the_average_is_evaluated_and_exported_and_changes_no_training(
 def test_gone_on_with_on_another_strategy(
     name: str, processes: int, averaged_job: Path, tmp_path: Path, job: CommandJob
 ) -> None:
-    """The average of the checkpoint of step 2, which is whole, is taken up in parts."""
+    """Ranks of another strategy resume from step 2's checkpoint and load their shards of its full average."""
     assert trained(tmp_path, EMA, "steps=7", "max_time=null", "checkpoint.keep=9") == 0
     for step in (4, 6, 7):
         shutil.rmtree(tmp_path / f"out/checkpoints/step-{step:06d}")
@@ -316,7 +317,7 @@ def test_an_average_cannot_be_begun_in_the_middle(
     assert "average.ema: None in the checkpoint, 0.9 now" in " ".join(capfd.readouterr().err.split())
 
 
-# -- the last checkpoints --------------------------------------------------------------------------------------------
+# -- retention of checkpoints ----------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_the_last_checkpoints_is_exported(
@@ -325,7 +326,7 @@ def test_the_mean_of_the_last_checkpoints_is_exported(
     assert trained(tmp_path, "average.last=3") == 0
     assert "the mean of the weights after steps 4, 6, 7 is exported" in capfd.readouterr().out
     kept = sorted(path.name for path in (tmp_path / "out/checkpoints").glob("step-*"))
-    assert kept == ["step-000004", "step-000006", "step-000007"]  # however few `keep` keeps
+    assert kept == ["step-000004", "step-000006", "step-000007"]  # kept regardless of `keep`
     each = [saved(plain_job, step, "model.") for step in (4, 6, 7)]
     found = exported(tmp_path)
     for name, tensor in found.items():
@@ -336,7 +337,7 @@ def test_the_mean_of_the_last_checkpoints_is_exported(
     scores = json.loads((tmp_path / "out/scores.json").read_text())
     assert scores["export"] == "mean of 3"
     assert told(tmp_path / "out")[7] == scores["splits"]["validation"]["loss"] != told(plain_job / "out")[7]
-    assert trained(tmp_path) == 0  # a finished run exports another model when it is asked for one
+    assert trained(tmp_path) == 0  # a finished run exports another model on request
     out = capfd.readouterr().out
     assert "is that of export: mean of 3; last is asked for and written" in out
     assert the_same(exported(tmp_path), exported(plain_job))

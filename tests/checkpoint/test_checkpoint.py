@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back, what is refused, and what damage does to them."""
+"""Checkpoints: what a load restores, what is refused, and what happens to damaged ones."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ SHARD = "shard-00001-of-00001.safetensors"
 
 
 def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
-    """A process of its own, as far as checkpoints can tell."""
+    """Open checkpoints as a separate process would."""
     world = World(run)
     task, strategy = build(run, world)
     return (
@@ -36,7 +36,7 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
 
 
 def train(run: Run, steps: int) -> dict[int, str]:
-    """Train from the newest checkpoint to `steps`, saving each step. Returns a digest of the whole state a step."""
+    """Train from the newest checkpoint to `steps`, and save every step. Returns a digest of the full state per step."""
     checkpoints, strategy, feed = opened(run)
     done, _ = checkpoints.resume(strategy)
     found = {}
@@ -56,14 +56,14 @@ def resumed(run: Run) -> tuple[int, list[str], str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str]]:
-    """Four steps, all kept."""
+    """Four steps, all checkpoints kept."""
     folder = tmp_path_factory.mktemp("trained") / "out"
     return folder, train(run_in(folder, "checkpoint.keep=4"), 4)
 
 
 @pytest.fixture
 def folder(trained: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(trained[0], tmp_path / "out", symlinks=True))
 
 
@@ -100,7 +100,7 @@ def test_only_the_newest_are_kept_and_latest_is_the_last(tmp_path: Path) -> None
 def test_nothing_is_pickled(folder: Path) -> None:
     found = {p.name for p in (folder / "checkpoints").rglob("*") if p.is_file()}
     assert found == {SHARD, "manifest.json"}
-    assert set(load_file(next(folder.rglob(SHARD))))  # and safetensors reads it
+    assert set(load_file(next(folder.rglob(SHARD))))  # safetensors reads it, too
 
 
 def test_no_checkpoint_is_step_0(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list
 
 
 def test_the_same_data_under_another_name_is_the_same_data(trained: tuple, tmp_path: Path) -> None:
-    """A renamed folder, or a copy; what is in it counts, and so does every other key."""
+    """Renaming or copying a data folder does not matter to a resume; its contents do, and so does every other key."""
     rows = [json.dumps({"text": f"word {i}", "label": i % 3}) + "\n" for i in range(60)]
     for name, lines in (("first", rows), ("other", rows[:-1])):
         (tmp_path / name).mkdir()

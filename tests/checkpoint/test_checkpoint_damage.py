@@ -1,4 +1,4 @@
-"""Damaged folders of checkpoints: none is loaded, and no resume fails on one."""
+"""Damaged checkpoint folders: none is loaded, and no resume crashes on one."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ DAMAGES = 150
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, str], Path]:
-    """Four checkpoints with the digests of their states, and those of a run with another seed."""
+    """Four checkpoints with the digests of their states, and the same of a run with another seed."""
     folder, other = (tmp_path_factory.mktemp(name) / "out" for name in ("trained", "other"))
     job, another = Job(run_in(folder, "checkpoint.keep=4")), Job(run_in(other, "checkpoint.keep=4", "seed=1"))
     digests = {step: job.saved() for step in range(1, 5)}
@@ -56,13 +56,13 @@ def empty(path: Path, other: Path, dice: random.Random) -> None:
 
 
 def add(path: Path, other: Path, dice: random.Random) -> None:
-    """No damage: what file browsers, network disks and people leave."""
+    """Add files that file browsers, network disks and people leave: no damage."""
     names = ["model.safetensors", f"._{SHARD}", "shard-00002-of-00002.safetensors", ".DS_Store", ".nfs0001"]
     (path / dice.choice(names)).write_bytes(dice.choice([b"", (path / SHARD).read_bytes()]))
 
 
 def swap(path: Path, other: Path, dice: random.Random) -> None:
-    """One of its files is that of another step."""
+    """Replace a file by that of another step."""
     name = dice.choice([SHARD, "manifest.json"])
     shutil.copy(dice.choice([p for p in path.parent.glob("step-*") if p.name < path.name] or [other]) / name, path)
 
@@ -85,7 +85,7 @@ def garbage(path: Path, other: Path, dice: random.Random) -> None:
 
 
 def lie(path: Path, other: Path, dice: random.Random) -> None:
-    """A manifest that is well-formed and says something else."""
+    """Write a well-formed manifest with a wrong value."""
     manifest = read_manifest(path)
     assert isinstance(manifest, Manifest)
     changes: list[dict[str, Any]] = [
@@ -99,7 +99,7 @@ def lie(path: Path, other: Path, dice: random.Random) -> None:
 
 
 def other_kind(path: Path, other: Path, dice: random.Random) -> None:
-    """A folder or a dangling link in place of a file, or a file in place of the folder."""
+    """Put a folder or a dangling link in place of a file, or a file in place of the folder."""
     target = path / dice.choice([SHARD, "manifest.json"])
     kind = dice.choice(["folder", "link", "file"])
     if kind == "file":
@@ -129,9 +129,9 @@ KINDS: list[Callable[[Path, Path, random.Random], None]] = [
 
 
 def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:
-    """Seeded damages to the newest checkpoints: each resume falls back to the newest whole one and says why; where none
-    is whole it refuses, and every byte is still there. One strategy takes every state in turn, so that none of the one
-    before may be left."""
+    """Seeded damage to the newest checkpoints: each resume falls back to the newest intact one and says why. Without an
+    intact one it refuses, and deletes nothing. One strategy loads all states in turn, so nothing of a previous one may
+    remain."""
     folder, digests, other = trained
     job, dice = Job(run_in(tmp_path / "out")), random.Random(0)
     fresh, used = digest(job.strategy.state_dict()), dict.fromkeys((kind.__name__ for kind in KINDS), 0)
@@ -139,7 +139,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
     for i in range(DAMAGES):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         shutil.copytree(folder, tmp_path / "out", symlinks=True)
-        damaged = dice.choice([1, 1, 1, 2, 3, 4])  # the newest ones
+        damaged = dice.choice([1, 1, 1, 2, 3, 4])  # number of newest checkpoints to damage
         kinds = [KINDS[i % len(KINDS)], *dice.choices(KINDS, k=damaged - 1)]
         for step, kind in zip(range(4, 4 - damaged, -1), kinds, strict=True):
             name = f"step-{step:06d}"
@@ -157,7 +157,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
             assert bytes_in(tmp_path / "out") == content, what
             assert digest(job.strategy.state_dict()) == before, what
             continue
-        check_resumable(job.task.job.having(job.run))  # what the command looks at first
+        check_resumable(job.task.job.having(job.run))  # the check before a start
         step, notes = job.opened(job.run).resume(job.strategy)
         assert step == whole, what
         assert digest(job.strategy.state_dict()) == digests[whole], what

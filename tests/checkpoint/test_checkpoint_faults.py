@@ -1,5 +1,5 @@
-"""Checkpoints on full and read-only disks, in folders that vanish, and killed while saving. And that saving goes on
-beside training, shown by the order of events and not by a clock."""
+"""Checkpoints on full and read-only disks, in folders that vanish, and killed while saving. Saving overlaps with
+training, which is tested by the order of events, not by a clock."""
 
 import errno
 import os
@@ -39,11 +39,11 @@ from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.saving import SHARD, Job, disk, here, run_in
 
-# -- beside training -------------------------------------------------------------------------------------------------
+# -- saving during training ------------------------------------------------------------------------------------------
 
 
 class Gate:
-    """A disk that is as slow as the test wants; what happened, in order."""
+    """A disk whose speed the test controls; it records events in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.events = threading.Event(), list[str]()
@@ -83,7 +83,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, gate: Ga
     job.checkpoints.settle()
     assert gate.events == ["writing 000001", f"written {SHARD}", "written manifest.json"]
     assert here(tmp_path / "out") == ["latest", "step-000001"]
-    assert digest_of(tmp_path / "out/checkpoints/step-000001") == state  # not that of three steps later
+    assert digest_of(tmp_path / "out/checkpoints/step-000001") == state  # not the state three steps later
 
 
 def test_without_waiting_a_checkpoint_is_finished_at_a_later_step(tmp_path: Path, gate: Gate) -> None:
@@ -101,13 +101,13 @@ def test_without_waiting_a_checkpoint_is_finished_at_a_later_step(tmp_path: Path
 
 
 def test_at_most_one_is_in_flight(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next save waits for the one before; the end of the run for the last."""
+    """The next save waits for the previous one, and the end of the run for the last."""
     job = Job(run_in(tmp_path / "out"))
     real = shard_files.Background.wait
 
     def wait(work: shard_files.Background, seconds: float | None = None) -> None:
         gate.events.append("waiting")
-        gate.open.set()  # only now may the first one be written
+        gate.open.set()  # the first save may be written from here on
         real(work, seconds)
 
     monkeypatch.setattr(shard_files.Background, "wait", wait)
@@ -128,7 +128,7 @@ def test_at_most_one_is_in_flight(tmp_path: Path, gate: Gate, monkeypatch: pytes
         assert digest_of(tmp_path / f"out/checkpoints/step-{step:06d}") == state
 
 
-# -- disks that fail -------------------------------------------------------------------------------------------------
+# -- failing disks ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:
-    """A checkpoint, another one with the disk full, and one after it has been cleared."""
+    """Save a checkpoint, one with the disk full, and one after space was freed."""
     task, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
     checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_in_the_middle(name: str, ranks: int, small_disk: Pa
     assert "No space left on device" in said[0]
     assert "rank " in said[0]
     assert "the newest one is step-000001" in said[0]
-    assert left == "latest step-000001"  # no rubbish
+    assert left == "latest step-000001"  # no leftovers
     assert after == ["latest", "step-000001", "step-000003"]
     assert newest == 3
     assert all(other[0] == [] and other[3] == 3 for other in others)
@@ -193,7 +193,7 @@ def test_a_read_only_disk(small_disk: Path) -> None:
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only `latest` is missing, which is for people; what is too much goes, and a run resumes."""
+    """Only the link `latest`, a convenience for people, is missing; old checkpoints are deleted, and a run resumes."""
 
     def refused(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
@@ -221,7 +221,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["out", "out/checkpoints", "out/checkpoints/.step-000002.partial"])
 def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its checkpoint is written."""
+    """The folder vanishes while its checkpoint is being written."""
     job = Job(run_in(tmp_path / "out"))
     gate.open.set()
     job.saved()
@@ -287,7 +287,7 @@ def test_one_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: 
         assert {step for *_, step in found} == {5}
 
 
-# -- which are kept --------------------------------------------------------------------------------------------------
+# -- retention -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_one_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: 
     [
         ("accuracy", [0.3, 0.9, 0.5, 0.7, 0.6], [2, 4, 5]),
         ("-loss", [0.3, 0.9, 0.5, 0.7, 0.6], [1, 4, 5]),
-        ("accuracy", [0.5, 0.5, 0.5, 0.5, 0.5], [1, 4, 5]),  # of equally good ones the earliest
+        ("accuracy", [0.5, 0.5, 0.5, 0.5, 0.5], [1, 4, 5]),  # of equally good ones, the earliest
         ("accuracy", [0.1, 0.2, 0.3, 0.4, 0.5], [4, 5]),
     ],
 )
@@ -349,7 +349,7 @@ class Slow(Classification):
 
 
 def in_the_way(folder: Path) -> None:
-    """The folder of an earlier launch, with a file where its checkpoints would be."""
+    """An output folder of an earlier launch, with a file at the path of its checkpoints."""
     job_record.write(folder, replace(job_record.here("local", 1), status=75))
     (folder / "checkpoints").write_text("mine")
 
@@ -361,7 +361,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processe
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
-    """The older one is used, and what was half written is cleared away."""
+    """The older checkpoint is used, and the partial one is deleted."""
     untouched = tmp_path / "untouched"
     for folder in (tmp_path, untouched):
         write(folder, task={"name": "slow.Slow"}, evaluate={"every": 0})

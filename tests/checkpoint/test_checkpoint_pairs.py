@@ -1,4 +1,5 @@
-"""Saved under any strategy at any number of processes, gone on with under any other; folders that are not shared."""
+"""Checkpoints saved under any strategy and number of processes are resumed under any other; output folders need not be
+shared."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ def run_of(name: str, folder: Path, *overrides: str) -> Run:
 
 
 def saved(world: World, run: Run) -> str:
-    """Two steps, and a checkpoint of them. Returns the digest of what was saved."""
+    """Train two steps and save a checkpoint. Returns the digest of the saved state."""
     task, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
@@ -47,8 +48,8 @@ def saved(world: World, run: Run) -> str:
 
 
 def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, Any]]:
-    """One step more from each of these folders' checkpoints, all on one strategy, so that nothing of the one before
-    may be left."""
+    """Train one more step from the checkpoint in each folder with one strategy object, so that nothing of a previous
+    state may remain."""
     task, strategy, feed = build_with_feed(run, world)
     found = []
     for folder in folders:
@@ -65,7 +66,7 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
 
 @pytest.fixture(scope="module")
 def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Where a strategy saved, and the digest of what; it does so once, when it is first asked for."""
+    """Return the function that saves with a strategy, once each, and returns the folder and the state's digest."""
 
     @cache
     def of(name: str) -> tuple[Path, str]:
@@ -77,7 +78,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="module")
 def straight(saved_by: Saved) -> dict[str, Any]:
-    """What `single` does with its own checkpoint."""
+    """What `single` computes from its own checkpoint."""
     run = run_of("single", saved_by("single")[0])
     return run_on(1, gone_on_with, run, [run.folder])[0][0]
 
@@ -89,7 +90,7 @@ def test_every_strategy_is_here() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
 def test_one_layout(name: str, saved_by: Saved) -> None:
-    """The same tensors, whole and once, however they are spread over files."""
+    """All strategies save the same full tensors, each once, however they are spread over files."""
     folder, state = saved_by(name)
     assert digest_of(folder / "checkpoints" / "step-000002") == state
     if name in EXACT:
@@ -97,7 +98,8 @@ def test_one_layout(name: str, saved_by: Saved) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])  # its stages hold different numbers
+# pipeline stages hold different numbers of tensors
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipeline"])
 def test_each_rank_writes_about_its_share(name: str, saved_by: Saved) -> None:
     sizes = [p.stat().st_size for p in saved_by(name)[0].rglob("*.safetensors")]
     assert len(sizes) == SAVING[name]
@@ -105,7 +107,7 @@ def test_each_rank_writes_about_its_share(name: str, saved_by: Saved) -> None:
 
 
 def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[str, Any]) -> None:
-    """`name` goes on from what each of these strategies saved."""
+    """Check that `name` resumes from the checkpoints of these strategies."""
     run = run_of(name, saved_by(name)[0])
     first, *others = run_on(LOADING[name], gone_on_with, run, [saved_by(saver)[0] for saver in savers])
     for other in others:
@@ -119,14 +121,14 @@ def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[st
             assert found["notes"] == []
             assert (found["loss"], found["after"]) == (straight["loss"], straight["after"]), f"{saver} -> {name}"
         else:
-            assert found["loss"] == pytest.approx(straight["loss"], rel=1e-4)  # AdamW's drift
+            assert found["loss"] == pytest.approx(straight["loss"], rel=1e-4)  # AdamW amplifies rounding differences
             assert len(found["notes"]) == 1
             assert "only to rounding" in found["notes"][0]
             assert (saver if saver not in EXACT else name) in found["notes"][0]
 
 
-# What every strategy saves is one layout, spread over as many files as there are ranks (`test_one_layout`): one that is
-# written by a rank alone, by ranks that are alike, by stages, by ranks that share everything and by an engine.
+# All strategies save one layout, spread over one file per rank (`test_one_layout`). These cover: a single rank,
+# replicated ranks, stages, fully sharded ranks, and an engine.
 SAVERS = ["single", "ddp", "pipeline", "fsdp2", "zero3"]
 
 
@@ -146,7 +148,7 @@ def test_all_pairs(name: str, saved_by: Saved, straight: dict[str, Any]) -> None
 @pytest.mark.processes
 @pytest.mark.parametrize(("saver", "name"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
 def test_a_checkpoint_under_another_strategy(saver: str, name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
-    """Of the pairs, what `make test` asks."""
+    """The pairs that CI leaves to `make test`."""
     goes_on(name, [saver], saved_by, straight)
 
 
@@ -169,7 +171,8 @@ def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Save
 
 @pytest.mark.processes
 def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
-    """Tensor parallelism cuts what FSDP cuts once more. What goes on from there has the bits of one process."""
+    """Tensor parallelism cuts tensors that FSDP cuts again. A run resumed from such shards has the bits of one
+    process."""
 
     def of(name: str, **options: Any) -> Run:
         strategy = {"name": name, "tensor_leaves": 2, "options": options}
@@ -186,11 +189,11 @@ def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
     assert all(other == straight for other in others)
 
 
-# -- machines that do not share OUTPUT -------------------------------------------------------------------------------
+# -- machines that do not share the output folder --------------------------------------------------------------------
 
 
 def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str, str]:
-    """Save and resume where every rank has an OUTPUT of its own."""
+    """Save and resume with a separate output folder per rank."""
     run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
     task, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)

@@ -1,4 +1,4 @@
-"""Exports that were damaged after they were written: predict, evaluate, push and model.source refuse them."""
+"""Exports damaged after they were written: predict, evaluate, push and model.source refuse them."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def output(sound: Path, tmp_path: Path) -> Path:
 
 
 def turned(folder: Path) -> None:
-    """The signs of one tensor are turned, in a file of the same size."""
+    """Flip the signs of one tensor, in a file of the same size."""
     path = folder / "export" / "model.safetensors"
     tensors = load_file(path)
     name = next(iter(sorted(tensors)))
@@ -75,7 +75,7 @@ DAMAGE = {
 
 
 def uses(output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], object]]:
-    """What takes an export, by the name of its command or key."""
+    """Return everything that reads an export, by the name of its command or key."""
     monkeypatch.setenv("HF_TOKEN", "hf_none")
 
     def source(where: Path, key: str = "model") -> Run:
@@ -97,7 +97,7 @@ def test_a_damaged_export_is_refused_by_all_that_use_it(
 ) -> None:
     change, name = DAMAGE[kind]
     for use in uses(output, monkeypatch).values():
-        export_hashes.require_whole(output)  # and the cache knows it
+        export_hashes.require_whole(output)  # from here on, the result of the check is cached
         kept = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
         change(output)
         with raises("LS6130", name):
@@ -110,7 +110,7 @@ def test_a_damaged_export_is_refused_by_all_that_use_it(
 def test_json_that_transformers_cannot_read_is_one_message(
     name: str, output: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A person may edit these files, so that their hashes are not compared."""
+    """Users may edit these files, so their hashes are not compared."""
     (output / "export" / name).write_text("{}")
     assert main(["predict", str(output), "some text"]) == 2
     error = capfd.readouterr().err
@@ -123,7 +123,7 @@ def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.
     honest = export_hashes.sha256_of
 
     def reading(path: Path) -> str:
-        if path.suffix != ".json":  # small, and read each time for the note on edits
+        if path.suffix != ".json":  # JSON files are small, and read each time for the note on edits
             read.append(path.name)
         return honest(path)
 
@@ -142,7 +142,7 @@ def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """An answer under another name, or of other tokens, would be wrong in silence."""
+    """Otherwise a changed label name or token would give wrong answers in silence."""
     words = [command, str(output), *(["some text", "--json"] if command == "predict" else ["--json"])]
     assert main(words) == 0
     assert "note: changed since the run wrote" not in capfd.readouterr().err
@@ -178,7 +178,7 @@ def test_an_edited_card_or_config_is_used_and_noted(
 
 
 def test_an_edited_index_of_shards_is_damage(output: Path) -> None:
-    """It says which files hold the weights."""
+    """The index says which files hold the weights."""
     index, record = output / "export" / "model.safetensors.index.json", output / export_hashes.FILE
     index.write_text('{"weight_map": {"a": "model.safetensors"}}')
     record.write_text(json.dumps({**json.loads(record.read_text()), index.name: export_hashes.sha256_of(index)}))
@@ -208,14 +208,14 @@ def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: P
 def test_status_says_one_thing_of_a_damaged_export(
     fault: Callable[[Path], None], saved: bool, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether its checkpoint is there or not; what it advises is what the same command then does."""
+    """This holds with and without its checkpoint; the suggested command does what `status` says."""
     fault(output)
     if not saved:
         shutil.rmtree(output / "checkpoints")
     capsys.readouterr()
     assert main(["status", str(output), "--verify", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["status"] == 1
-    assert main(["status", str(output)]) == 0  # which looks at no contents
+    assert main(["status", str(output)]) == 0  # it does not read contents
     capsys.readouterr()
     assert main(["status", str(output), "--verify"]) == 1
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}

@@ -1,4 +1,4 @@
-"""The export is what was written: hashed, synced, readable as its neighbours; and a save's memory is tried before the
+"""An export is hashed, synced and readable like its neighbour files, and the memory of a save is allocated before the
 first step."""
 
 import hashlib
@@ -31,7 +31,7 @@ from support.task_runs import make
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A run of two steps that are all of them, with its export."""
+    """A finished run of two steps, with its export."""
     job = Job(run_in(tmp_path_factory.mktemp("export") / "out", "steps=2"))
     job.checkpoints.steps = 2
     job.saved()
@@ -66,9 +66,9 @@ def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:
 @pytest.mark.parametrize("kib", [1, 4, 20])
 def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: Job, kib: int) -> None:
     before, limits = export_hashes.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal for it
+    resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal SIGXFSZ
     try:
-        with pytest.raises(OSError, match="File too large"):  # safetensors and tokenizers have errors of their own
+        with pytest.raises(OSError, match="File too large"):  # safetensors and tokenizers raise their own exceptions
             write(trained)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -130,7 +130,7 @@ def test_links_of_a_comparison_lead_to_the_pages(tmp_path: Path) -> None:
     assert 'href="b%3Ac%3Fd/report.html"' in page
 
 
-# -- a save's memory -------------------------------------------------------------------------------------------------
+# -- the memory of a save --------------------------------------------------------------------------------------------
 
 
 def full(*_: Any) -> None:
@@ -145,7 +145,7 @@ def test_the_dry_run_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> Non
     shard = job.checkpoints._shard
     assert shard is not None
     state = job.saved()
-    assert job.checkpoints._shard is shard  # no other memory than was tried
+    assert job.checkpoints._shard is shard  # the memory allocated in the trial, and no other
     assert state == untouched.saved() == digest_of(tmp_path / "a/checkpoints/step-000001")
 
 
@@ -174,7 +174,7 @@ def test_without_memory_for_it_on_failure_says_what_happens(
 
 
 def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
-    """Of a weight that the dry run, or the first save, did not use."""
+    """A moment of a weight that the dry run, or the first save, did not use."""
     job = Job(run_in(tmp_path / "out"))
     job.step()
     parts = job.strategy.sharded_state_dict()
@@ -188,7 +188,7 @@ def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
 def test_an_export_draws_no_weights_that_it_overwrites(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And has those of the run, tied ones and computed ones among them."""
+    """Export draws no random weights, and has the run's weights, tied and computed ones included."""
     run = make(tmp_path, kind, "strategy.name=single")
     task, strategy = build(run, World(run))
     weights = strategy.export()

@@ -1,5 +1,5 @@
-"""What the field's plain tools make of an export, at the end of a run: the lines of its own card, its chat template,
-its generation config, its labels, its prefix; and the command that a run ends with."""
+"""An export used with the field's plain tools: the code on its card, its chat template, generation config, labels and
+prompt prefix; and the command that a run suggests at its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(here: Path, kind: str) -> Path:
-    """OUTPUT of a small run."""
+    """The output folder of a small run."""
     source, changed = KINDS[kind]
     values = make(here, source, *ONE, count=40).model_dump(mode="json")
     if kind == "labels":
@@ -67,7 +67,7 @@ def test_the_lines_of_its_card_run(kind: str, here: Path, capfd: pytest.CaptureF
     [lines] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     *before, last = lines.replace("PATH_OR_REPO", export).strip().splitlines()
     names: dict[str, Any] = {}
-    exec("\n".join(before), names)  # as whoever reads the card would
+    exec("\n".join(before), names)  # as a reader of the card would run it
     found = eval(last, names)
     assert found is not None
     config, tok = AutoConfig.from_pretrained(export), AutoTokenizer.from_pretrained(export)
@@ -94,7 +94,7 @@ def test_the_lines_of_its_card_run(kind: str, here: Path, capfd: pytest.CaptureF
 
 
 def check_next(said: str, kind: str, here: Path) -> None:
-    """The command that a run names at its end works, and asks the model what a user would."""
+    """Check that the command suggested at the end of a run works, and queries the model as a user would."""
     command = shlex.split(said.rpartition("\nnext ")[2].replace("$'first text\\tsecond text'", "'a\tb'").strip())
     assert command[0] == "lockstep"
     if kind in ("summaries", "messages"):

@@ -1,4 +1,4 @@
-"""Runs whose disk is too small, or fills up while they train: refused before, warned, and no model is lost."""
+"""Disks that are too small or fill up during training: the run is refused first or warns, and no model is lost."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes  # mount
 
 
 def fill(folder: Path, left: int) -> None:
-    """Take all but about `left` bytes of a disk."""
+    """Fill a disk except for about `left` bytes."""
     with suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
         while file.write(bytes(4096)) == 4096:
             pass
@@ -35,12 +35,12 @@ def fill(folder: Path, left: int) -> None:
 
 
 def full_after(run: Run, step: int) -> tuple[int, str]:
-    """A run whose disk is full once so many updates are done."""
+    """Start a run whose disk fills up after a number of updates."""
     return trained(run, step, lambda: fill(run.folder.parent, 0))
 
 
 def is_consistent(run: Run, status: int, said: str) -> None:
-    """What a start left behind is what its status says, and nothing is left half done."""
+    """Check that the output folder agrees with its status, and that no file is incomplete."""
     record = job_record.read(run.folder)
     assert record is not None, said
     assert record.status == status, said
@@ -57,14 +57,14 @@ def weights_in(export: Path) -> str:
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of the job of these tests, untouched."""
+    """The weights of an uninterrupted run of this job."""
     run = run_in(tmp_path_factory.mktemp("untouched") / "out")
     assert trained(run)[0] == 0
     return weights_in(run.folder / "export")
 
 
 def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """The model would be lost at the end (`ulimit -f`)."""
+    """Otherwise the model would be lost at the end of training (`ulimit -f`)."""
     run = run_in(tmp_path / "out")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -94,7 +94,7 @@ SIZES = [900, 1300, *(pytest.param(size, marks=pytest.mark.long) for size in (64
 
 @pytest.mark.parametrize("kilobytes", SIZES)
 def test_a_disk_of_any_size(kilobytes: int, tmp_path: Path, weights: str) -> None:
-    """Either it is refused before the first step, or it comes to its end; nothing is lost after training."""
+    """Either the run is refused before the first step, or it finishes; nothing is lost after training."""
     with disk(tmp_path / "disk", kilobytes):
         run = run_in(tmp_path / "disk/out", "checkpoint.every=1", "checkpoint.keep=3")
         status, said = trained(run)
@@ -113,7 +113,8 @@ def test_a_disk_of_any_size(kilobytes: int, tmp_path: Path, weights: str) -> Non
 
 @pytest.mark.parametrize("after", [1, 4])
 def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, weights: str) -> None:
-    """The model is kept elsewhere, which the message names; it promises what is there, and the same command does it."""
+    """The model is saved elsewhere, and the message names the place; the same command then does what the message
+    promises."""
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.every=2")
         status, said = full_after(run, after)
@@ -137,7 +138,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
 
 
 def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, weights: str) -> None:
-    """The export needs nothing but room: the message says so, and no other folder is made."""
+    """The export only needs space: the message says so, and no other folder is created."""
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue", "checkpoint.keep=1")
         with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +156,7 @@ def test_a_disk_that_is_full_once_the_last_checkpoint_is_there(tmp_path: Path, w
 
 
 def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: str) -> None:
-    """An older checkpoint makes room for them, too, and not only for the export."""
+    """An older checkpoint is deleted to make room for the scores too, not only for the export."""
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", "checkpoint.every=2")
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The Hub: pushing, and going on with a cut push; against a server on the loopback, with faults."""
+"""The Hub: pushing, and continuing an interrupted push, against a local server that injects faults."""
 
 import json
 import os
@@ -24,7 +24,7 @@ __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
 
 def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:
-    """What a reader of the repository sees is the export, but for the card's name of the model."""
+    """Check that the repository equals the export, except for the model's name on the card."""
     there = hub.files(name)
     local = {str(p.relative_to(export)): p.read_bytes() for p in export.rglob("*") if p.is_file()}
     assert set(there) == set(local)
@@ -62,9 +62,9 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
     mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
     stale = {"chat_template.jinja": b"old", "additional_chat_templates/rag.jinja": b"old", "added_tokens.json": b"{}"}
     stale |= {"adapter_config.json": b"{}", "pytorch_model.bin": b"old"}
-    mine |= stale  # transformers would load them beside the export's files
+    mine |= stale  # transformers would load them together with the export's files
     hub.put("models", "user/feelings", mine, private=True)
-    ours = {"generation_config.json": b"{}"}  # of an earlier push
+    ours = {"generation_config.json": b"{}"}  # from an earlier push
     hub.repositories["models", "user/feelings"].commit(mine | ours, title="Trained with lockstep")
     assert lockstep(finished, *PUSH)[0] == 0
     there = hub.files("user/feelings")
@@ -75,7 +75,7 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
     again = hub.files("user/feelings")
     assert again.pop("generation_config.json") == by_hand["generation_config.json"]
     assert again.keys() == there.keys()
-    assert there.pop("notes.md") == b"mine"  # is not ours to remove
+    assert there.pop("notes.md") == b"mine"  # push does not remove the user's file
     assert set(there) == {str(p.relative_to(finished / "out/export")) for p in (finished / "out/export").rglob("*")}
 
 
@@ -105,7 +105,7 @@ def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lock
 
 @pytest.mark.processes
 def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command) -> None:
-    """Out of patience at the commit: the weights have arrived, and the next push does not send them again."""
+    """The push times out at the commit; the weights have arrived, and the next push does not send them again."""
     hub.faults = {"commit": ["cut"] * 4}
     status, out, err = lockstep(finished, *PUSH)
     assert status == 1
@@ -113,7 +113,7 @@ def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command
     assert "failed 4 times" in err
     assert "lockstep push out user/feelings" in err
     assert "Traceback" not in err
-    assert hub.files("user/feelings") == {}  # nobody sees half of it
+    assert hub.files("user/feelings") == {}  # nobody sees a partial push
     assert hub.count("lfs") == 1
     assert lockstep(finished, *PUSH)[0] == 0
     assert hub.count("lfs") == 1
@@ -122,7 +122,7 @@ def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command
 
 @pytest.mark.processes
 def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockstep: Command) -> None:
-    assert lockstep(finished, "push", "out", "user/other")[0] == 0  # the control
+    assert lockstep(finished, "push", "out", "user/other")[0] == 0  # control
     hub.faults = {"commit": ["silent"] * 2}
     with pytest.raises(PushFailed, match="failed 2 times"):
         push(finished / "out", "user/feelings", True, print, PushPatience(tries=2, wait_s=0, timeout_s=0.2))
@@ -150,7 +150,7 @@ def test_what_is_refused_is_told_once(
     assert token is None or token not in out + err
     for text in wanted:
         assert text in err
-    assert hub.count("repos") <= 1  # not tried again
+    assert hub.count("repos") <= 1  # not retried
     assert not hub.files("user/feelings") if ("models", "user/feelings") in hub.repositories else hub.received == 0
 
 
@@ -189,7 +189,7 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: P
     values = RUN | {"hub": {"push_to": "user/feelings"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     hub.faults = {"commit": [403]}
-    assert run_on(2, train_in, str(tmp_path), values, hub.address, joined=False) == [1, 0]  # rank 0 alone pushes
+    assert run_on(2, train_in, str(tmp_path), values, hub.address, joined=False) == [1, 0]  # only rank 0 pushes
     assert (tmp_path / "out/export/model.safetensors").exists()
     assert not (tmp_path / "out/hub.json").exists()
     status, out, err = lockstep(tmp_path, "train", "run.yaml")
@@ -198,7 +198,7 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: P
     assert "pushed to" in out
     same_bytes(hub, tmp_path / "out/export")
     asked = len(hub.asked)
-    assert lockstep(tmp_path, "train", "run.yaml", token=None)[0] == 0  # all is done: no token is needed
+    assert lockstep(tmp_path, "train", "run.yaml", token=None)[0] == 0  # everything is done, so no token is needed
     assert len(hub.asked) == asked
 
 
@@ -234,7 +234,7 @@ def no_token_among_ranks(world: World, folder: str) -> str:
 
 @pytest.mark.processes
 def test_ranks_are_refused_together(tmp_path: Path) -> None:
-    """As under torchrun, where no launcher of ours has looked before."""
+    """As under torchrun, where no lockstep launcher has checked before."""
     for said in run_on(2, no_token_among_ranks, str(tmp_path)):
         assert "no token" in said
 

@@ -1,5 +1,5 @@
 """Checkpoints and exports in an object store: a real S3 server (moto) behind a proxy that cuts, refuses, delays and
-forgets. A job of one process, step by step."""
+drops requests. One process, step by step."""
 
 import json
 import time
@@ -39,11 +39,11 @@ def store(server: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
 
 
 def steps_in(store: Store) -> list[str]:
-    """Checkpoints with a manifest."""
+    """Return the steps in the store whose checkpoint has a manifest."""
     return sorted(key.split("/")[-2] for key in store.names(AT) if key.endswith(FILE))
 
 
-# -- there -----------------------------------------------------------------------------------------------------------
+# -- upload ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_output_keeps_is_copied_and_no_more(tmp_path: Path, store: Store) -> None:
@@ -81,7 +81,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, store: Store) -> None:
 
 
 def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
-    """A store whose checksum cannot be computed here is read again; what differs is an error."""
+    """If the store's checksum cannot be computed locally, the object is read back; a difference is an error."""
     trained = job(tmp_path / "out")
     trained.saved()
     real = Bucket.find
@@ -96,7 +96,7 @@ def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, 
     assert steps_in(store) == []
 
 
-# -- and back --------------------------------------------------------------------------------------------------------
+# -- download --------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_machine_goes_on_from_the_newest(tmp_path: Path, store: Store) -> None:
@@ -129,7 +129,7 @@ def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path, store: Store) ->
     trained.saved()
     trained.saved()
     copied(trained)
-    store.remove(f"{AT}/step-000002/{FILE}")  # as a kill leaves it
+    store.remove(f"{AT}/step-000002/{FILE}")  # as after a kill
     other = job(tmp_path / "elsewhere")
     other.done = other.checkpoints.resume(other.strategy)[0]
     assert other.done == 1
@@ -158,7 +158,7 @@ def test_a_flipped_byte_is_refused_and_the_one_before_taken(tmp_path: Path, stor
     assert other.done == 1
     assert digest(other.strategy.state_dict()) == state
     assert notes[0] == f"step-000002 in {MIRROR} is damaged ({SHARD} does not match its hash) and is not used"
-    other.saved()  # the same step again: the damaged one is written anew
+    other.saved()  # the same step again: the damaged object is overwritten
     assert copied(other) is None
     third = job(tmp_path / "third")
     assert third.checkpoints.resume(third.strategy)[0] == 2
@@ -197,7 +197,7 @@ def test_a_listing_that_lacks_the_newest(tmp_path: Path, store: Store) -> None:
     store.hidden = lambda key: "step-000002" in key
     other = job(tmp_path / "elsewhere")
     assert other.checkpoints.resume(other.strategy)[0] == 2
-    store.remove(f"{AT}/index.json")  # the control: it is the index that names it
+    store.remove(f"{AT}/index.json")  # control: the index names it
     third = job(tmp_path / "third")
     assert third.checkpoints.resume(third.strategy)[0] == 1
 
@@ -228,7 +228,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> 
         other.checkpoints.resume(other.strategy)
 
 
-# -- faults on the way -----------------------------------------------------------------------------------------------
+# -- network faults --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["cut", 503, 500], ids=str)
@@ -255,7 +255,7 @@ def test_a_fault_that_stays_is_told_and_tried_again(tmp_path: Path, store: Store
     assert SECRET not in "".join(trained.said)
     assert "step-000001 is not in" in str(trained.checkpoints.catalog.rest(0.0))
     store.fault = lambda asked: None
-    trained.saved()  # the next checkpoint, with which the older one comes, too
+    trained.saved()  # the next save also uploads the older checkpoint
     assert copied(trained) is None
     assert steps_in(store) == ["step-000001", "step-000003"]
     assert trained.checkpoints.catalog.rest(0.0) is None
@@ -280,8 +280,8 @@ def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> 
     assert mirror is not None
     until = time.monotonic() + 60
     while not any(each.method == "PUT" for each in store.asked) and time.monotonic() < until:
-        time.sleep(0.01)  # until the first one is on its way
-    for _ in range(5):  # of these only the last two are kept, besides the one on its way
+        time.sleep(0.01)  # until the first upload starts
+    for _ in range(5):  # only the last two are kept, besides the one being uploaded
         trained.saved()
     assert mirror.busy
     assert here(tmp_path / "out") == ["latest", "step-000001", "step-000005", "step-000006"]
@@ -291,7 +291,7 @@ def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> 
     assert here(tmp_path / "out") == ["latest", "step-000005", "step-000006"]
 
 
-# -- refused before training -----------------------------------------------------------------------------------------
+# -- refusals before training ----------------------------------------------------------------------------------------
 
 
 def refused(run: Any) -> str:
@@ -304,7 +304,7 @@ def refused(run: Any) -> str:
 def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     run = run_in(tmp_path / "out", f"remote_dir={MIRROR}")
     assert mirrors.check(run) == []
-    assert store.names() == []  # nothing is left of the trial
+    assert store.names() == []  # the trial left nothing
     store.fault = always(403)
     assert refused(run).startswith(
         f"remote_dir: s3://{BUCKET} refuses access (403): check the credentials (AWS_ACCESS_KEY"

@@ -1,4 +1,4 @@
-"""Whole jobs with a mirror: killed in the middle of an upload, gone on with on another machine, refused at the end."""
+"""Whole jobs with a mirror: killed during an upload, resumed on another machine, refused at the end."""
 
 import hashlib
 import os
@@ -40,7 +40,7 @@ def files_in(folder: Path) -> str:
 def test_killed_in_an_upload_and_gone_on_with_elsewhere(
     tmp_path: Path, cache: Path, store: Store, untouched: Path
 ) -> None:
-    """Sharded over two ranks here; on another machine, with an empty folder, one process goes on."""
+    """Two ranks save shards; on another machine, with an empty folder, one process resumes."""
     here, there = tmp_path / "here", tmp_path / "there"
     write(here, remote_dir=MIRROR, strategy={"name": "fsdp2", "options": {"gather": "micro_batch"}})
     write(there, remote_dir=MIRROR, strategy="single", launch={"device": "cpu", "threads": 1, "processes": 1})
@@ -48,7 +48,7 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
     def slow_from_the_second_on(asked: Asked) -> None:
         store.slow_s = 5.0 if re.search(r"step-0000[2-9]0/shard", asked.key) else 0.0
 
-    # training does not wait for what is sent: the one that is cut is the newest one when the first has arrived
+    # training does not wait for uploads: the interrupted one is the newest when the first has arrived
     store.fault = slow_from_the_second_on
     job = start([*LOCKSTEP, "train", "run.yaml"], here, cache, **store.environment)
     until(lambda: store.sent(r"step-0000[2-9]0/shard") > 0, "the second upload to begin", job)
@@ -81,7 +81,8 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
 
 
 def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, store: Store) -> None:
-    """Status 1 at the end, with everything in OUTPUT; the same command copies it once the store takes it."""
+    """The run ends with status 1 and everything in its output folder; the same command uploads it once the store
+    accepts it."""
     write(tmp_path, remote_dir=MIRROR, steps=20, launch={"device": "cpu", "threads": 1, "processes": 1})
     store.fault = lambda asked: 403 if asked.method == "PUT" and "shard" in asked.key else None
     status, out, err = train(tmp_path, cache, **store.environment)

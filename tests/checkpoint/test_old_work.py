@@ -1,5 +1,5 @@
-"""What an output folder holds is never lost to a start that cannot use it: checkpoints that cannot be read, files that
-are not ours beside them, half lines."""
+"""A start that cannot use an output folder never destroys its contents: unreadable checkpoints, foreign files, partial
+lines."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def folder(trained: tuple[Path, str], tmp_path: Path) -> Path:
 
 
 def unreadable(path: Path) -> None:
-    """For root too, who may read everything: the path leads in a circle."""
+    """Make a path unreadable, for root too: it becomes a circular link."""
     shutil.move(path, path.with_name(f"kept-{path.name}"))
     path.symlink_to(path.name)
 
@@ -70,7 +70,7 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
         with raises("LS6050"):
             check_resumable(job_of(run))
     assert bytes_in(folder) == content
-    sound, damaged = checkpoints(run, thorough=True)  # as `lockstep status` tells
+    sound, damaged = checkpoints(run, thorough=True)  # as `lockstep status` checks
     assert not sound
     assert damaged
 
@@ -102,7 +102,7 @@ def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]
     for path in (kept, newest):
         (path / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
         (path / "notes.txt").write_text("the good one")
-        (path / f"._{SHARD}").write_bytes(b"\0\5\x16\7")  # what macOS leaves on a network disk
+        (path / f"._{SHARD}").write_bytes(b"\0\5\x16\7")  # macOS leaves it on network disks
         shutil.copy(kept / "step-000001" / SHARD, path / "model.safetensors")
     shutil.copytree(newest, kept / "step-000002 copy")
     (kept / "step-3").write_text("")
@@ -144,7 +144,7 @@ def test_metrics_are_not_emptied_before_there_is_something_to_put_there(tmp_path
     path, old = tmp_path / "metrics.jsonl", '{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n'
     path.write_text(old)
     for after in (0, 1):
-        opened(tmp_path, after).close("failed")  # killed, or failed, before its first step
+        opened(tmp_path, after).close("failed")  # it was killed, or failed, before its first step
         assert path.read_text() == old
     sink = opened(tmp_path, 1)
     sink.log(2, "train", {"loss": 3.0})
@@ -157,7 +157,7 @@ TEXT = "\u2028 \u00e9 \u0085 \U0001f600"
 
 @pytest.mark.parametrize("cut", range(1, 60))
 def test_half_a_line_is_cut_wherever_it_ends(cut: int, tmp_path: Path) -> None:
-    """Also in the middle of a character of several bytes, as a full disk leaves it; U+2028 and its like end no line."""
+    """A full disk may cut a line in the middle of a multi-byte character; U+2028 and similar characters end no line."""
     sink = opened(tmp_path, 0)
     for step in (1, 2, 3):
         sink.show(step, [{"text": TEXT, "label": "x"}])
@@ -190,7 +190,7 @@ def test_a_line_that_is_there_twice_is_kept_once(tmp_path: Path) -> None:
 
 
 def test_half_a_pair_of_code_units_is_written(tmp_path: Path) -> None:
-    """A tokenizer of bytes may make such text; it is no reason to lose the line."""
+    """A byte-level tokenizer may produce such text, which is no reason to lose the line."""
     sink = opened(tmp_path, 0)
     sink.show(1, [{"text": "\ud83d"}])
     sink.close("done")

@@ -1,4 +1,4 @@
-"""What `accelerate config` asks for and the run file does not is refused, with the keys that do the same."""
+"""Settings of `accelerate config` that the run file lacks are refused, with the keys that do the same."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def test_a_configuration_that_would_be_ignored(config: Any, words: list[str], tm
     ("config", "overrides"),
     [
         (PLAIN, []),
-        (PLAIN, ["precision=bf16"]),  # off in Accelerate is its default, and the run file decides
+        (PLAIN, ["precision=bf16"]),  # "no" is Accelerate's default, so the run file decides
         (ZERO, ["strategy.name=zero2", "precision=bf16"]),
         (ZERO, ["strategy.name=hf_accelerate", "strategy.options.deepspeed.zero_stage=2", "precision=bf16"]),
         (

@@ -1,6 +1,6 @@
-"""Jobs on two and three machines, each a network namespace with an address and a name of its own: the bits of one
-machine, whatever started them and whatever happened to links and hosts. With LOCKSTEP_TIMES=FILE, what was measured is
-appended to that file, a JSON object a line."""
+"""Jobs on two and three machines, each a network namespace with its own address and name, have the bits of one machine,
+whatever launched them and whatever failed. With LOCKSTEP_TIMES=FILE, measurements are appended to that file, one JSON
+object per line."""
 
 import json
 import os
@@ -43,7 +43,7 @@ pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 
 @pytest.fixture
 def note(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Keep what was measured."""
+    """Record a measurement."""
 
     def keep(**facts: object) -> None:
         line = {"case": request.node.name, "load": round(os.getloadavg()[0], 1), **facts}
@@ -56,7 +56,7 @@ def note(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def together(first: Job, second: Job, *folders: Path) -> None:
-    """Both machines are in, whichever came first, and the job has come to step 8. It was held at step 0."""
+    """Wait until both machines joined, in either order, and the job passed step 8. It was paused at step 0."""
     until(lambda: second.when("machines   2") or first.when("another machine has come"), second)
     hold(8, *folders)
     second.says("machines   2")
@@ -64,7 +64,7 @@ def together(first: Job, second: Job, *folders: Path) -> None:
 
 
 def of_two_hosts(two: Hosts, first: Job, alone: str) -> None:
-    """The bits of one, what it says of the two, and where the results are."""
+    """Check for the bits of one machine, the output about two machines, and where the results are."""
     assert "machines   2" in first.out
     assert "ranks      rank 0 on host-0; rank 1 on host-1" in first.out
     assert bits(two.folder(0)) == alone
@@ -122,14 +122,14 @@ def accelerated(made: Hosts, host: int, *words: str) -> Job:
 
 
 @pytest.mark.processes
-@pytest.mark.long  # it starts torchrun, whose hosts are above
+@pytest.mark.long  # starts torchrun; its hosts are tested above
 def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     pytest.importorskip("accelerate")
     hold(8, *(folders := own(two)))
     jobs = [accelerated(two, host, HELD) for host in range(2)]
     until_step(folders[0], 8, jobs[0])
     jobs[1].process.send_signal(signal.SIGTERM)
-    until((folders[1] / "asked").exists, jobs[1])  # its rank has heard of it
+    until((folders[1] / "asked").exists, jobs[1])  # its rank received the signal
     release(*folders)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     jobs = [accelerated(two, host) for host in range(2)]
@@ -164,7 +164,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
     hold(12, shared)
     told = first.says("restarting from the last checkpoint", since=killed)
     again = torchrun(two, 1, *words, folder=shared, machines="1:2")
-    # whether it was there before the job formed again, or was let in later: the job has stopped and formed for it
+    # it joined before the job restarted or was admitted later: either way the job stopped and formed again for it
     until(lambda: again.when("machines   2"), again)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
@@ -178,7 +178,7 @@ def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, n
 @pytest.mark.processes
 @pytest.mark.long
 def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    """Rank 0 is host 1 here, by its own wish; nothing of its folder is seen by host 0, which begins again."""
+    """Rank 0 is on host 1, as requested; host 0 does not see its folder, and starts from the beginning."""
     hold(8, *(folders := own(two)))
     words = [*QUICK, HELD, "launch.last_call_timeout_s=40"]
     first = torchrun(two, 0, *words, "launch.node_rank=1", machines="1:2")
@@ -208,7 +208,7 @@ def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..
     release(shared)
     formed = first.says("machines   2 at")
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err
-    assert "resuming after step 9 of 24" in first.out  # it saved before it let the other in
+    assert "resuming after step 9 of 24" in first.out  # it saved before it admitted the other machine
     assert "restarting" not in first.err
     assert bits(shared) == alone
     note(change="a second machine comes, 1:2", formed_again_s=round(formed - came, 1), same_bits=True)
@@ -226,7 +226,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
     formed = first.says("machines   1 at", since=cut)
     other = second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
-    assert not two.pids(1)  # no rank goes on by itself
+    assert not two.pids(1)  # no rank goes on alone
     assert first.ended() == 0, first.err
     assert bits(shared) == alone
     times = {"told_s": round(told - cut, 1), "other_side_told_s": round(other - cut, 1)}
@@ -253,7 +253,7 @@ def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: 
 @pytest.mark.processes
 @pytest.mark.long
 def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callable[..., None]) -> None:
-    """Rank 0, and with it OUTPUT, is on the other one."""
+    """Rank 0, and the output folder with it, is on the other host."""
     hold(8, *(folders := own(two)))
 
     def go() -> list[Job]:
@@ -303,7 +303,7 @@ def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str,
     jobs = [torchrun(two, host, HELD) for host in range(2)]
     until_step(folders[0], 8, jobs[0])
     jobs[1].process.send_signal(signal.SIGTERM)
-    until((folders[1] / "asked").exists, jobs[1])  # its rank has heard of it
+    until((folders[1] / "asked").exists, jobs[1])  # its rank received the signal
     release(*folders)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     assert "stopped on request after step" in jobs[0].out

@@ -1,4 +1,4 @@
-"""Machines that cannot train together, or do not meet: each is told so, and why."""
+"""Machines that cannot train together, or cannot reach each other: each prints why."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The server that ranks of this machine fork from, and how a rank begins."""
+"""The fork server for this machine's ranks, and the start of a rank."""
 
 import os
 from multiprocessing import forkserver, resource_tracker
@@ -27,12 +27,12 @@ def test_ranks_on_a_cpu_keep_no_small_blocks(
     monkeypatch.setattr(resource_tracker, "ensure_running", lambda: None)
     monkeypatch.setattr(forkserver, "set_forkserver_preload", lambda names: None)
     monkeypatch.setattr(local, "gpus_of", lambda run: gpus)
-    monkeypatch.setenv(NAME, theirs or "")  # so that it is as before afterwards
+    monkeypatch.setenv(NAME, theirs or "")  # so that the test restores it afterwards
     if theirs is None:
         monkeypatch.delenv(NAME)
     local.prestart(tiny(launch={"device": "auto"}))
     assert started == [seen]
-    assert os.environ.get(NAME) == theirs  # what this process starts besides has none of it
+    assert os.environ.get(NAME) == theirs  # other child processes do not get the variable
 
 
 def test_a_rank_that_cannot_read_its_job_says_why(

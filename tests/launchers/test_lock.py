@@ -1,4 +1,5 @@
-"""OUTPUT has one owner at a time, on one machine and on several, however they end; and it is nobody else's folder."""
+"""An output folder has one owner at a time, on one machine and on several, however runs end; foreign folders are
+refused."""
 
 import json
 import os
@@ -43,7 +44,7 @@ def nothing(text: str) -> None:
 
 @pytest.fixture
 def holding(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the lock of `tmp_path/out`."""
+    """Start another process that holds the lock of `tmp_path/out`."""
     with holder(tmp_path / "out") as process:
         yield process
         process.kill()
@@ -59,7 +60,7 @@ def holder(folder: Path, flock: str = "with") -> subprocess.Popen[str]:
 
 
 def written(folder: Path, **changes: object) -> Path:
-    """A lock that nobody here has: of another machine, unless told otherwise."""
+    """Write a lock that no process here holds; by default, of another machine."""
     held = Holder("t", Process("elsewhere", 7, "then"), "another kernel", "", True, time.time())
     folder.mkdir(exist_ok=True)
     (folder / FILE).write_text(f"{0:012d}\n{json.dumps(asdict(replace(held, **changes)))}\n")
@@ -109,7 +110,7 @@ def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
-    """Also where the one before them was killed."""
+    """This holds even if the previous owner was killed."""
     for _ in range(10):
         process = holder(tmp_path)
         process.kill()
@@ -133,7 +134,7 @@ def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- on several ------------------------------------------------------------------------------------------------------
+# -- on several machines ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
@@ -175,7 +176,7 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
 
 
 def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the making of a lock and its first line there is a moment in which others may come."""
+    """Other processes may come in the moment between creating a lock and writing its first line."""
     path = written(tmp_path)
     path.write_bytes(b"")
     monkeypatch.setattr(output_lock.time, "sleep", lambda seconds: written(tmp_path))
@@ -201,7 +202,7 @@ def test_status_and_stop_know_it(tmp_path: Path) -> None:
     assert (found.process.host, found.process.pid) == ("elsewhere", 7)
     assert state is not None
     assert (state.word, state.text) == ("running", "process 7 on elsewhere")
-    old = replace(record, status=75)  # ended, and somebody is at it again
+    old = replace(record, status=75)  # it ended, and another process has started again
     assert output_lock.now(tmp_path, old)[0] == found
     other = replace(record, process=Process("elsewhere", 7, "then"))
     assert output_lock.now(tmp_path, other) == (other, state)
@@ -213,7 +214,7 @@ def test_status_and_stop_know_it(tmp_path: Path) -> None:
     assert gone.word == "gone"
 
 
-# -- taken away ------------------------------------------------------------------------------------------------------
+# -- the folder is replaced or deleted -------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_deleted_is_no_success(
@@ -224,9 +225,9 @@ def test_a_folder_that_is_deleted_is_no_success(
     lock = take(tmp_path / "out", nothing, beat_s=0.05)
     assert lock.verdict(0) == 0
     (tmp_path / "out").rename(tmp_path / "moved")
-    assert asked.wait(60)  # as if stopped by a person: with a checkpoint
+    assert asked.wait(60)  # as after Ctrl-C: with a checkpoint
     assert [lock.verdict(status) for status in (0, 1, 75)] == [1, 1, 1]
-    assert (tmp_path / "out" / FILE).exists()  # still its own
+    assert (tmp_path / "out" / FILE).exists()  # it still has the folder
     with raises(HELD):
         take(tmp_path / "out", nothing)
     lock.release()
@@ -236,7 +237,8 @@ def test_a_folder_that_is_deleted_is_no_success(
 def test_a_folder_that_a_link_replaces_is_not_written_through(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Not even its lock is made there, nor is the record of another run touched; a link to where it was moved is it."""
+    """Neither a lock nor another run's record is written through such a link; a link to the folder's new place is
+    accepted."""
     asked = threading.Event()
     monkeypatch.setattr(os, "kill", lambda pid, number: asked.set() if number == signal.SIGTERM else None)
     (theirs := tmp_path / "theirs").mkdir()
@@ -247,7 +249,7 @@ def test_a_folder_that_a_link_replaces_is_not_written_through(
     (tmp_path / "out").symlink_to(tmp_path / "moved")
     assert lock.verdict(0) == 0
     (tmp_path / "link").symlink_to(theirs)
-    (tmp_path / "link").replace(tmp_path / "out")  # at once: between two calls the folder would be missing
+    (tmp_path / "link").replace(tmp_path / "out")  # atomically: between two calls the folder would be missing
     assert asked.wait(60)
     assert lock.verdict(75) == 1
     lock.release()
@@ -290,7 +292,7 @@ def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest
 
 @pytest.mark.parametrize("also", [True, False])
 def test_a_folder_that_is_emptied_is_no_success(also: bool, tmp_path: Path) -> None:
-    """With the lock in it or without."""
+    """This holds whether or not the lock is deleted, too."""
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     (tmp_path / "out/run.yaml").touch()
     assert lock.verdict(0) == 0
@@ -309,7 +311,7 @@ def test_whoever_finds_it_in_other_hands_ends_at_once(tmp_path: Path, holding: s
     assert b"elsewhere" in (tmp_path / "out" / FILE).read_bytes()
 
 
-# -- somebody else's folder ------------------------------------------------------------------------------------------
+# -- foreign folders -------------------------------------------------------------------------------------------------
 
 
 def run_in(folder: Path) -> Run:
@@ -350,11 +352,11 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
     with raises("LS7346"):
         check_ours(run)
     job_record.write(tmp_path, job_record.here("local", 1))
-    check_ours(run)  # a person's notes in the folder of a run
-    (tmp_path / "launch.json").write_text("{")  # a power cut
+    check_ours(run)  # a user's notes in a run's folder
+    (tmp_path / "launch.json").write_text("{")  # as after a power failure
     with raises("LS7346", "launch.json"):
         check_ours(run)
-    write_run_yaml(run)  # as a sweep does before it starts a trial, and every start
+    write_run_yaml(run)  # as a sweep does before each trial, and every start
     check_ours(run)
     (tmp_path / "run.yaml").write_text(run.model_copy(update={"output": "elsewhere"}).dump())  # a copy
     with raises("LS7346", "launch.json"):

@@ -1,4 +1,4 @@
-"""The lock of OUTPUT with real jobs: two at once, ranks that torchrun starts, a restart, a folder that is deleted."""
+"""The lock of an output folder in real jobs: two at once, ranks of torchrun, a restart, a folder that is deleted."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ HELD = "is already in use by a training run"
 
 
 def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
-    """Also where the data is not prepared yet: neither knows of the other's launch.json."""
+    """This also holds before the data is prepared, when neither knows the other's launch.json."""
     job.write()
     first, second = (job.start() for _ in range(2))
     (status, _, err), (other, _, said) = sorted([ended(first), ended(second)])
@@ -47,11 +47,11 @@ def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouch
 
 
 def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cache: Path) -> None:
-    """A second torchrun is refused by all of its ranks at once; rank 0 is killed and started again; all are killed."""
+    """All ranks of a second torchrun are refused; then rank 0 is killed and restarted; then all are killed."""
     write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     command = [*TORCHRUN, "train", "run.yaml"]
     command.insert(command.index("-m", 3), "--max-restarts=1")
-    # without the variable torch elastic forms anew on a stale address (pytorch/pytorch#135712)
+    # without the variable, torch elastic re-forms at a stale address (pytorch/pytorch#135712)
     variables = {"PYTHONPATH": TESTS_PATH, "HELD_S": "600", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     process = start(command, tmp_path, cache, **variables)
     until(lambda: step_of(tmp_path) >= 25, "step 25", process)
@@ -59,9 +59,9 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
     assert record is not None
     second = start(command, tmp_path, cache, **variables)
     status, _, err = ended(second)
-    assert status == 1  # torchrun has no other
+    assert status == 1  # torchrun has no other status
     assert HELD in err
-    assert job_record.read(tmp_path / "out") == record  # and what the first one says of itself is not touched
+    assert job_record.read(tmp_path / "out") == record  # the record of the first job is unchanged
     assert record.main is not None
     os.kill(record.main.pid, signal.SIGKILL)
 
@@ -74,13 +74,13 @@ def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cach
     ended(process)
     until(lambda: not processes_in(tmp_path), "the ranks to end")
     said: list[str] = []
-    output_lock.take(tmp_path / "out", said.append).release()  # at once, without a wait for a heartbeat
+    output_lock.take(tmp_path / "out", said.append).release()  # immediately, without waiting for a heartbeat
     assert said == []
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_path: Path, job: CommandJob) -> None:
-    """What was learned is saved, and the run ends with 1; the same command goes on from there."""
+    """The state is saved, and the run ends with status 1; the same command resumes."""
     job.write(strategy={"name": "support.waiting_strategy.Held"})
     option = f"launch.processes={processes}"
     process = job.start(option, PYTHONPATH=TESTS_PATH, HELD_S="600")
@@ -90,7 +90,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     assert found.alive
 
     def deleted() -> bool:
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)  # the job may just be writing a file there
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)  # the job may be writing a file there
         return not (tmp_path / "out").exists()
 
     until(deleted, "OUTPUT is gone")
@@ -104,7 +104,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
 
 
 def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path, cache: Path) -> None:
-    """The run ends, with no word of going on: the same command would refuse the folder that is there now."""
+    """The run ends without advice to rerun: the same command would refuse the folder that is there now."""
     write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "letter.txt").write_text("mine")
@@ -124,7 +124,7 @@ def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path
 
 
 def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
-    """OUTPUT was moved away in the last moment: a new folder holds the last checkpoint and the export."""
+    """The output folder was moved away at the last moment: a new folder holds the last checkpoint and the export."""
     shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
     for name in ("run.yaml", "launch.json", "metrics.jsonl", "report.html"):
         (tmp_path / "out" / name).unlink()

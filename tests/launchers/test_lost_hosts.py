@@ -1,6 +1,6 @@
-"""`launch.on_rank_failure: continue` on several machines, each a network namespace: ranks, hosts and links are lost,
-the others finish the step, and what comes back gets its state from them; nothing is read from a checkpoint, and the
-bits are those of one process."""
+"""`launch.on_rank_failure: continue` on several machines, each a network namespace: ranks, hosts and links fail, the
+others finish the step, and returning ranks get their state from them, not from a checkpoint. The bits are those of one
+process."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path:
     first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
     second.says(f"host-1 lost contact with the rendezvous of this job at {two.address(0)}:{PORT}")
     assert second.ended() == 1
-    assert not two.pids(1)  # no rank goes on by itself
+    assert not two.pids(1)  # no rank goes on alone
     assert first.ended() == 0, first.err
     assert bits(shared) == alone
     untouched(shared, first)
@@ -76,7 +76,7 @@ def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path:
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: Path, alone: str) -> None:
-    """The same command there comes into the job."""
+    """Running the same command on that host joins the job again."""
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
     two.cut(1)
@@ -99,8 +99,8 @@ def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: P
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 1])
 def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, tmp_path: Path, alone: str) -> None:
-    """The host that is cut off, of rank 0 or of rank 1, waits longer than the other: once the link is whole it finds
-    itself left out, ends its rank, and comes in by itself. A third has the store."""
+    """The host that is cut off, of rank 0 or rank 1, has the longer timeout. When the link is back, it finds that the
+    job evicted it, stops its rank, and rejoins. A third host has the store."""
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
     shared = write(tmp_path / "shared")
@@ -128,7 +128,7 @@ def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, 
 @pytest.mark.processes
 @pytest.mark.long
 def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts, alone: str) -> None:
-    """Each host has an OUTPUT of its own: the one that goes on begins to write where rank 0 is now."""
+    """Each host has its own output folder: the host that takes over rank 0 starts writing to its own."""
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
     folders = own(three)[:2]
@@ -147,7 +147,7 @@ def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts
 def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path, alone: str) -> None:
     jobs = begun(two, shared := write(tmp_path / "shared"))
     jobs[1].process.send_signal(signal.SIGTERM)
-    until((shared / "asked").exists, jobs[1])  # its rank has heard of it
+    until((shared / "asked").exists, jobs[1])  # its rank received the signal
     release(shared)
     assert [job.ended() for job in jobs] == [75, 75], jobs[0].err + jobs[1].err
     assert "stopped on request after step" in jobs[0].out
@@ -160,7 +160,7 @@ def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path
 @pytest.mark.processes
 @pytest.mark.long
 def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, alone: str) -> None:
-    """And its rank that is stopped is ended by its own launcher, whoever has noticed."""
+    """Its stopped rank is ended by its own launcher, whichever machine notices first."""
     hold(8, shared := write(tmp_path / "shared"))
     words = [*CONTINUE, "launch.hang_timeout_s=6"]
     first = torchrun(two, 0, *words, folder=shared, machines="1:2")

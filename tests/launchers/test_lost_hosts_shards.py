@@ -1,5 +1,5 @@
-"""`launch.on_rank_failure: continue` on two machines, network namespaces, whose ranks share the state out: each copy of
-a part is on the other machine, so a rank and then a machine are lost and come back, with the bits of one process."""
+"""`launch.on_rank_failure: continue` on two machines, network namespaces, with sharded state. Each shard's copy is on
+the other machine, so a rank and then a machine fail and return, with the bits of one process."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
     first, second = begun(two, shared := write(tmp_path / "shared"), words=every)
 
     def came(since: int) -> bool:
-        """Four ranks are there again."""
+        """Return whether four ranks train again."""
         return sum(what.count("came in") for what in regrouped(shared)[since:]) > 0 and ranks_of(shared) == 4
 
     before = len(regrouped(shared))
@@ -77,6 +77,6 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
 
 
 def ranks_of(folder: Path) -> int:
-    """Of the job, since ranks last met."""
+    """Return the number of ranks since the job last formed."""
     told = map(json.loads, (folder / "out/events.jsonl").read_text().splitlines())
     return [event["processes"] for event in told if event["event"] == "regroup"][-1]

@@ -1,4 +1,5 @@
-"""What the machines of a job say of their ranks, which of them decides, and what it decides: no process is started."""
+"""What a job's machines report about their ranks, which machine decides, and what it decides, without starting a
+process."""
 
 import json
 from typing import Any
@@ -16,7 +17,7 @@ LOST_S = 10.0
 
 
 class Clock:
-    """Of all machines."""
+    """A clock that all machines share."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +42,7 @@ def store() -> Any:
 
 
 class Unstarted(RanksAmongMachines):
-    """Of one process each, and starts none."""
+    """Ranks of a machine with one process, which is never started."""
 
     def _start(self, local: int, joining: bool) -> None:
         self.processes[local] = Ended(None)
@@ -57,7 +58,7 @@ class Unstarted(RanksAmongMachines):
         super().close(death_sig, timeout)
 
     def train(self) -> None:
-        """What its rank says when it trains."""
+        """Report what the machine's rank reports when it trains."""
         name = self.names[0]
         self.roll.store.set(f"ready/{name}", "1")
         if name in self.roll.newest.members:
@@ -65,7 +66,7 @@ class Unstarted(RanksAmongMachines):
 
 
 class Job:
-    """Machines of one rank each. `heard`: what was told to people."""
+    """Machines with one rank each. `heard`: messages to the user."""
 
     def __init__(self, store: Any, count: int, fewest: int = 1, most: int = 9) -> None:
         self.store, self.count, self.fewest, self.most = store, count, fewest, most
@@ -94,7 +95,7 @@ class Job:
         return Unstarted(*arguments, machines=machines, missed=lambda hosts: self.heard.extend(hosts), **limits)
 
     def pass_by(self, clock: Clock, seconds: float, *those: int) -> None:
-        """Those machines look around for so long."""
+        """Let these machines poll for some seconds."""
         for _ in range(round(2 * seconds)):
             clock.now += 0.5
             for number in those:
@@ -115,12 +116,12 @@ def test_a_rank_that_is_killed_elsewhere_is_gone_on_without_and_replaced(store: 
     third.train()
     job.pass_by(clock, 1, 1, 0)
     assert second.names == {0: "1.1"}
-    assert first.roll.newest.members == ("0", "2")  # the one that comes is not ready
+    assert first.roll.newest.members == ("0", "2")  # the joining one is not ready
     second.train()
     job.pass_by(clock, 1, 1, 0, 1)
     assert first.roll.newest.members == ("0", "2", "1.1")
     assert not first.roll.newest.lost
-    assert second.idle  # the one that comes has not met the others
+    assert second.idle  # the joining one has not met the others
     second.train()
     assert second.wait() is None
     assert not second.idle
@@ -134,7 +135,7 @@ def test_a_silent_machine_is_lost_and_the_next_one_decides(store: Any, clock: Cl
     job.pass_by(clock, 3, 1, 2)
     assert second.roll.newest.members == ("1", "2")
     assert job.heard == ["host-0"]
-    found = first.wait()  # it was stopped, and comes to itself
+    found = first.wait()  # it was stopped, and wakes up
     assert found is not None
     assert first.why == "the others have gone on without this machine"
     assert first.roll.given_up is None
@@ -145,7 +146,7 @@ def test_too_few_machines_start_again(store: Any, clock: Clock) -> None:
     job.pass_by(clock, LOST_S + 2, 0)
     assert job.machines[0].why == "no heartbeat from host-1, and 1 machine is too few"
     assert job.machines[0].roll.newest.number == 0
-    assert job.machines[1].wait() is not None  # wherever it was
+    assert job.machines[1].wait() is not None  # whatever it was doing
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -165,7 +166,7 @@ def test_a_stop_on_request_gives_nothing_up(store: Any, clock: Clock) -> None:
     first, second = job.machines
     second.processes[0].exitcode = 75
     assert second.wait() is not None
-    assert first.wait() is None  # its rank writes its part of the checkpoint still, and goes on without nobody
+    assert first.wait() is None  # its rank still writes its part of the checkpoint, and no rank is given up
     assert first.roll.newest.number == 0
     first.processes[0].exitcode = 75
     assert first.wait() is not None
@@ -197,7 +198,7 @@ def test_a_machine_that_comes_is_let_in_where_there_is_room(store: Any, clock: C
         each.train()
     job.pass_by(clock, 2, 0, 1, 2, 3)
     assert "3-0" not in job.machines[0].roll.newest.members
-    job.pass_by(clock, LOST_S + 2, 0, 2, 3)  # host-1 is lost: the one that waits takes its place
+    job.pass_by(clock, LOST_S + 2, 0, 2, 3)  # host-1 is lost: the waiting one takes its place
     for each in job.machines:
         each.train()
     job.pass_by(clock, 1, 0, 2, 3)
@@ -211,7 +212,7 @@ def test_all_leave_together(store: Any, clock: Clock) -> None:
     assert second.wait() is not None
     first.processes[0].exitcode = 0
     assert first.wait() is not None
-    assert second.leave(False, lambda: told.append("over"))  # rank 0 has come to its end on the other machine
+    assert second.leave(False, lambda: told.append("over"))  # rank 0 has finished on the other machine
     assert first.leave(True, lambda: told.append("over"))
     assert told == ["over"] * 2
 
@@ -227,7 +228,7 @@ def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: 
 
     def sleep(seconds: float) -> None:
         clock.now += seconds
-        if told:  # the other one ends by itself
+        if told:  # the other one ends on its own
             second.close()
 
     clock.sleep = sleep  # type: ignore[method-assign]

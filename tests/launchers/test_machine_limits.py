@@ -1,4 +1,5 @@
-"""Machines on which several ranks cannot start: a message before any does, in namespaces that lack what they need."""
+"""Machines that cannot start several ranks get a message before any rank starts, tested in namespaces that lack
+resources."""
 
 import resource
 import shlex
@@ -21,7 +22,7 @@ LACKING = {
     "LS7532 127.0.0.1": (["-n"], "true"),
     "LS7510 24 files": (["-m"], "ulimit -n 24"),
 }
-# One that has a rendezvous of its own on this machine, and one that needs no shared memory
+# a launcher with its own rendezvous on this machine, and one that needs no shared memory
 OTHERS = {
     "LS7532 torchrun": (["-n"], "true"),
     "LS7532 accelerate": (["-n"], "true"),
@@ -69,7 +70,7 @@ def test_other_launchers_tell_it_as_early(lacking: str, tmp_path: Path, cache: P
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert code in done.stderr
-    assert "rendezvous" not in done.stderr  # a key that nobody wrote
+    assert "rendezvous" not in done.stderr  # the user did not write that key
 
 
 def test_the_soft_limit_of_open_files_is_raised() -> None:

@@ -1,4 +1,4 @@
-"""The roll of a job's ranks, and what a launcher makes of processes that end: no process is started."""
+"""The roster of a job's ranks, and a launcher's reaction to processes that end, without starting a process."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
     roll.post(["b", "a"], lost=True)
     found = a.awaited(10)
     assert found == b.awaited(10) == Generation(1, ("b", "a"), True)
-    assert not a.all_come(found, 0.2)  # b has not
+    assert not a.all_come(found, 0.2)  # b has not joined
     assert b.all_come(found, 10)
     assert a.all_come(found, 10)
     a.take(found)
@@ -60,7 +60,7 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that listens has read of a generation, and the rank is in it before the thread goes on."""
+    """The listener thread has read about a generation, and the rank is in it before the thread goes on."""
     roll = Roster(store, "room", "", ["a", "b"])
     before = set(threading.enumerate())
     a = member(store, "a")
@@ -100,7 +100,7 @@ def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
     assert a.offered == 1
     assert not a.lost
     assert b.awaited(10) == Generation(1, ("a", "b"), False)
-    assert not b.all_come(Generation(0, ("b", "nobody")), 10)  # there is a newer one
+    assert not b.all_come(Generation(0, ("b", "nobody")), 10)  # there is a newer generation
 
 
 def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
@@ -112,7 +112,7 @@ def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
 
 
 class Unstarted(Ranks):
-    """Starts nothing."""
+    """Ranks that are never started."""
 
     def _start(self, local: int, joining: bool) -> None:
         self.processes[local] = Ended(None)
@@ -124,10 +124,10 @@ class Unstarted(Ranks):
         ({1: -9}, "02", True),
         ({0: -9, 1: -11}, "2", True),
         ({1: -9}, "0", False),  # one of the others has no state yet
-        ({1: 1}, "02", False),  # it has failed by itself, and would again
+        ({1: 1}, "02", False),  # it failed by itself, and would fail again
         ({1: -9, 2: 1}, "0", False),
-        ({1: -9, 2: 0}, "02", False),  # one has come to its end
-        ({0: -9, 1: -9, 2: -9}, "012", False),  # nobody is left
+        ({1: -9, 2: 0}, "02", False),  # one has finished
+        ({0: -9, 1: -9, 2: -9}, "012", False),  # no rank is left
     ],
 )
 def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, goes_on: bool) -> None:
@@ -150,7 +150,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
     assert heard == (sorted(codes.items()) if goes_on else [])
     left = [str(local) for local in range(3) if local not in codes]
     assert roll.newest.members == tuple(left if goes_on else "012")
-    if goes_on:  # those that take their places have names of their own, and are let in when they are ready
+    if goes_on:  # replacements have their own names, and are admitted when they are ready
         ranks.let_in()
         assert not ranks.joining  # the others have not met yet
         for name in left:
@@ -160,7 +160,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         assert ranks.in_vain() == 0
         ranks.let_in()
         assert ranks.joining == set(gone)
-        assert ranks.in_vain() == len(gone)  # were all to start again now, these starts would not count
+        assert ranks.in_vain() == len(gone)  # if all restarted now, these starts would not count
         names = [ranks.names[local] for local in sorted(gone)]
         assert not set(names) & set("012")
         comers = [member(store, each, joining=True) for each in names]
@@ -171,7 +171,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
         assert not roll.newest.lost
         for each in map(int, left):
             ranks.processes[each].exitcode = 0
-        assert ranks.ended()  # they were about to end, and have not met those that are let in
+        assert ranks.ended()  # they were about to end, and have not met the replacements
         for each in comers:
             each.take(roll.newest)
             each.trains()
@@ -190,7 +190,7 @@ def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(f
     else:
         assert roll.admit("b")
         assert not b.withdraw()
-        assert roll.admit("b")  # every machine's launcher may be the one that decides
+        assert roll.admit("b")  # the launcher of any machine may decide
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(f
         (-signal.SIGTERM, True, 0),  # it did not listen yet
         (-signal.SIGUSR1, True, 0),
         (-signal.SIGKILL, False, 1),
-        (1, False, 0),  # its own words say why
+        (1, False, 0),  # its own message says why
     ],
 )
 def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool, told: int, store: Any) -> None:
-    """It asks all, as one to any other process of the job does; nobody takes the place of that one."""
+    """It asks all ranks to stop, like any other process of the job; no rank replaces it."""
     roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
 
@@ -246,7 +246,7 @@ def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
     roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     roll.post(["a"], lost=True)
-    until = time.monotonic() + 3  # in which this thread computes, and is asked whether it sleeps
+    until = time.monotonic() + 3  # meanwhile this thread computes, and is asked whether it sleeps
     while time.monotonic() < until:
         sum(range(1000))
     assert a.lost

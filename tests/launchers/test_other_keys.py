@@ -1,4 +1,4 @@
-"""Keys of launchers and trackers that no other test changes: what is started, or what a tracker is asked, differs."""
+"""Keys of launchers and trackers that no other test covers change what is started or what a tracker is called with."""
 
 import sys
 from pathlib import Path
@@ -50,7 +50,7 @@ TRACKERS: dict[str, dict[str, Any]] = {
 
 
 def asked(tracker: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a stand-in for the tracker's package is called with, the run's own config apart."""
+    """Return the arguments that a tracker's package, replaced by a stub, is called with, without the run's config."""
     package = MagicMock()
     package.MlflowClient.return_value.get_experiment_by_name.return_value = None
     package.init.return_value._next_step = 0
@@ -73,7 +73,7 @@ def asked(tracker: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("tracker", "key"), [(name, key) for name, keys in TRACKERS.items() for key in keys])
 def test_a_tracker_is_asked_for_what_its_key_says(tracker: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`trackio.private` counts with a Space alone."""
+    """`trackio.private` takes effect only with a Space."""
     beside = {"space": "u/s"} if key == "private" else {}
     without = asked(tracker, beside, monkeypatch)
     assert without == asked(tracker, beside, monkeypatch)

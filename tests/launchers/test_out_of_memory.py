@@ -1,5 +1,5 @@
-"""Whether a killed rank was killed because memory ran out, by what the kernel tells (files stand in for it); what is
-said to follow."""
+"""Whether a rank was killed because memory ran out, decided from the kernel's files (replaced by test files), and the
+message."""
 
 import os
 import resource
@@ -33,7 +33,7 @@ LINE = (
 
 
 class Kernel:
-    """What it tells, in files."""
+    """The kernel's counters and limits, in files."""
 
     def __init__(self, folder: Path, cgroup: str = V2, inside: str = "job/me") -> None:
         self.folder, self.v1 = folder, cgroup == V1
@@ -84,7 +84,7 @@ def test_what_the_cgroup_counts(cgroup: str, inside: str, tmp_path: Path, clock:
     assert "the kernel killed it because memory ran out; it held 1.50 GiB of 2.00 GiB" in said
     assert "micro_batches" in said
     assert memory.why(PID, -signal.SIGTERM) == memory.why(PID, 1) == ""
-    clock[0] += 60  # another one is killed long afterwards, by a person
+    clock[0] += 60  # a user kills another one long afterwards
     memory.look([PID])
     clock[0] += 60
     memory.look([PID])
@@ -103,12 +103,12 @@ def test_another_process_of_the_machine_may_have_been_meant(tmp_path: Path, cloc
     (8_000_000, 6_000_000, "max", 5, False),
     (8_000_000, 6_000_000, str(1000 * KB), 990, True),
     (8_000_000, 6_000_000, str(1000 * KB), 900, False),
-    (8_000_000, 6_000_000, str(2**63 - 4096), 5, False),  # no limit, as version 1 has it
+    (8_000_000, 6_000_000, str(2**63 - 4096), 5, False),  # no limit, as cgroup version 1 writes it
 ])  # fmt: skip
 def test_memory_was_nearly_full(
     total: int, left: int, most: str, resident: int, full: bool, tmp_path: Path, clock: list[float]
 ) -> None:
-    """Somebody else than the kernel may have killed it: a scheduler, earlyoom."""
+    """Something other than the kernel may have killed it: a scheduler, earlyoom."""
     kernel = Kernel(tmp_path)
     kernel.memory(total, left)
     kernel.limit(most, above=True)
@@ -125,7 +125,7 @@ def test_memory_was_nearly_full(
 def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
     cgroup: str, inside: str, tmp_path: Path
 ) -> None:
-    """As a scheduler limits a job's cgroup and not that of its step. Files in memory are free."""
+    """A scheduler may limit a job's cgroup and not that of its step. Memory of tmpfs files does not count as free."""
     kernel = Kernel(tmp_path, cgroup, inside)
     assert host_memory.available(kernel.sources) == 6_000_000 * KB
     limited = kernel.group.parent if inside else kernel.group
@@ -154,10 +154,10 @@ def test_of_a_process_with_a_limit_of_its_own_nothing_is_known(kind: int, monkey
 
 
 def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """/dev/kmsg gives a record a read, and says EAGAIN at the end."""
+    """/dev/kmsg returns one record per read, and EAGAIN at the end."""
     kernel = Kernel(tmp_path)
     kernel.sources.log.touch()
-    records: list[bytes] = [LINE.format(7).encode()]  # of an earlier process of that number
+    records: list[bytes] = [LINE.format(7).encode()]  # about an earlier process with that pid
     left: list[bytes] = []
     opened, read = os.open, os.read
 
@@ -233,7 +233,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
     group.rmdir()
 
 
-# Where all start again is the way of every killed rank (tests/jobs/test_command.py); here it is asked by hand
+# Every killed rank takes the path of a restart of all (tests/jobs/test_command.py); here the test calls it directly
 @pytest.mark.processes
 @pytest.mark.parametrize("goes_on", [long(False), slow(True)])
 def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path, cache: Path, untouched: Path) -> None:
@@ -257,7 +257,8 @@ DEAD = job_record.Process(socket.gethostname(), PID, "")
 
 
 def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tuple[str, str | None]:
-    """What `status` says of a launch from before the kernel told what it tells now, and what its next start says."""
+    """Return what `status` prints about a launch that ended, from the kernel's counters now, and what its next start
+    prints."""
     for name in ("kills", "cgroup"):
         function = getattr(host_memory, name)
         monkeypatch.setattr(host_memory, name, lambda f=function: f(kernel.sources))
@@ -276,7 +277,7 @@ def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tupl
 def test_a_launcher_that_memory_took_too(
     cgroup: str, inside: int, machine: int, same: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what the kernel counted when it began and counts now; counts of another cgroup say nothing of this one."""
+    """Compares the kernel's counters at the start with those now; counters of another cgroup do not count."""
     kernel = Kernel(tmp_path, cgroup)
     kernel.kills(3, 5)
     kills, place = host_memory.kills(kernel.sources), host_memory.cgroup(kernel.sources)
@@ -298,7 +299,7 @@ def test_what_a_launch_writes_down_of_memory_is_read_again(tmp_path: Path) -> No
 def test_the_kernel_s_log_names_a_process_of_the_machine_alone(
     space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container the same number is another process."""
+    """Inside a container, the same pid means another process."""
     kernel = Kernel(tmp_path)
     (tmp_path / "self/ns").mkdir()
     (tmp_path / "self/ns/pid").symlink_to(space)

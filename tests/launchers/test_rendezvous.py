@@ -1,5 +1,4 @@
-"""Machines that are slow when a job forms again, and when it ends: two of them in this process, one of which the
-processor is taken away from."""
+"""Machines that are slow when a job forms again or ends: two in this process, one of which is suspended."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, E
 from support.command import until
 from support.messages import raises
 
-LONG = 60.0  # until a machine counts as lost, where none shall be
+LONG = 60.0  # timeout for a lost machine, in tests in which none is lost
 
 
 @pytest.fixture
@@ -24,14 +23,15 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
 
 
 def machine(host: str, port: int = 0, lost: float = LONG) -> ElasticRendezvous:
-    """One of one to two; a port: of the other, which holds the store. A job forms at once when the fewest are there."""
+    """Return a machine of a job of one to two. `port`: of the other machine, which has the store. A job forms at once
+    when the minimum has joined."""
     node = Node(host, "127.0.0.1", 1, holds=not port)
     return ElasticRendezvous("127.0.0.1", port, 1, 2, node, Limits(join=100, more=0.1, lost=lost), key="")
 
 
 def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, ElasticRendezvous, Future[Any], Any]:
-    """A job of one machine; one that waits to join it, with what it is going to see, and an event without which it
-    does nothing from now on."""
+    """Return a job of one machine, a machine that waits to join it, with what it will see, and an event that suspends
+    it."""
     first = machine("a", lost=lost)
     assert first.next_rendezvous().world_size == 1
     second = machine("b", first.port, lost)
@@ -51,7 +51,7 @@ def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, E
 
 @pytest.mark.slow
 def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
-    """It was for its sake that the job was stopped."""
+    """The job was stopped for that machine."""
     first, _, joined, go = waiting(LONG, threads)
     formed = threads.submit(first.next_rendezvous)
     with pytest.raises(TimeoutError):
@@ -91,8 +91,8 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
 
 @pytest.mark.slow
 def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
-    """`last_call_timeout_s` is for machines that may still come. The one that left keeps the store until the job is
-    over."""
+    """`last_call_timeout_s` is for machines that may still come. A machine that left keeps its store until the job
+    ends."""
 
     def one_of_three(host: str, port: int = 0) -> ElasticRendezvous:
         node = Node(host, "127.0.0.1", 1, holds=not port)
@@ -119,17 +119,18 @@ def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: Thr
 def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_gone(text: str | None) -> None:
     first = machine("a")
     kept: Any = first._backend._store
-    kept.set("excluded", text) if text else kept._store.set("excluded", "x")  # the latter without the job's seal
+    # the latter is not signed with the job's secret
+    kept.set("excluded", text) if text else kept._store.set("excluded", "x")
     with pytest.raises(RendezvousStateError):
         first.next_rendezvous()
     assert not first.gone
 
 
 def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch makes one of every step of a rendezvous, and looks through all imported modules for its name."""
+    """torch creates an event at every step of a rendezvous, and searches all imported modules for its name."""
     asked: list[int] = []
     monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: asked.append(depth) or "")
-    first, _, joined, go = waiting(3, threads)  # which gives a sign of life each second
+    first, _, joined, go = waiting(3, threads)  # the waiting machine sends a heartbeat each second
     go.set()
     formed = threads.submit(first.next_rendezvous)
     assert [formed.result(LONG).world_size, joined.result(LONG).world_size] == [2, 2]
@@ -137,7 +138,7 @@ def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeyp
 
 
 def test_the_time_for_more_machines_comes_on_top_of_that_for_the_fewest() -> None:
-    """One machine of 1:2 is enough, however short `join_timeout_s` is beside `last_call_timeout_s`."""
+    """One machine of 1:2 is enough, even if `join_timeout_s` is shorter than `last_call_timeout_s`."""
     node = Node("a", "127.0.0.1", 1, holds=True)
     alone = ElasticRendezvous("127.0.0.1", 0, 1, 2, node, Limits(join=1, more=2, lost=60), key="")
     try:

@@ -1,5 +1,5 @@
 """`sdc_check.on_difference: evict` between machines: the one that computes wrongly leaves, the others go on, and it is
-not let in again. Three network namespaces that share OUTPUT."""
+not admitted again. Three network namespaces share the output folder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def started(three: Hosts, host: int, strategy: str, folder: Path) -> Job:
 def test_a_machine_that_computes_wrongly_is_taken_out(
     strategy: str, three: Hosts, alone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The job has the bits of one that it was never in, also where the machine is the one that the others meet on. They
-    wait `last_call_timeout_s` for nobody: all are there that may come."""
+    """The bits are those of a job without that machine, even if it holds the rendezvous. The others do not wait for
+    `last_call_timeout_s`: every machine that may come has joined."""
     shared = write(tmp_path / "shared")
     wrong = 0 if strategy == "WrongOnFirstHost" else 1
     jobs = [started(three, host, strategy, shared) for host in range(3)]
@@ -42,7 +42,7 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
         assert job.ended() == (EXCLUDED if host == wrong else 0), job.out + job.err
     said = f"host-{wrong} computed wrong values (sdc_check) and is evicted; the other machines continue without it"
     assert said in jobs[wrong].err
-    for job in jobs:  # each machine says it
+    for job in jobs:  # each machine reports it
         told = " ".join(job.err.split())
         assert f"host-{wrong} is evicted, and the job continues without it" in told
     left = [host for host in range(3) if host != wrong]

@@ -1,4 +1,4 @@
-"""`launch.processes_per_gpu`: which GPU a rank is on, and what cannot share one. No GPU is needed to ask."""
+"""`launch.processes_per_gpu`: the GPU of each rank, and what cannot share a GPU. The test needs no GPU."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_neighbours_share_one(device: str) -> None:
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_none_is_left_to_the_cpu(device: str) -> None:
-    """On the CPU some ranks would compute other bits than the others."""
+    """A rank on the CPU would compute other bits than the others."""
     run = tiny(f"launch.device={device}", "launch.processes=3", "strategy.name=ddp")
     for rank in range(3):
         with raises("LS7070", "2", "1"):
@@ -57,7 +57,7 @@ def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPa
 def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:
     with raises(code, "launch.processes_per_gpu: "):
         resolve_strategy(tiny(*keys, FOUR, "launch.device=cuda"), 2)
-    for place in ("auto", "cpu"):  # where there is no GPU, nothing is shared
+    for place in ("auto", "cpu"):  # without a GPU, nothing is shared
         resolve_strategy(tiny(*keys, FOUR, f"launch.device={place}"), 2)
 
 

@@ -1,4 +1,4 @@
-"""SLURM: the file and the plan, what is refused, tasks of srun."""
+"""SLURM: the batch script and the plan, refusals, tasks of srun."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from support.messages import mentions, raises
 PLAIN = {"name": "slurm", "machines": 2, "processes": 1, "device": "cpu", "threads": 1}
 
 
-# -- the file --------------------------------------------------------------------------------------------------------
+# -- the batch script ------------------------------------------------------------------------------------------------
 
 FULL = {
     "name": "slurm",
@@ -46,7 +46,7 @@ FULL = {
 
 
 def compare(name: str, text: str, folder: Path) -> None:
-    """With a golden file, in which no path and no version of this machine stands."""
+    """Compare with a golden file, which contains no path and no version of this machine."""
     for here, there in ((str(folder), "/home/me/project"), (sys.executable, "/opt/venv/bin/python")):
         text = text.replace(here, there)
     golden.compare(name, text.replace(f"lockstep {__version__};", "lockstep VERSION;"))
@@ -113,7 +113,7 @@ def test_no_times(text: str) -> None:
         slurm.minutes_of(text)
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED = """#!/bin/sh
 cat > /dev/null
@@ -124,7 +124,7 @@ exit 1
 
 
 def program(folder: Path, name: str, text: str) -> None:
-    """A program of SLURM that says what the test wants."""
+    """Write a stub of a SLURM program."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
@@ -184,7 +184,7 @@ def test_what_slurm_refuses_is_told_before_anything_is_queued(
 def test_a_job_is_submitted_followed_and_stopped(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With programs that only say what SLURM's would."""
+    """The programs are stubs that print what SLURM's would."""
     asked = 'echo "$(basename $0) $*" >> asked\n'
     program(here / "bin", "sbatch", "#!/bin/sh\ncat > /dev/null\n" + asked + "echo '7;cluster'\n")
     program(here / "bin", "scancel", "#!/bin/sh\n" + asked)
@@ -204,9 +204,9 @@ def test_a_job_is_submitted_followed_and_stopped(
     )
 
     (here / "asked").unlink()
-    assert main(["stop", "out", "--wait", "0"]) == 0  # one that waits is cancelled
+    assert main(["stop", "out", "--wait", "0"]) == 0  # a pending job is cancelled
     (here / "state").write_text("RUNNING")
-    assert main(["stop", "out", "--wait", "0"]) == 0  # one that runs is asked, and not queued again
+    assert main(["stop", "out", "--wait", "0"]) == 0  # a running job is asked to stop, and not queued again
     asked_for = [line for line in (here / "asked").read_text().splitlines() if "show" not in line]
     assert asked_for == ["scancel 7", "scontrol update JobId=7 Requeue=0", "scancel --signal=TERM 7"]
     capsys.readouterr()
@@ -280,12 +280,12 @@ def test_variables_of_a_task() -> None:
     assert (task.step, task.nodes, task.node) == ("12.0", 3, 1)
     following = srun.task_of(STEP | {"SLURM_STEP_ID": "1"})
     assert following is not None
-    assert following.port != task.port  # what the step before left of its port does not matter
+    assert following.port != task.port  # the port of the previous step does not matter
 
 
 @pytest.mark.parametrize("lacking", ["SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"])
 def test_a_batch_script_is_no_task(lacking: str) -> None:
-    """It has SLURM_PROCID=0 and SLURM_NTASKS, and would be rank 0 of a world that never comes."""
+    """The script has SLURM_PROCID=0 and SLURM_NTASKS, and would wait as rank 0 for ranks that never come."""
     variables = {k: v for k, v in STEP.items() if k != lacking} | {"SLURM_NTASKS": "5", "SLURM_PROCID": "0"}
     assert srun.task_of(variables) is None
     assert srun.task_of(STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)}) is None  # an interactive shell
@@ -327,7 +327,7 @@ def test_tasks_a_node() -> None:
 
 @pytest.mark.processes
 def test_tasks_of_srun_meet_without_a_wrapper(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """What srun sets is enough; the launcher named in the run file does not start anything then."""
+    """The variables of srun are enough; the run file's launcher then starts nothing."""
     write(tmp_path)
     common = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
     common |= {"SLURM_NODEID": "0", "SLURM_JOB_ID": str(os.getpid())}

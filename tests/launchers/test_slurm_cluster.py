@@ -1,4 +1,4 @@
-"""SLURM: on a real cluster of two nodes, what becomes of a job and of its weights."""
+"""Jobs and their weights on a real SLURM cluster of two nodes."""
 
 import os
 import signal
@@ -36,10 +36,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_cluster.
 def job(
     tmp_path: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[str, Path]]:
-    """Submits a job that waits at step 25; returns its id and folder."""
+    """Submit a job that waits at step 25; return its id and folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
-    monkeypatch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)  # of the strategy that waits
+    monkeypatch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)  # for the strategy that waits
 
     def submitted(*options: str, at: int = 25, **launch: object) -> tuple[str, Path]:
         if not (tmp_path / "run.yaml").exists():
@@ -62,7 +62,7 @@ def done(cluster: slurm_cluster.Cluster, job: str, state: str = "COMPLETED") -> 
 
 
 def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
-    """It waits, with a checkpoint; then its turn comes, and it goes on to its end."""
+    """Check that the job is queued with a checkpoint, then starts again and finishes."""
     cluster.until(lambda: cluster.field(job, "JobState") == "PENDING", f"job {job} to be queued again", 400)
     assert saved(folder) >= 20
     (folder / "go").touch()
@@ -76,7 +76,7 @@ def requeued(cluster: slurm_cluster.Cluster, job: str, folder: Path) -> None:
 def test_two_nodes_have_the_bits_of_one_machine(
     tmp_path: Path, cache: Path, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
-    """In interpreters of their own; the other jobs' processes are forked from one that has imported everything."""
+    """This job runs in new interpreters; the other jobs' processes are forked from one that has imported everything."""
     write(tmp_path, launch=PLAIN)
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache, **cluster.variables))
     assert status == 0, out + err
@@ -135,7 +135,7 @@ def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, unto
 def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
-    """The ranks start again in the same allocation, and wait at step 25 again; the job then goes on on one node."""
+    """The ranks restart in the same allocation and wait at step 25 again; the job is then resumed on one node."""
     number, folder = job(max_restarts=1)
 
     def rank_0() -> int:

@@ -1,5 +1,5 @@
 """SLURM with `launch.ranks: elastic` and `launch.on_rank_failure: continue`, on a real cluster of two nodes: a rank is
-killed, then a node is lost; the job keeps its allocation, and nothing is read from a checkpoint."""
+killed, then a node is lost; the job keeps its allocation, and reads no checkpoint."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def regrouped(folder: Path) -> list[str]:
 
 
 def submitted(folder: Path, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch, hold: int) -> str:
-    """A job that is held at a step. Returns its number."""
+    """Submit a job that pauses at a step; return its number."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", TESTS_PATH, prepend=os.pathsep)
@@ -85,8 +85,8 @@ def test_a_rank_and_then_a_node_are_lost(
 def test_the_first_node_is_lost(
     tmp_path: Path, cluster: slurm_cluster.Cluster, untouched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And with it the store and the job's script: SLURM would keep the rest of the job without one for ever. It is
-    queued again, and goes on from its checkpoint."""
+    """The store and the job's script are lost with it, and SLURM would keep the rest of the job forever. The job is
+    queued again, and resumes from its checkpoint."""
     number = submitted(tmp_path, cluster, monkeypatch, hold=12)
     cluster.until(lambda: step_of(tmp_path) >= 12 and saved(tmp_path) == 10, "step 12 and a checkpoint", 600)
     cluster.kill_node("n1")

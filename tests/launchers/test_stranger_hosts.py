@@ -1,5 +1,5 @@
-"""A stranger on the network of a job: from a host of its own it writes into every store that it reaches. Nothing that
-it writes runs, and the job ends with one message; a local job is open to nobody."""
+"""A foreign host on a job's network writes into every store that it reaches. Nothing that it writes is executed, and
+the job ends with one message; a local job has no open port."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ SEES = {"PYTHONPATH": PATH}
 
 
 def listening(made: Hosts, host: int) -> dict[int, str]:
-    """Ports of a host -> the IPv4 address on which something listens there; for IPv6 the kernel's own word."""
+    """Return the open ports of a host -> the IPv4 address; for IPv6 in the kernel's notation."""
     found = {}
     for version in ("", "6"):
         text = hosts.run("ip", "netns", "exec", made.space(host), "cat", f"/proc/net/tcp{version}")
@@ -37,7 +37,7 @@ def listening(made: Hosts, host: int) -> dict[int, str]:
 
 
 def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
-    """What it did on host 0 from host 2."""
+    """Attack host 0 from host 2; return what succeeded."""
     words = [made.address(0), str(port), how, str(marker)]
     job = made.start(
         2,
@@ -55,13 +55,13 @@ def stranger(made: Hosts, port: int, how: str, marker: Path) -> str:
 
 
 def one_message(job: Job, words: str, status: int = 1) -> None:
-    """It ended with a message, once, and nothing that only a programmer can read."""
+    """Check that the job ended with the message, once, and without a traceback."""
     clean(job, status)
     assert job.err.count(words) == 1, job.err
 
 
 def clean(job: Job, status: int) -> None:
-    """It ended with that, and nothing that only a programmer can read."""
+    """Check that the job ended with that status, and without a traceback."""
     assert job.ended() == status, job.out + job.err
     for noise in ("Traceback", "AttributeError", "Exception in thread", "Error:"):
         assert noise not in job.err
@@ -72,7 +72,7 @@ def clean(job: Job, status: int) -> None:
     [("pickle", True), ("pickle", False), ("malformed", True), ("malformed", False), ("forged", True)],
 )
 def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool, tmp_path: Path) -> None:
-    """While the first machine waits for the second one."""
+    """The attack comes while the first machine waits for the second."""
     write(three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_timeout_s=20"]
     words += [f"launch.rendezvous={three.address(0)}:{PORT}"]
@@ -100,12 +100,12 @@ def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
 
 @pytest.mark.parametrize("how", ["pickle", "beats"])
 def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path) -> None:
-    """Into rank 0's own store, while both machines train."""
+    """The attack is on rank 0's own store, while both machines train."""
     folders = [write(three.folder(host)) for host in (0, 1)]
     hold(4, *folders)
     words = ["launch.hang_timeout_s=600", "launch.max_restarts=0", "strategy.name=support.waiting_at_steps.Told"]
     jobs = [start(three, host, words) for host in (0, 1)]
-    port_of = folders[0] / "port"  # it is there before there is something in it
+    port_of = folders[0] / "port"  # the file exists before it has content
     until(lambda: port_of.exists() and port_of.read_text() != "" and step_of(folders[0]) >= 4, jobs[0])
     port = int(port_of.read_text())
     assert listening(three, 0)[port] == three.address(0)
@@ -114,13 +114,13 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     for job in jobs:
         clean(job, 1)
     said = [job.err.count("invalid heartbeat from another rank") for job in jobs]
-    assert sum(said) >= 1, [job.err for job in jobs]  # whoever reads it first; the other one's launcher may end it
+    assert sum(said) >= 1, [job.err for job in jobs]  # whichever reads it first; the other's launcher may end it
     assert max(said) == 1
     assert not marker.exists()
 
 
 def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
-    """Somebody else's program has the port: the second machine is not kept waiting for ever."""
+    """A foreign program has the port: the second machine does not wait forever."""
     write(three.folder(1))
     silent = "import socket, sys, time; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"
     mute = three.start(0, [sys.executable, "-c", silent, three.address(0), str(PORT)])
@@ -129,6 +129,6 @@ def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
 
 
 def start(made: Hosts, host: int, words: list[str]) -> Job:
-    """`torchrun` with the job's secret."""
+    """Start `torchrun` with the job's secret."""
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", *words]
     return made.start(host, [*words, f"launch.rendezvous={made.address(0)}:{PORT}"], **SEES, **WITH)

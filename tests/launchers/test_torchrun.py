@@ -1,5 +1,5 @@
-"""The launchers `torchrun` and `accelerate` as far as one machine shows them: plans, what they refuse, a real job each;
-what machines say to each other when they meet."""
+"""The launchers `torchrun` and `accelerate` on one machine: plans, refusals, a real job each, and the messages that
+machines exchange when they meet."""
 
 import dataclasses
 import json
@@ -121,7 +121,7 @@ def test_machines_in_a_run_file_are_no_number_to_base_60(tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_text(text.replace("  name: torchrun\n", "  name: torchrun\n  machines: 1:4\n"))
     run = load(tmp_path / "run.yaml", [])
     assert node_range(Torchrun.options(run).machines) == (1, 4)
-    assert Torchrun.options(load(None, [], yaml.safe_load(run.dump()))).machines == "1:4"  # as it is written again
+    assert Torchrun.options(load(None, [], yaml.safe_load(run.dump()))).machines == "1:4"  # as it was written
 
 
 def test_addresses_that_do_not_exist_are_refused_at_once(tmp_path: Path) -> None:
@@ -132,21 +132,22 @@ def test_addresses_that_do_not_exist_are_refused_at_once(tmp_path: Path) -> None
             launcher.start(run, launcher.plan(run))
 
 
-# -- whoever starts the ranks ----------------------------------------------------------------------------------------
+# -- detection of the launcher ---------------------------------------------------------------------------------------
 
 
 def test_accelerate_that_starts_one_process_of_several_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # which it sets when it was asked for several, and then starts one
+    # the launcher sets it if several ranks were requested, and then starts one
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     with raises("LS7413"):
         joining()
 
 
 def test_accelerate_with_one_process_is_a_job_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "")  # so that all are put back afterwards
+        monkeypatch.setenv(name, "")  # so that the test restores them afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert joining()
@@ -163,7 +164,7 @@ def test_a_world_that_is_not_the_one_that_was_asked_for(monkeypatch: pytest.Monk
     assert (tmp_path / "status").read_text() == "2"
 
 
-# -- agreeing --------------------------------------------------------------------------------------------------------
+# -- agreement between ranks -----------------------------------------------------------------------------------------
 
 
 def facts_of(run: Run) -> dict[str, str]:
@@ -209,7 +210,7 @@ def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
     assert f"launch.threads: 1 on {socket.gethostname()} (rank 0), 2 on {socket.gethostname()} (rank 1)" in first
 
 
-# -- meeting ---------------------------------------------------------------------------------------------------------
+# -- rendezvous ------------------------------------------------------------------------------------------------------
 
 
 def _of_other_versions(world: World, run: Run) -> str:
@@ -236,13 +237,14 @@ def test_machines_with_other_versions_of_the_engine_do_not_train() -> None:
 
 def test_who_comes_first() -> None:
     plain = Node("a", "10.0.0.9", 1)
-    later = Node("b", "10.0.0.10", 1)  # as a text it would come first
+    later = Node("b", "10.0.0.10", 1)  # as text it would sort first
     holder = dataclasses.replace(later, holds=True)
     assert sorted([later, plain], key=lambda m: m.precedence) == [plain, later]
     assert sorted([plain, holder], key=lambda m: m.precedence) == [holder, plain]
     wished = dataclasses.replace(plain, place=0)
     assert sorted([holder, wished], key=lambda m: m.precedence) == [wished, holder]
-    saved = dataclasses.replace(plain, step=20)  # OUTPUT is not shared: where the newest checkpoint is
+    # the output folder is not shared: this is where the newest checkpoint is
+    saved = dataclasses.replace(plain, step=20)
     assert sorted([holder, wished, saved], key=lambda m: m.precedence)[0] == saved
 
 
@@ -276,7 +278,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
     second = ElasticRendezvous("127.0.0.1", first.port, 2, 2, Node("b", "127.0.0.1", 2, place=0), limits)
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda rendezvous: rendezvous.next_rendezvous(), (first, second))
-        assert (one.rank, two.rank) == (1, 0)  # as b wished
+        assert (one.rank, two.rank) == (1, 0)  # as b requested
         assert [node.host for node in first.nodes] == [node.host for node in second.nodes] == ["b", "a"]
         ports = {found.bootstrap_store_info.master_port for found in (one, two)}
         assert len(ports) == 1  # of a store on b's machine
@@ -286,7 +288,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
         assert second.grows()
         list(pool.map(lambda rendezvous: rendezvous.leave_together(), (first, second)))
     second.end(75, "stopped on request")
-    assert second.ended() is None  # its own word
+    assert second.ended() is None  # its own message
     end = first.ended()
     assert end is not None
     assert end.status == 75
@@ -364,7 +366,7 @@ def test_accelerate_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache:
     process.terminate()
     status, out, err = ended(process)
     assert status == 75, err
-    assert not re.search("Traceback|elastic", err), err  # torch elastic says how it ends, at length
+    assert not re.search("Traceback|elastic", err), err  # torch elastic prints a long message at the end
     status, out, err = ended(start(command, tmp_path, cache))
     assert status == 0, err
     assert "launcher accelerate" in out
@@ -387,7 +389,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
     assert status == 0, err
     assert "accelerate launch" in out
     assert bits(tmp_path) == bits(untouched)
-    # asked for two on the CPU, it starts one and says nothing; lockstep does
+    # asked for two on the CPU, Accelerate starts one in silence; lockstep prints a message
     own = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--num_machines=1"]
     status, out, err = ended(start([*own, "-m", "lockstep", "train", "run.yaml", "output=two"], tmp_path, cache))
     assert status != 0
@@ -399,7 +401,7 @@ def test_accelerate_s_own_command(tmp_path: Path, cache: Path, untouched: Path) 
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 def test_the_task_for_skypilot_in_the_documents(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """Its `run` lines, on two nodes that are this machine, with the variables that SkyPilot sets."""
+    """Its `run` lines run on two simulated nodes of this machine, with SkyPilot's variables."""
     page = (ROOT / "docs/how-to/clouds.md").read_text().partition("## SkyPilot")[2]
     task = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     write(tmp_path)
