@@ -353,7 +353,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
 def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing else is: without a checkpoint of it the run is not finished."""
+    """The model is uploaded to the mirror and nothing else; without its checkpoint the run is not finished."""
     run = run_in(tmp_path / "out", f"remote_dir={MIRROR}", f"checkpoint.rescue={tmp_path}/rescue")
     real = publish.write_export
 

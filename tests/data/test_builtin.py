@@ -12,7 +12,7 @@ from lockstep.data.builtin import ACTS, CUES, LABELS, STATES, best_accuracy, emo
 
 SPLITS = {"train": 6000, "validation": 1000, "test": 1000}
 RECORDED = "fed6dda14f85a6e8873d2faec436cfca0b440d46ee07afa730c15c5554002543"  # sha256 of the JSON
-# Who a feeling belongs to: the nearest of these words to the left of the cue.
+# The holder of a feeling is the nearest of these words to the left of the cue.
 SPEAKER = {"i", "me"}
 OTHERS = {name.split()[-1] for name in builtin.WOMEN + builtin.MEN} | {"she", "he"}
 
@@ -33,7 +33,7 @@ for _label, _name in enumerate(LABELS):
 
 
 def found_cues(text: str) -> list[tuple[int, int]]:
-    """(position in words, class) of every cue in the text; a cue inside a longer one does not count."""
+    """Return (position in words, class) of every cue in the text, without cues inside a longer one."""
     words, found, at = text.split(), [], 0
     while at < len(words):
         hits = [
@@ -51,7 +51,7 @@ def owner(text: str, at: int) -> str:
 
 
 def train_bayes(columns):
-    """Naive Bayes with add-one smoothing: it sees which words occur, not who they are about."""
+    """Train naive Bayes with add-one smoothing: it knows which words occur, not whom they are about."""
     words = [Counter() for _ in LABELS]
     classes = Counter(columns["label"])
     for text, label in zip(columns["text"], columns["label"], strict=True):
@@ -112,7 +112,7 @@ def test_no_text_occurs_twice(data):
 
 
 def test_repeated_draws_are_dropped(monkeypatch):
-    # A stream in which almost every sentence comes again: only the drop keeps the texts distinct.
+    # A generator that repeats almost every sentence: only deduplication keeps the texts distinct.
     monkeypatch.setattr(builtin, "_sentence", lambda rng, label: f"i felt it again number {rng.randrange(40)}")
     splits = emotion(train=20, validation=10, test=10)
     texts = [text for split in splits.values() for text in split["text"]]
@@ -221,7 +221,7 @@ def test_counting_words_is_not_enough(data):
     best, counted = best_accuracy(held_out), share(predict, held_out)
     chance = max(Counter(held_out["label"]).values()) / len(held_out["label"])
     assert chance + 0.35 < counted < best - 0.06
-    # It is the distractors that cost it: without one it reads nearly as well as can be.
+    # Distractors make it hard: without one, naive Bayes is almost perfect.
     alone = share(predict, held_out, lambda text: len(found_cues(text)) == 1)
     mixed = share(predict, held_out, lambda text: len(found_cues(text)) == 2)
     assert alone > best - 0.08

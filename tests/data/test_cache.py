@@ -1,4 +1,4 @@
-"""The token cache: what is damaged or could be somebody else's is never trained on."""
+"""The token cache: damaged data, or data that another user could have written, is never trained on."""
 
 import ast
 import errno
@@ -32,25 +32,25 @@ __all__ = ["own_cache"]  # fixtures
 
 
 def shard(folder: str) -> Path:
-    """The file that holds the first examples of a split."""
+    """Return the file with the first examples of a split."""
     return Path(folder) / "00000.arrow"
 
 
 def zeros_from_a_byte_on(path: Path) -> None:
-    """What a power cut leaves of a file that was not synced."""
+    """Overwrite the end with zeros, as a power failure leaves a file that was not synced."""
     content = path.read_bytes()
     path.write_bytes(content[:5000] + bytes(len(content) - 5000))
 
 
 def cut_between_batches(path: Path) -> None:
-    """A file that Arrow reads without complaint, with fewer examples."""
+    """Truncate to fewer examples, in a file that Arrow reads without an error."""
     table = pa.ipc.open_stream(path.read_bytes()).read_all()
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table.slice(0, 40))
 
 
 def another_token(path: Path) -> None:
-    """One byte of one token, in a file of the same size and the same number of examples."""
+    """Change one byte of one token, keeping the file's size and number of examples."""
     where = Columns(path.parent).ragged("input_ids").row(3).tobytes()
     content = bytearray(path.read_bytes())
     content[content.index(where)] ^= 1
@@ -73,7 +73,7 @@ def test_damaged_tokens_are_made_again(harm: Callable, again: bool, own_cache: P
     wanted = held(first)
     assert len(wanted["train"]) > 60
     harm(shard(first.splits["train"]))
-    if again:  # nothing but the tokens themselves is found again
+    if again:  # nothing but the tokens is read from the cache
         shutil.rmtree(own_cache / "prepared")
     said: list[str] = []
     found = prepared(run, said)
@@ -101,7 +101,8 @@ def test_a_damaged_tokenizer_is_made_again(own_cache: Path) -> None:
     path.write_bytes(content.replace(b'"[MASK]"', b'"[MISK]"'))
     assert prepared(run) == first
     assert path.read_bytes() == content
-    (Path(first.tokenizer) / "special_tokens_map.json").write_text('{"pad_token": "[CLS]"}')  # one that was not there
+    # a file that was not there before
+    (Path(first.tokenizer) / "special_tokens_map.json").write_text('{"pad_token": "[CLS]"}')
     assert prepared(run) == first
     assert not (Path(first.tokenizer) / "special_tokens_map.json").exists()
 
@@ -143,7 +144,7 @@ def test_a_large_file_is_read_whole_once_and_then_in_part(own_cache: Path, monke
     path = cache.cached(own_cache / "tokens" / "large", lambda aside: aside.write_bytes(content) and None)
     assert cache.damage(path) is None
     assert cache.damage(path) is None
-    assert read == [101, 101, 4]  # when it was written, at its first use, later
+    assert read == [101, 101, 4]  # read at writing, at the first use, and later
     monkeypatch.setattr(cache, "_boot", lambda: "another start")
     assert cache.damage(path) is None
     assert read[3:] == [101]
@@ -164,7 +165,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(number: int, remedy: str
     assert os.listdir(own_cache / "tokens") == []
 
 
-# -- who may write ---------------------------------------------------------------------------------------------------
+# -- permissions -----------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_others_may_write_holds_one_for_each_user(own_cache: Path) -> None:
@@ -193,13 +194,13 @@ def test_new_folders_are_this_user_s_alone(own_cache: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="acts as two users")
 def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has files of its own there, and a user's file is never used by another."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # below no folder that is one user's alone
+    """Each user has separate files there, and never uses another user's file."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # not inside a folder that only one user can access
         shared = Path(folder)
         shared.chmod(0o1777)
         monkeypatch.setenv("LOCKSTEP_CACHE", folder)
         (shared / "user-1234").mkdir()
-        (shared / "user-1234").chmod(0o777)  # made by somebody else before user 1234 came
+        (shared / "user-1234").chmod(0o777)  # another user created it before user 1234 came
         for user, wanted in ((1234, 2), (1235, 0)):
             pid = os.fork()
             if pid == 0:
@@ -248,7 +249,7 @@ def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path:
 
 
 def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets would return what it kept of an earlier version: labels and spans of the code before a mend."""
+    """`datasets` would return rows cached by an earlier version of the code: labels and spans from before a bug fix."""
     import datasets
 
     (tmp_path / "rows.jsonl").write_text('{"a": "x"}\n')
@@ -257,7 +258,8 @@ def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     seen = []
-    for ending in ("old", "newer"):  # of another length: Python knows a module that changed by its second and size
+    # the two versions differ in length: Python detects a changed module by modification time (in seconds) and size
+    for ending in ("old", "newer"):
         (tmp_path / "converting_helper.py").write_text(f"def ended(texts): return [t + '-{ending}' for t in texts]\n")
         monkeypatch.delitem(sys.modules, "converting_helper", raising=False)
         helper = importlib.import_module("converting_helper")
@@ -267,7 +269,7 @@ def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: py
 
 
 def test_no_mapped_rows_are_taken_from_the_cache_of_datasets() -> None:
-    """Every `map` in batches says so, or keeps its rows in memory."""
+    """Every batched `map` either turns off that cache or keeps its rows in memory."""
     found = []
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "src/lockstep").rglob("*.py"))}
     for file, text in texts.items():

@@ -1,7 +1,7 @@
-"""Every key of the cache: whatever goes into what is cached is changed, and nothing old is used.
+"""Cache keys: whatever goes into cached data is changed, and nothing outdated is used.
 
 A run is prepared, something is changed, and it is prepared again, with the same cache and with an empty one: both must
-come to the same files, byte for byte.
+give the same files, byte for byte.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEYS: list[tuple[str, Any]] = [
 
 
 def files_of(run: Run) -> dict[str, bytes | str]:
-    """Every file of what was prepared, by split and name, and what is said of it."""
+    """Return every file of the prepared data by split and name, and its summary."""
     found = prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
     told: dict[str, bytes | str] = {"key": found.key, "facts": json.dumps(found.facts, sort_keys=True)}
     for name, place in {**found.splits, "tokenizer": found.tokenizer}.items():
@@ -74,8 +74,8 @@ def files_of(run: Run) -> dict[str, bytes | str]:
 
 
 def same_as_anew(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | str]:
-    """What was prepared with what is in the cache, which is that of an empty one, but for trials of models: what those
-    depend on is asked below."""
+    """Check that preparing with the existing cache gives the files of an empty one, except for trials of models, whose
+    keys are tested below."""
     found = files_of(run)
     empty = cache / f"empty-{len([*cache.glob('empty-*')])}"
     empty.mkdir()
@@ -96,7 +96,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def changes(run: Run) -> list[tuple[str, Any]]:
-    """Keys of a run and other values of them."""
+    """Return a run's keys with other values for them."""
     found = list(KEYS)
     task: Any = plugins.find("tasks", run.task.name)
     for key, value in run.task.options.items():
@@ -119,14 +119,14 @@ def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: py
             run = load(None, {key: value}, plain.model_dump())
             found = same_as_anew(run, cache, monkeypatch)
         except RunError:
-            continue  # does not go with this task, or not with its data
+            continue  # not supported with this task or its data
         if found != first:
             differ.add(key)
     assert {"data.limit", "tokenizer.train"} <= differ
     assert "tokenizer.vocab_size" in differ or kind in (
         "preference",
         "reward",
-    )  # whose prompts are too long in smaller pieces
+    )  # prompts are too long in smaller pieces
     data = cache / kind / "train.jsonl"
     data.write_text(data.read_text().replace("dog", "hen").replace("cat", "owl"))
     assert same_as_anew(plain, cache, monkeypatch) != first
@@ -165,7 +165,7 @@ def edited_words(folder: Path) -> None:
 def test_every_file_of_a_tokenizer(
     edit: Callable[[Path], None], kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also those of which its own state says nothing: its template, the side that it cuts."""
+    """Includes files that its saved state does not reflect: its template, its truncation side."""
     made = make(cache, "messages", count=30)
     tok = tokenizer_of(prepare(made, plugins.find("tasks", made.task.name)).tokenizer)  # type: ignore[type-abstract]
     tok.chat_template = TEMPLATE
@@ -204,7 +204,7 @@ def test_every_key_of_a_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_how_files_are_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keys of `data` that say how the same bytes are to be read."""
+    """The keys of `data` that say how bytes are parsed."""
     rows = "".join(f"a dög sees {i} cat,text {i} of ä,{i % 2}\n" for i in range(60))
     (cache / "rows.csv").write_bytes(rows.encode())
     values: dict[str, Any] = make(cache, "masked").model_dump()
@@ -221,7 +221,7 @@ def test_how_files_are_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_libraries_that_make_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version makes them anew, under the same names."""
+    """Another library version tokenizes again, under the same names."""
     run = make(cache, "documents", count=30)
     first = prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
     monkeypatch.setattr("lockstep.data.prepare.version", lambda package: "0.0.1")
@@ -247,11 +247,11 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
     else:
         run = make(cache, "documents", key)
     padding.unsupported_reason(run, "causal")
-    assert len(tried) == (1 if key == "data.padding=batch" else 2)  # padded, there is nothing to try
+    assert len(tried) == (1 if key == "data.padding=batch" else 2)  # with padding, nothing is tried
 
 
 def test_what_lies_where_others_wrote_before(cache: Path) -> None:
-    """Times and sizes tell a file from another one: also one that was written in its place."""
+    """A file written in place of another one is detected by its time and size."""
     run = make(cache, "documents", count=30)
     first = files_of(run)
     data = cache / "documents/train.jsonl"

@@ -1,4 +1,4 @@
-"""Labels and texts are what stands in the file: also where they look like numbers, or numbers stand beside them."""
+"""Labels and texts are exactly those in the file, even if they look like numbers or are mixed with numbers."""
 
 import io
 import json
@@ -21,8 +21,8 @@ from support.harness import tiny
 from support.messages import raises
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "dogs", "and", "birds", "sang", "in", "trees"]
-ODD = ["01", "1", "2"]  # 01 is not 1
-LIKE_JSON = ["01", "1", "007", "null", "NaN", "true"]  # texts that read as JSON
+ODD = ["01", "1", "2"]  # 01 differs from 1
+LIKE_JSON = ["01", "1", "007", "null", "NaN", "true"]  # texts that parse as JSON
 TAGS = ["01", "1", "O", "null", "NaN", "2"]
 
 
@@ -80,7 +80,7 @@ def facts(data: dict[str, Any], **task: Any) -> dict[str, Any]:
     return prepare(run, find("tasks", run.task.name)).facts
 
 
-# -- one label a text ------------------------------------------------------------------------------------------------
+# -- one label per text ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "txt", "parquet"])
@@ -89,7 +89,7 @@ def test_a_label_is_the_text_that_stands_in_the_file(ending: str, tmp_path: Path
     assert seen["labels"] == ODD
     assert seen["of_label"] == [14, 14, 14]
     told = any("'01'" in note and "data.types" in note for note in seen.get("notes", []))
-    assert told == (ending in ("csv", "txt"))  # where a number could have been meant
+    assert told == (ending in ("csv", "txt"))  # formats in which a number could have been meant
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "txt", "parquet", "tar"])
@@ -104,7 +104,8 @@ def test_a_stream_has_the_labels_of_the_file(ending: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ending", ["csv", "txt"])
 def test_whole_numbers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Path) -> None:
-    """Where each is written in one way only, whatever split it stands in: 10 comes behind 2, and names can be given."""
+    """They are numbers if each is written in one way only, in all splits: 10 sorts after 2, and label names can be
+    set."""
     data = {"train": save(tmp_path / f"a.{ending}", rows(["0", "10", "2"]))}
     data["validation"] = save(tmp_path / f"v.{ending}", rows(["0", "2"], 8))
     assert facts(data)["label_values"] == [0, 2, 10]
@@ -112,7 +113,7 @@ def test_whole_numbers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Pa
     data["validation"] = save(tmp_path / "v.jsonl", rows([0, 2], 8))
     assert facts(data)["label_values"] == [0, 2, 10]
     data["train"] = save(tmp_path / f"b.{ending}", rows(["0", "00", "2"]))
-    data["validation"] = save(tmp_path / f"v.{ending}", rows(["0", "2"], 8))  # not numbers there alone
+    data["validation"] = save(tmp_path / f"v.{ending}", rows(["0", "2"], 8))  # not numbers in this split alone
     assert facts(data)["label_values"] == ["0", "00", "2"]
 
 
@@ -134,7 +135,7 @@ def test_points_and_truths_of_tables_are_kept_apart(tmp_path: Path) -> None:
     def labels(some: list[str]) -> list[str]:
         return list(facts({"source": save(tmp_path / "a.csv", rows(some))})["labels"])
 
-    assert labels(["0.0", "1.0", "2.0"]) == ["0", "1", "2"]  # as tables have whole numbers where some are missing
+    assert labels(["0.0", "1.0", "2.0"]) == ["0", "1", "2"]  # as tables store integers when some are missing
     assert any("'0.0' is 0" in note for note in facts({"source": str(tmp_path / "a.csv")})["notes"])
     assert labels(["0", "1", "1.0"]) == ["0", "1", "1.0"]
     assert labels(["+1", "1", "-1"]) == ["+1", "-1", "1"]
@@ -168,7 +169,7 @@ def test_files_of_texts_and_of_numbers_are_refused_in_either_order(ending: str, 
 
 
 def test_parquet_files_of_integers_and_of_decimals_are_united_in_either_order(tmp_path: Path) -> None:
-    """They were refused, and the advice, data.types={label: text}, made "0" and "0.0" two labels."""
+    """They were once refused, and the suggested data.types={label: text} made "0" and "0.0" two labels."""
     whole, decimals = [save(tmp_path / f"{name}.parquet", rows(kinds, 24)) for name, kinds in NUMBERS.items()]
     for files in ([whole, decimals], [decimals, whole]):
         assert facts({"train": files})["labels"] == ["0", "1"]
@@ -187,7 +188,7 @@ def test_a_text_among_numbers_is_named_as_it_stands(tmp_path: Path) -> None:
         facts({"source": save(tmp_path / "a.jsonl", some)})
     cells = "".join(f"{i:03d},{'ab'[i % 2]}\n" for i in range(48))
     (tmp_path / "a.csv").write_text("text,label\n" + cells)
-    assert facts({"source": str(tmp_path / "a.csv")})["of_label"] == [22, 22]  # in a table all is text
+    assert facts({"source": str(tmp_path / "a.csv")})["of_label"] == [22, 22]  # a table's values are all text
 
 
 def test_numbers_to_predict_are_numbers_however_they_are_written(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_minus_one_is_a_label_where_train_has_it(tmp_path: Path) -> None:
         assert "test" not in prepare(run, find("tasks", "classification")).splits
 
 
-# -- tags, words, answers, several labels ----------------------------------------------------------------------------
+# -- tags, words, answers, multiple labels ---------------------------------------------------------------------------
 
 
 def tagged(tags: list[Any]) -> list[dict[str, Any]]:
@@ -233,7 +234,7 @@ def test_tags_are_the_texts_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_shards_of_a_stream_hold_tags_of_one_kind(tmp_path: Path) -> None:
-    """ "1" and 1 are one tag only where the run file says so."""
+    """ "1" and 1 are the same tag only if the run file says so."""
     save(tmp_path / "a-0.jsonl", tagged(["1", "O", "2", "O", "O", "O"]))
     save(tmp_path / "a-1.jsonl", tagged([1, 2, 2, 1, 1, 1]))
     stream = {"train": str(tmp_path / "a-*.jsonl"), "stream": True}
@@ -283,7 +284,7 @@ def test_answers_and_lists_of_labels_are_named_with_the_row(tmp_path: Path) -> N
         facts(data, multi_label=True)
 
 
-# -- as the run file says --------------------------------------------------------------------------------------------
+# -- types set in the run file ---------------------------------------------------------------------------------------
 
 
 def test_types_make_numbers_of_texts_and_texts_of_numbers(tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_rows_of_json_may_stand_on_several_lines(tmp_path: Path) -> None:
         source.load(DataSection(source=str(path)), 0)
 
 
-# -- files that differ -----------------------------------------------------------------------------------------------
+# -- files of different types ----------------------------------------------------------------------------------------
 
 
 UNREAD: dict[str, tuple[Any, Any]] = {
@@ -420,7 +421,7 @@ def test_columns_that_are_not_there_are_named_beside_all_that_are(tmp_path: Path
 
 
 def test_types_hold_across_files_of_several_types(tmp_path: Path) -> None:
-    """Files were put together before `data.types` was looked at, so no key made them one column."""
+    """Files were once concatenated before `data.types` was applied, so no key could unite their columns."""
     texts = save(tmp_path / "a.parquet", rows(["01", "1"], 24))
     for other in (save(tmp_path / "b.parquet", rows([1, 2], 24)), save(tmp_path / "b.jsonl", rows([1, 2], 24))):
         for files in ([texts, other], [other, texts]):
@@ -447,8 +448,8 @@ def test_labels_of_several_types_are_named_as_the_file_has_them(tmp_path: Path) 
         with raises(*texts):
             facts({"source": save(tmp_path / "a.jsonl", rows(labels))})
 
-    refused([1, 2.5], "LS2105", "row 1 holds 2.5")  # not the 1 of row 0, which Arrow has as 1.0
-    refused([1.0, 1e300], "LS2105", "row 1 holds 1e+300")  # has no 64 bits
+    refused([1, 2.5], "LS2105", "row 1 holds 2.5")  # not the 1 of row 0, which Arrow stores as 1.0
+    refused([1.0, 1e300], "LS2105", "row 1 holds 1e+300")  # it does not fit 64 bits
     refused([True, "x"], "LS2106", "true and false", "row 0 holds true", "row 1 holds 'x'")
     refused([0, 2, True], "LS2106", "row 0 holds 0", "row 2 holds true")
     refused(["a", 1.0], "LS2106", "row 0 holds 'a'", "row 1 holds 1.0")
@@ -460,13 +461,13 @@ def test_tags_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
         return facts({"source": save(tmp_path / "a.jsonl", some)}, name="token_classification")["labels"]
 
     assert labels([*range(12)]) == [str(n) for n in range(12)]
-    assert labels([0, 1.0, 2]) == ["0", "1", "2"]  # Arrow holds all of them as 1.0
+    assert labels([0, 1.0, 2]) == ["0", "1", "2"]  # Arrow stores all of them as 1.0
     with raises("LS3423", "'tags'", "1.5"):
         labels([0, 1.5])
 
 
 def test_paths_lead_into_columns_with_optional_keys(tmp_path: Path) -> None:
-    """Such columns are stored as JSON, in which no path was followed: "there is no 'body'"."""
+    """Such columns are stored as JSON, in which paths once failed: "there is no 'body'"."""
     some = [{"doc": {"body": sentence(i)} | ({"by": {"name": "ab"[i // 4 % 2]}} if i % 2 else {})} for i in range(48)]
     labelled = [row | {"label": "xy"[i // 2 % 2]} for i, row in enumerate(some)]
     data = {"source": save(tmp_path / "a.jsonl", labelled)}
@@ -489,7 +490,7 @@ def test_paths_lead_into_columns_with_optional_keys(tmp_path: Path) -> None:
 
 
 def test_examples_are_made_of_rows_whose_keys_hold_several_types(tmp_path: Path) -> None:
-    """Examples of the raw rows were read by the reader of `datasets`: a traceback, or an absent key was a null."""
+    """Examples of raw rows were once read by the reader of `datasets`: a traceback, or a missing key became null."""
 
     def talks(**more: Any) -> list[dict[str, Any]]:
         turns = [{"role": "user", "content": "a"} | more, {"role": "assistant", "content": "b"}]

@@ -1,4 +1,4 @@
-"""Columns of the tokenised data: views of mapped memory, padded for a micro-batch."""
+"""Columns of tokenized data: views of memory-mapped files, padded per micro-batch."""
 
 import os
 from pathlib import Path
@@ -57,18 +57,18 @@ def test_padding(columns: Columns) -> None:
     order = np.argsort(np.asarray(columns.lengths), kind="stable")
     rows = order[[-1, 0, 1]]
     lengths = columns.lengths[rows]
-    assert min(lengths) < max(lengths) - 8  # the control: something is padded
+    assert min(lengths) < max(lengths) - 8  # control: some rows are padded
     ids, mask = ragged.padded(rows, -7)
     assert ids.shape == mask.shape == (3, max(lengths))
     assert ids.dtype == np.int64
     for i, row in enumerate(rows):
         assert ids[i][mask[i] == 1].tolist() == ragged.row(int(row)).tolist()
         assert (ids[i][mask[i] == 0] == -7).all()
-        assert mask[i].tolist() == sorted(mask[i].tolist(), reverse=True)  # texts come first
+        assert mask[i].tolist() == sorted(mask[i].tolist(), reverse=True)  # real tokens come first
 
 
 def test_rows_are_found_across_batches_of_a_file(tmp_path: Path) -> None:
-    """As lockstep wrote them before, and tasks of one's own do."""
+    """Earlier versions wrote files of several batches, and a user's task may."""
     schema = pa.schema([("input_ids", pa.list_(pa.int32())), ("label", pa.int64())])
     rows = [[[1, 2], []], [], [[3]], [[4, 5, 6], [4, 5, 6]]]
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, schema) as stream:

@@ -1,4 +1,5 @@
-"""From files to tokens: every format gives the same rows, the cut is fair, and nothing is tokenised or copied twice."""
+"""From files to tokens: every format gives the same rows, the held-out split is balanced, and nothing is tokenized or
+copied twice."""
 
 import json
 import os
@@ -26,7 +27,7 @@ ROWS = [
     {"text": text, "label": label}
     for text, label in [
         ("i am so happy; really", "joy"),
-        ("null", "sadness"),  # a text, though readers like to think otherwise
+        ("null", "sadness"),  # text, though readers tend to parse it
         ("a, b and \u2028 c", "joy"),  # a line separator is part of a text
         ("ça va déjà mieux 🙂", "joy"),
         ("he said so", "sadness"),
@@ -56,7 +57,7 @@ def write(folder: Path, name: str, rows: list[dict]) -> Path:
 
 
 def messages(count: int, labels: tuple = ("joy", "anger", "fear"), **columns: str) -> list[dict]:
-    """Rows under the names given; class i has about 2^-i of them."""
+    """Return rows with these column names; class i has a share of about 2^-i."""
     text, label = columns.get("text", "text"), columns.get("label", "label")
     found = []
     for i in range(count):
@@ -142,7 +143,7 @@ def test_files_named_one_by_one(tmp_path: Path) -> None:
     assert {k: len(v) for k, v in source.load(DataSection(**paths), 0).splits.items()} == {"train": 6, "validation": 2}
 
 
-# -- the cut ---------------------------------------------------------------------------------------------------------
+# -- held-out rows ---------------------------------------------------------------------------------------------------
 
 
 def test_a_single_file_is_cut_fairly_and_always_the_same(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_names_of_integer_labels(tmp_path: Path) -> None:
     found = prepared(run_of(zero, "task.label_names=[a, b, c, d]"))  # one of them does not occur in train
     assert found.facts["labels"] == ["a", "b", "c", "d"]
     assert {label for _, label in decoded(found, "train")} == {0, 1, 3}
-    with raises("LS2101", "task.label_names", "5 names", "3 labels", "1 to 5"):  # which names are left out?
+    with raises("LS2101", "task.label_names", "5 names", "3 labels", "1 to 5"):  # which names are missing?
         prepared(run_of(path, "task.label_names=[one, two, three, four, five]"))
 
 
@@ -250,7 +251,7 @@ def test_a_text_without_a_token_is_at_least_one(tmp_path: Path, kind: str) -> No
 
 
 def test_a_text_without_a_token_or_special_tokens_is_one(shared: Path, tmp_path: Path) -> None:
-    """GPT-2's tokenizer adds nothing of its own."""
+    """GPT-2's tokenizer adds no special tokens."""
     path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
     from tokenizers.normalizers import Replace
     from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
@@ -322,7 +323,7 @@ def test_a_changed_file_is_noticed_and_a_touched_one_is_the_same_data(tmp_path: 
     os.utime(path, ns=(1, 1))
     assert prepared(run_of(path)) == first
     rows = messages(40)
-    rows[3]["text"] = rows[3]["text"].replace("message", "massage")  # the same length
+    rows[3]["text"] = rows[3]["text"].replace("message", "massage")  # same length
     write(tmp_path, "data.jsonl", rows)
     os.utime(path, ns=(2, 2))
     assert prepared(run_of(path)).key != first.key
@@ -362,7 +363,7 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_said_to_be_away(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not looked for on the Hub, where a name has one slash at most."""
+    """It is not looked up on the Hub, where a name has at most one slash."""
     monkeypatch.chdir(tmp_path)
     with raises("LS2250", "data.source: no such file or folder", Path(name).name):
         source.load(DataSection(source=name), 0)

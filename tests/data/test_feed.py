@@ -1,4 +1,4 @@
-"""The feed: every example once, whatever the number of ranks, and errors where the batch is wanted."""
+"""The loader reads every example once, for any number of ranks, and raises errors when the batch is requested."""
 
 import threading
 
@@ -30,7 +30,7 @@ def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
 def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int) -> None:
     run = tiny(f"data.group_by_length={group}")
     feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
-    for step in range(5):  # the last of an epoch is short: 100 = 4 * 22 + 12
+    for step in range(5):  # the last step of an epoch is short: 100 = 4 * 22 + 12
         parts = [feed.make(step) for feed in feeds]
         rows = feeds[0].order.step(step)
         assert len(rows) == (22 if step < 4 else 12)
@@ -125,7 +125,7 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
 
 
 def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
-    """`lockstep plan` has one."""
+    """`lockstep plan` has such a loader."""
     run = tiny()
     batch = StepLoader(task_of(run), [], torch.device("cpu")).make(0)
     assert batch.targets == 22
@@ -133,7 +133,7 @@ def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
 
 
 class Drawing(Classification):
-    """Its collate draws, as one that turns words round at random does."""
+    """A task whose collate draws random numbers, like one that shuffles words."""
 
     collates_ahead = False
     drawn: dict[tuple[int, int], float]

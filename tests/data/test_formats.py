@@ -1,4 +1,4 @@
-"""Local files as people have them: compressed, of several formats in one split, with columns within columns."""
+"""Local files as users have them: compressed, in several formats within a split, with nested columns."""
 
 import bz2
 import gzip
@@ -101,7 +101,7 @@ def test_what_would_fill_the_disk_is_not_unpacked(
     monkeypatch.setattr(file_formats, "MOST", 100)
     path = tmp_path / f"a.csv{packing}"
     path.write_bytes(PACK[packing](b"text,label\n" + b"a,1\n" * 2**19))
-    monkeypatch.setattr(file_formats, "check", lambda *_: None)  # the second time that it is read there is a guard, too
+    monkeypatch.setattr(file_formats, "check", lambda *_: None)  # the second read has a guard, too
     assert mentions(refused(source=str(path)), "LS2060")
     assert list((cache_folder() / "unpacked").iterdir()) == []
 
@@ -159,7 +159,7 @@ def test_whole_numbers_and_numbers_with_decimals_are_numbers_with_decimals(tmp_p
     assert [row["label"] for row in read(source=str(tmp_path))] == [1.0, 2.0, 1.5]
 
 
-# -- columns within columns ------------------------------------------------------------------------------------------
+# -- nested columns --------------------------------------------------------------------------------------------------
 
 DEEP = [
     {
@@ -194,7 +194,7 @@ def deep(folder: Path) -> str:
 def test_dotted_paths_are_columns(path: str, wanted: list, tmp_path: Path) -> None:
     found = read({"task.text": path}, source=deep(tmp_path))
     assert [row[path] for row in found] == wanted
-    some = datasets.Dataset.from_list(DEEP * 3).select([3, 2, 4])  # rows that were selected before
+    some = datasets.Dataset.from_list(DEEP * 3).select([3, 2, 4])  # rows after an earlier selection
     again = usable_rows.added(some, {"task.text": path}, "train", "x")
     assert again[path] == [wanted[0], wanted[2], wanted[1]]
 

@@ -1,4 +1,4 @@
-"""Data and models from the Hub, at their revisions, and what was pushed; what cannot be loaded is one message."""
+"""Data and models from the Hub, at fixed revisions, and pushed ones; what cannot be loaded gives one message."""
 
 import inspect
 import json
@@ -28,13 +28,13 @@ __all__ = ["finished", "hub", "lockstep", "trained"]  # fixtures
 
 
 def rows(shift: int) -> bytes:
-    """Forty examples whose label can be told from the text; `shift` makes another version of them."""
+    """Return forty examples whose label follows from the text; `shift` makes another version of them."""
     lines = [{"text": f"word{(i + shift) % 7} is {'good' if i % 2 else 'bad'}", "label": i % 2} for i in range(40)]
     return "\n".join(map(json.dumps, lines)).encode()
 
 
 def tiny_model(folder: Path, finished: Path, width: int = 16) -> dict[str, bytes]:
-    """A pretrained GPT-2 with the tokenizer of another run, as files of a repository."""
+    """Write a pretrained GPT-2 with the tokenizer of another run, as the files of a repository."""
     tokenizer = AutoTokenizer.from_pretrained(finished / "out/export")
     torch.manual_seed(width)
     config = GPT2Config(n_layer=1, n_head=2, n_embd=width, vocab_size=len(tokenizer), n_positions=32)
@@ -61,7 +61,7 @@ def test_data_and_model_come_from_the_hub_at_their_revisions(
     words = ["data.config=default", f"model.revision={first}", "data.validation_fraction=0.25"]
     done = process(tmp_path, cache, hub, *LOCKSTEP, "train", "run.yaml", *words)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out/export/config.json").read_text())["n_embd"] == 16  # the newest has 32
+    assert json.loads((tmp_path / "out/export/config.json").read_text())["n_embd"] == 16  # the newest revision has 32
     head = ModelCard.load(tmp_path / "out/export/README.md").data.to_dict()
     assert head["base_model"] == "user/tiny"
     assert head["datasets"] == ["user/set"]
@@ -86,7 +86,7 @@ def test_what_was_pushed_loads_back(hub: Hub, finished: Path, cache: Path, locks
     assert hub.count("resolve") > 0
 
 
-# override -> what the message has to say
+# override -> what the message must contain
 NOT_LOADED = {
     "data.source=user/none": ["data.source", "user/none", "doesn't exist"],
     "data.source=user/closed-set": ["data.source", "user/closed-set", "gated"],
@@ -144,7 +144,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
             pass
         assert waits == []
         assert caplog.text == ""
-        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # which may reach it
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the proxy may reach it
         hub_names.unreachable.cache_clear()
         assert hub_names.unreachable() is None
     finally:
@@ -152,8 +152,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
 
 
 def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan` and `train` waited for more than 100 s, six times 10 s for each file, and said nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:  # accepted by the kernel, read by nobody
+    """`plan` and `train` once waited for more than 100 s in silence, six times 10 s per file."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts; nothing reads
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -181,7 +181,8 @@ def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest
 
 
 def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also `init`, `predict` and `evaluate`, which do not prepare a run first; what is local asks nothing."""
+    """`init`, `predict` and `evaluate`, which prepare no run first, time out quickly too; local paths send no
+    request."""
     calls: list[None] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_names, "be_brief", lambda: calls.append(None))

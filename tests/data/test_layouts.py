@@ -1,4 +1,4 @@
-"""Local files without a header, in folders of labels and beside each other by language; and where paths are found."""
+"""Local files without a header, in one folder per label, or one file per language; and where paths are resolved."""
 
 import gzip
 from pathlib import Path
@@ -30,7 +30,7 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-# -- no header -------------------------------------------------------------------------------------------------------
+# -- files without a header ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_keys_of_the_hub_are_refused_where_nothing_is_read_from_it(tmp_path: Pat
 
 
 def test_the_word_number_sign_is_no_comment_within_a_sentence(tmp_path: Path) -> None:
-    """Comments of CoNLL-U stand before sentences."""
+    """In CoNLL-U, comments come before sentences."""
     text = "# text = it costs # 5\nit PRP\ncosts VBZ\n# SYM\n5 CD\n\n# newpar\nthe DT\nend NN\n"
     rows = read(train=str(write(tmp_path / "a.conll", text)), layout="conll")["train"]
     assert [row["tokens"] for row in rows] == [["it", "costs", "#", "5"], ["the", "end"]]
@@ -88,7 +88,7 @@ def classes(root: Path, splits: tuple[str, ...] = ("train/", "test/")) -> Path:
 
 def test_class_folders(tmp_path: Path) -> None:
     root = classes(tmp_path / "reviews")
-    write(root / "train/urls.txt", "of all of them")  # beside the folders: none of the texts
+    write(root / "train/urls.txt", "of all of them")  # next to the label folders: not one of the texts
     write(root / "train/.cache/x.txt", "hidden")
     found = read(source=str(root), layout="class_folders")
     assert [(row["text"], row["label"]) for row in found["train"]] == [
@@ -179,7 +179,8 @@ def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, mon
     assert load("../job/run.yaml", []).data.source == "../job/texts"
     short = write(tmp_path / "job/short.yaml", f"data: texts\n{MODEL}")
     assert load(short, []).data.source == str(tmp_path / "job/texts")
-    assert load(run, ["data.source=texts"]).data.source == "texts"  # what is typed is of this folder
+    # a path on the command line is relative to the working directory
+    assert load(run, ["data.source=texts"]).data.source == "texts"
     write(elsewhere / "texts/train.jsonl", '{"text": "b"}\n')
     assert load("../job/run.yaml", []).data.source == "../job/texts"
     monkeypatch.chdir(tmp_path / "job")
@@ -209,7 +210,7 @@ def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(here: Path
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file of this machine that no folder of data should have trained on."""
+    """A file of this machine that must not be read through a data folder."""
     write(tmp_path / "home/private/key.txt", "a secret")
     return tmp_path / "home/private"
 
@@ -247,7 +248,7 @@ def test_links_that_lead_out_of_other_folders_are_refused(secret: Path, tmp_path
 
 
 def test_links_that_a_run_file_names_or_that_stay_inside_are_followed(secret: Path, tmp_path: Path) -> None:
-    """A folder of the Hub's cache holds links into the folder beside it."""
+    """A folder of the Hub's cache holds links into the folder next to it."""
     write(secret / "rows.jsonl", '{"text": "mine", "label": 1}\n')
     (tmp_path / "mine.jsonl").symlink_to(secret / "rows.jsonl")
     assert read(train=str(tmp_path / "mine.jsonl"))["train"] == [{"text": "mine", "label": 1}]

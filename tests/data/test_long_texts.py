@@ -1,4 +1,4 @@
-"""Long texts are tokenised in parts: the same tokens, bytes and words as of the whole, and never much at once."""
+"""Long texts are tokenized in parts, with the same tokens, bytes and words as in one piece, and bounded memory."""
 
 import random
 import tracemalloc
@@ -64,7 +64,7 @@ def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monke
     part = lm_documents._part
     monkeypatch.setattr(lm_documents, "_part", lambda *given: lengths.append(given[2]) or part(*given))
     ids, ends = lm_documents.tokenized(tok, TEXT)
-    assert len(lengths) > 8  # it was indeed cut
+    assert len(lengths) > 8  # it was cut
     assert ids.tolist() == whole["input_ids"]
     assert ends is not None
     found = lm_documents.measured([TEXT], ids, [len(ids)], ends)
@@ -75,7 +75,7 @@ def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monke
 
 
 def test_a_run_that_no_seam_fits_is_tokenised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One letter for ever: where a token ends in it depends on where it began."""
+    """In one repeated letter, each token boundary depends on all before it."""
     text = "b" + "a" * 9001 + " end"
     tok = known("bpe", [TEXT])
     monkeypatch.setattr(lm_documents, "PART", 2501)
@@ -96,7 +96,7 @@ def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypat
         return Counter(word for text in normal for word, _ in one.pre_tokenizer.pre_tokenize_str(text))
 
     assert words(pieces) == words([TEXT])
-    if kind not in ("wordpiece", "unigram"):  # their training draws ties in the order of a hash table
+    if kind not in ("wordpiece", "unigram"):  # their training breaks ties in the order of a hash table
         assert one.to_str() == other.to_str()
 
 
@@ -126,7 +126,7 @@ def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thirty megabytes in files once took 5.4 GB: lists of numbers for every token of a thousand texts."""
+    """Thirty megabytes of files once took 5.4 GB: Python lists of numbers for every token of a thousand texts."""
     import datasets
 
     tok = known("bpe", [TEXT])
@@ -147,7 +147,7 @@ def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.M
             finally:
                 tracemalloc.stop()
 
-    at_once = most("at once", 8)  # the control: all are shorter than a part, and than what is written at once
+    at_once = most("at once", 8)  # control: all are shorter than a part and than one write
     monkeypatch.setattr(lm_documents, "PART", 2500)
     monkeypatch.setattr(lm_documents, "_OVERLAP", 500)
     monkeypatch.setattr(lm_documents, "_TOKENS", 10_000)

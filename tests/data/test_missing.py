@@ -1,4 +1,4 @@
-"""Rows without a text or a label: refused with the key that leaves them out, or left out and counted, in every task."""
+"""Rows without a text or a label: refused, with the key that drops them, or dropped and counted, in every task."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> N
 
 
 def test_integer_labels_stay_integers(tmp_path: Path) -> None:
-    """A CSV reader makes texts of a column with an empty cell; ten classes in the order of texts would be 0, 1, 10."""
+    """A CSV reader turns a column with an empty cell into text; ten classes in text order would be 0, 1, 10."""
     rows: list[dict] = [{"text": f"word {i}", "label": i % 11} for i in range(110)]
     rows[7]["label"] = None
     path = save(tmp_path / "data.csv", rows)
@@ -98,7 +98,7 @@ def test_nothing_left_is_told(tmp_path: Path) -> None:
         prepared(run_of(path, "data.drop_missing=true"))
 
 
-# kind of task_runs -> what a row lacks, and the key that is named
+# kind of task_runs -> what a row lacks, and the key in the message
 OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "packed": [({"text": None}, "task.text"), ({"text": ""}, "task.text"), ({"text": " "}, "task.text")],
     "prompts": [({"question": ""}, "task.prompt"), ({"answer": None}, "task.response")],

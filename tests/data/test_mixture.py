@@ -1,5 +1,5 @@
-"""Several sources of examples: the order is a pure function of the step, sources keep their shares and are used whole
-epoch after epoch, their columns are renamed, and each has a loss of its own."""
+"""Several sources of examples: the order is a pure function of the step, sources keep their shares and are read
+completely each epoch, their columns are renamed, and each has a separate loss."""
 
 import gzip
 import itertools
@@ -65,7 +65,7 @@ def test_with_weights_each_source_is_used_whole_epoch_after_epoch(
         for epoch in range(0, whole, size):
             assert sorted(mine[epoch : epoch + size] - first) == list(range(size))
         assert len(set(mine[whole:])) == used - whole
-    for t in np.random.default_rng(seed).permutation(60)[:8]:  # another one, from anywhere
+    for t in np.random.default_rng(seed).permutation(60)[:8]:  # another starting point, anywhere
         assert MixedOrder(sizes, schedules, batch, seed).step(int(t)).tolist() == rows[t].tolist()
 
 
@@ -75,7 +75,7 @@ def test_shares_are_those_of_the_weights() -> None:
     assert np.abs(before / before.sum() - [0.6, 0.3, 0.1]).max() < 0.01
     assert np.abs(after / after.sum() - [0.2, 0.6, 0.2]).max() < 0.01
     counts = _counts(order.sizes, [[(0, 1e9)], [(0, 1e-9)], [(0, 1e-9)]], 0)
-    assert (counts.sum(), counts[1], counts[2]) == (PERIOD, 1, 1)  # a small weight is none of 0
+    assert (counts.sum(), counts[1], counts[2]) == (PERIOD, 1, 1)  # a small weight is not zero
     assert order.summary(["a", "b", "c"], 500).startswith("a 60.")
     other = MixedOrder([1000, 10, 100], [[(0, 6.0), (500, 1.0)], [(0, 3.0)], [(0, 1.0)]], 64, 4)
     assert (order.step(7) != other.step(7)).any()
@@ -83,7 +83,7 @@ def test_shares_are_those_of_the_weights() -> None:
 
 
 def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in positions that are permuted, whatever the sizes."""
+    """The cost is counted in permuted positions, for any sizes."""
     from lockstep.data import order as orders
 
     asked = []
@@ -192,7 +192,8 @@ def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
     found = prepared(mixed(tmp_path))
     assert found.facts["sources"] == {
         "names": ["web", "book", "chat"],
-        "rows": {"train": [54, 46, 20], "validation": [6, 4, 2]},  # cut off each that has none: of each label a tenth
+        # held out of each source without a split: a tenth of each label
+        "rows": {"train": [54, 46, 20], "validation": [6, 4, 2]},
     }
     assert found.facts["filtered"] == {"train": 10}
     assert found.facts["labels"] == ["fear", "joy"]
@@ -204,7 +205,7 @@ def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
 
 
 def test_a_source_whose_validation_rows_are_all_left_out_gets_none_of_train(tmp_path: Path) -> None:
-    """It came with a split of its own; only one that has none has a share cut off."""
+    """The source has its own validation split; only sources without one hold out a share of train."""
     rows = {"text": [f"a {word} day" for word in ["good", "bad", "warm", "cold", "long", "short", "calm", "wild"]]}
     for name, held_out in (("web", [" ", ""]), ("book", [" ", "a fine day", "a dull day"])):
         texts_of = {"train": [f"{name} {text}" for text in rows["text"]], "validation": held_out}
@@ -296,7 +297,7 @@ def test_books_that_are_one_text_each_are_cut_at_their_ends(tmp_path: Path) -> N
         for text, begin, end in zip(words.values(), [0, ends[0]], ends, strict=True):
             whole = task.tokenizer.decode(np.concatenate([rows.row(row) for row in range(begin, end)]))
             part = (text * 100)[int(start * 100 * len(text)) : int(stop * 100 * len(text))]
-            assert whole.removesuffix("[SEP]") in (part, part[:-1])  # the very last token is not read
+            assert whole.removesuffix("[SEP]") in (part, part[:-1])  # the very last token is not an input
 
 
 def test_tags_and_translations_are_mixed_too(tmp_path: Path) -> None:
@@ -354,7 +355,7 @@ def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_pa
 
 
 def trained(world: World, run: Run) -> dict[str, Any]:
-    """Steps over a change of weights, scores of each source, and the weights of the model."""
+    """Return steps across a change of weights, scores per source, and the model's weights."""
     task, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(feed.make(t), 5e-3).loss) for t in range(6)]
     scores = evaluate(world, task, strategy, task.splits["validation"])

@@ -1,4 +1,4 @@
-"""The order of examples: a permutation an epoch, the same from any starting point."""
+"""The order of examples: one permutation per epoch, the same from any starting point."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
     for epoch in (steps[:count], steps[count:]):
         assert sorted(np.concatenate(epoch)) == list(range(examples))
         assert [len(s) for s in epoch] == [len(Order(examples, batch, seed).step(t)) for t in range(count)]
-    for t in np.random.default_rng(seed).permutation(2 * count)[:5]:  # in another order, and each by one that is new
+    for t in np.random.default_rng(seed).permutation(2 * count)[:5]:  # in another order, each by a new object
         assert (order.step(int(t)) == steps[t]).all()
         assert (ByLength(Order(examples, batch, seed), lengths, window).step(int(t)) == steps[t]).all()
 
@@ -48,7 +48,7 @@ def test_by_length_a_window_has_the_examples_it_would_have_and_each_step_has_lik
         assert sorted(np.concatenate(window)) == sorted(np.concatenate([plain.step(first + i) for i in range(20)]))
         assert max(np.ptp(lengths[rows]) for rows in window) < 20
         means = [lengths[rows].mean() for rows in window]
-        assert means not in (sorted(means), sorted(means, reverse=True))  # not from long to short
+        assert means not in (sorted(means), sorted(means, reverse=True))  # not sorted by length
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -56,7 +56,7 @@ def test_epochs_and_seeds_differ() -> None:
         tuple(permute(np.arange(1000, dtype=np.uint64), 1000, seed, epoch)) for seed in range(3) for epoch in range(3)
     ]
     assert len(set(orders)) == 9
-    # neighbours must not stay neighbours: the mean distance of a random permutation of n is n / 3
+    # neighbors must not stay neighbors: the mean distance in a random permutation of n is n / 3
     for order in orders:
         assert 250 < np.abs(np.diff(order)).mean() < 420
 
@@ -66,7 +66,7 @@ def test_an_epoch_has_its_examples_in_an_order_of_its_own() -> None:
     epochs = [np.concatenate([order.step(epoch * 5 + step) for step in range(5)]) for epoch in range(3)]
     assert len({tuple(rows.tolist()) for rows in epochs}) == 3
     together = [{frozenset(order.step(epoch * 5 + step).tolist()) for step in range(5)} for epoch in range(3)]
-    assert not together[0] & together[1]  # nor do the same ones meet again
+    assert not together[0] & together[1]  # nor does a pair meet again
     assert not together[1] & together[2]
 
 

@@ -1,6 +1,6 @@
-"""gs:// and az:// as far as this machine can run servers for them: Azurite, and moto's S3 server, whose protocol is
-like Google's XML one. What is written is there whole, what fails for a while is not noticed, and data, streams and
-checkpoints go there and back."""
+"""gs:// and az:// as far as servers for them run locally: Azurite, and moto's S3 server, whose protocol resembles
+Google's XML API. Uploads are complete, temporary failures go unnoticed, and data, streams and checkpoints make the
+round trip."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ QUICK = Patience(retry_s=5.0, tries=3, request_s=20.0, silent_s=10.0)
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Proxy, dict[str, str]]]:
-    """Scheme, server, and the variables that send requests there."""
+    """Return the scheme, the server, and the variables that redirect requests to it."""
     pytest.importorskip("obstore", reason="needs the extra stores")
     if request.param == "az":
         with Azure(tmp_path_factory.mktemp("az")) as azure:
@@ -56,7 +56,7 @@ def store(server: tuple[str, Proxy, dict[str, str]], monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def place(server: tuple[str, Proxy, dict[str, str]], store: Proxy, request: pytest.FixtureRequest) -> Address:
-    """A folder of this test's own."""
+    """A separate folder for each test."""
     return address_of(f"{server[0]}://{BUCKET}/{hashlib.sha256(request.node.name.encode()).hexdigest()[:8]}")
 
 
@@ -68,7 +68,7 @@ def put(place: Address, files: dict[str, bytes]) -> Bucket:
 
 
 def large(folder: Path) -> tuple[Path, str]:
-    """A file of three parts, and its hash."""
+    """Write a file of three parts; return its hash."""
     path = folder / "large.bin"
     path.write_bytes(os.urandom(11 * 2**20))
     return path, hashlib.sha256(path.read_bytes()).hexdigest()

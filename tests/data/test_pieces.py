@@ -1,4 +1,4 @@
-"""Cutting a step: every example once, costs as equal as contiguous cuts allow."""
+"""Splitting a step: every example once, with costs as equal as contiguous micro-batches allow."""
 
 import itertools
 

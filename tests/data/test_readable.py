@@ -1,4 +1,4 @@
-"""Data files that cannot be read as they are: which line is at fault, which encoding it is, what fills the disk."""
+"""Unreadable data files: the message names the line, the encoding, or what fills the disk."""
 
 import bz2
 import gzip
@@ -75,7 +75,7 @@ def test_other_encodings_are_read_when_they_are_named(name: str, encoding: str, 
 
 
 def test_zeros_between_letters_are_not_text(tmp_path: Path) -> None:
-    """ASCII in two bytes a letter decodes as UTF-8 and as latin-1 without complaint."""
+    """Two-byte ASCII decodes as UTF-8 and as latin-1 without an error."""
     for encoding in ("utf-8", "latin-1"):
         found = said(tmp_path / "a.txt", "good;1\nbad;2\n".encode("utf-16-be"), encoding=encoding)
         assert "letters with zeros between them" in found
@@ -96,7 +96,7 @@ def test_what_is_compressed_is_not_unpacked(name: str, pack: object, tmp_path: P
 
 @pytest.mark.parametrize(("ending", "pack"), [("bz2", bz2.compress), ("xz", lzma.compress)])
 def test_what_follows_a_stream_is_not_lost(ending: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    """Python's own readers end there in silence (tests/assumptions/test_files.py)."""
+    """Python's own readers stop there in silence (tests/assumptions/test_files.py)."""
     whole, path = GOOD.encode(), tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(pack(whole) + bytes(8) + pack(whole))
     assert len(read(path)) == 2 * len(whole.splitlines())
@@ -106,7 +106,7 @@ def test_what_follows_a_stream_is_not_lost(ending: str, pack: Callable[[bytes], 
 
 
 def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same long text in every row: a few kilobytes, by the dictionary of the format."""
+    """The same long text in every row takes a few kilobytes, because the format stores it once in a dictionary."""
     monkeypatch.setattr(file_formats, "LARGE", 2**22)
     path = tmp_path / "a.parquet"
     table = pa.table({"text": pa.array(["word " * 1000] * 2000), "label": [i % 2 for i in range(2000)]})

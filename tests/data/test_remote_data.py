@@ -1,4 +1,4 @@
-"""Data elsewhere: on a web server, on the Hub by names of files, in an S3 store behind a proxy that injects faults."""
+"""Remote data: on a web server, on the Hub by file names, and in an S3 store behind a proxy that injects faults."""
 
 import json
 import threading
@@ -102,7 +102,7 @@ def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.Monkey
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Files as a plain web server has them, without ranges. `cuts`: how many answers end half way."""
+    """A plain web server's files, without range requests. `cuts`: number of responses that end half way."""
 
     cuts = 0
 
@@ -114,7 +114,7 @@ class Files(SimpleHTTPRequestHandler):
         to.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_what_has_changed_there_is_read_again(web: str, tmp_path: Path) -> None:
         source.load(data, 0)
 
 
-# -- the Hub, by names of files --------------------------------------------------------------------------------------
+# -- the Hub, by file names ------------------------------------------------------------------------------------------
 
 
 def test_files_of_a_data_set_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,14 +206,14 @@ def test_files_folders_and_patterns(store: Store) -> None:
     for split in ("train", "validation"):
         store.put(f"set/{split}.jsonl", ROWS)
     store.put("set/README.md", b"# a card")
-    store.put("set/", b"")  # as consoles make a folder
+    store.put("set/", b"")  # as consoles create a folder
     at = f"s3://{BUCKET}/set"
     both = {"train": 20_000, "validation": 20_000}
     for data in ({"source": at}, {"source": f"{at}/", "validation": "validation.jsonl"}):
         assert {split: len(rows) for split, rows in read(**data).splits.items()} == both
     assert read(source=at).name == at
     assert len(read(train=f"{at}/*.jsonl").splits["train"]) == 40_000
-    assert store.sent("README", "GET") == 0  # nothing but what is used
+    assert store.sent("README", "GET") == 0  # only files in use are downloaded
     assert uncoded(refused(train=f"{at}/*.csv")) == f"data.train: {at}/*.csv does not exist; correct the address"
     assert (
         uncoded(refused(source=f"s3://{BUCKET}/none"))
@@ -279,7 +279,7 @@ def test_a_download_goes_on_where_it_was_killed(store: Store, tmp_path: Path, mo
     bucket = object_store.Bucket(address_of(f"s3://{BUCKET}/train.jsonl"), Patience(tries=2, retry_s=2.0))
     found = bucket.find(bucket.address)
     assert found is not None
-    store.fault = lambda asked: 403 if asked.start >= 3 * 2**16 else None  # as far as a kill let it come
+    store.fault = lambda asked: 403 if asked.start >= 3 * 2**16 else None  # as far as it got before a kill
     with raises("LS2147", error=StoreError):
         object_store.download(bucket, found, tmp_path / "train.jsonl")
     store.fault = lambda asked: None

@@ -1,4 +1,4 @@
-"""The loader's tokens of a conversation are those of the tokenizer's own `apply_chat_template`, and no others."""
+"""The loader's tokens of a conversation are exactly those of the tokenizer's `apply_chat_template`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_conversation_ends_as_its_template_ends_it(tokenizer: PreTrainedTokeni
     rendered = [tokenizer.apply_chat_template(TALK[:n], return_dict=False) for n in ((2, 4) if each else (4,))]
     assert documents.ids.tolist() == [token for ids in rendered for token in ids]
     assert documents.lengths.tolist() == [len(ids) for ids in rendered]
-    assert rendered[-1][-2:] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "\n"])  # not ended twice
+    assert rendered[-1][-2:] == tokenizer.convert_tokens_to_ids(["<|im_end|>", "\n"])  # no second end token
     answers = [["three", "<|im_end|>", "\n"], ["one", "three", "<|im_end|>", "\n"]]
     learned = [token for token, scored in zip(documents.ids.tolist(), documents.scored.tolist(), strict=True) if scored]
     assert tokenizer.convert_ids_to_tokens(learned) == [token for answer in answers for token in answer]
@@ -74,7 +74,7 @@ def test_a_conversation_ends_as_its_template_ends_it(tokenizer: PreTrainedTokeni
 
 @pytest.mark.parametrize("each", [False, True])
 def test_what_a_template_marks_is_learned(tokenizer: PreTrainedTokenizerFast, each: bool) -> None:
-    """The mask of transformers is the judge; of a turn by itself, the mask of the last turn."""
+    """Compared with the mask of transformers; for `per_turn`, with the mask of the last turn."""
     rows = Dataset.from_dict({"messages": [TALK]})
     ((documents, _),) = documents_of(rows, tokenizer, Writing("messages", MARKED, each=each), range(1))
     asked = {"chat_template": MARKED, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -86,13 +86,13 @@ def test_what_a_template_marks_is_learned(tokenizer: PreTrainedTokenizerFast, ea
     assert documents.ids.tolist() == [token for one in rendered for token in one["input_ids"]]
     assert documents.scored.tolist() == [bool(mark) for mask in masks for mark in mask]
     plain = documents_of(rows, tokenizer, Writing("messages", each=each), range(1))
-    assert documents.scored.sum() == next(iter(plain))[0].scored.sum() - 2  # the control: newlines are learned there
+    assert documents.scored.sum() == next(iter(plain))[0].scored.sum() - 2  # control: newlines are targets there
 
 
 def test_a_template_that_marks_nothing_of_a_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     template = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'one three'")
     rows = Dataset.from_dict({"messages": [TALK]})
-    (_, _), *_ = documents_of(rows, tokenizer, Writing("messages", template), range(1))  # one of two turns
+    (_, _), *_ = documents_of(rows, tokenizer, Writing("messages", template), range(1))  # of two turns
     with raises("LS2400", "row 0", "message 1"):
         list(documents_of(rows, tokenizer, Writing("messages", template, each=True), range(1)))
 
@@ -103,7 +103,7 @@ def test_an_answer_of_a_pair_is_rendered_and_no_more(tokenizer: PreTrainedTokeni
     ids, targets = tokens_of(tokenizer, options, TALK[:3], TALK[3:])
     assert ids == tokenizer.apply_chat_template(TALK, chat_template=template, return_dict=False)
     learned = [token for token in targets if token != IGNORED]
-    # what the template marks, where it does: not the newline behind the turn
+    # what the template marks, if it does: not the newline after the turn
     end = ["<|im_end|>"] if template == MARKED else ["<|im_end|>", "\n"]
     assert tokenizer.convert_ids_to_tokens(learned) == ["one", "three", *end]
     assert {token for token, target in zip(ids, targets, strict=True) if target not in (token, IGNORED)} == set()
@@ -116,7 +116,7 @@ NO_END = CHATML.replace("<|im_end|>", "")
 
 
 def run_of(folder: Path, tokenizer: PreTrainedTokenizerFast, template: str, **task: Any) -> Run:
-    """A run on three conversations, three times over."""
+    """Return a run on three conversations, each three times."""
     tokenizer.save_pretrained(folder / "tokenizer")
     lines = [
         json.dumps({"messages": messages, "chosen": [messages[-1]], "prompt": messages[:-1]}) for messages in TALKS
@@ -135,7 +135,7 @@ def prepared(run: Run) -> Prepared:
 
 
 def judged(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens and masks of the training conversations, by transformers alone."""
+    """Return tokens and masks of the training conversations, from transformers alone."""
     asked = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
     rendered = [tokenizer.apply_chat_template(messages, **asked) for messages in TALKS * 3]
     return [list(one["input_ids"]) for one in rendered], [list(one["assistant_masks"]) for one in rendered]
@@ -190,18 +190,18 @@ def test_a_long_answer_of_a_pair_is_cut_at_its_end(tokenizer: PreTrainedTokenize
     assert len(tokenizer.apply_chat_template(TALK, chat_template=CHATML, return_dict=False)) > 25
 
 
-ENDED = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_end|>' }}")  # what asks for an answer ends a turn
+ENDED = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_end|>' }}")  # the generation prompt ends a turn
 
 
-OTHER = CHATML.replace("<|im_end|>", "<|im_start|>")  # a turn ends by a token that is not eos, as in Gemma's
+OTHER = CHATML.replace("<|im_end|>", "<|im_start|>")  # a turn ends with a token that is not eos, as in Gemma's template
 
 
 @pytest.mark.parametrize("template", [CHATML, ENDED, OTHER])
 def test_predict_asks_by_what_the_template_renders(
     tokenizer: PreTrainedTokenizerFast, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Token for token, also where that ends with an end token, which is taken off raw text alone. The answer ends by
-    the template's token, too."""
+    """The prompt equals the template's tokens, even if they end with an end token, which is removed only from raw text.
+    The template's end token ends the answer, too."""
     asked: list[list[int]] = []
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", *["<|im_start|>"] * (template == OTHER)])
 
@@ -235,7 +235,7 @@ def test_generate_of_the_export_stops_where_samples_stop(
         model: Any = trained.model()
         trained.write(folder / "export", model.state_dict())
         assert GenerationConfig.from_pretrained(folder / "export").eos_token_id == ends
-    model.generation_config.eos_token_id = [7, other, end]  # as instruct models have it
+    model.generation_config.eos_token_id = [7, other, end]  # as in instruct models
     building.stop_at(model, ends)
     assert model.generation_config.eos_token_id == [7, other, end]
 
@@ -270,7 +270,7 @@ def test_an_end_token_outside_of_what_is_marked_is_not_learned(
 
 
 def test_each_end_token_ends_a_row_that_is_decoded_by_forward() -> None:
-    """Every row writes 5, 6, 7: one stops at its end token, all at the other one."""
+    """Every row generates 5, 6, 7: one stops at its own end token, all stop at the other."""
     how = inference.Decoding(3, 0, 5, turn_end=6)
 
     def forward(inputs: Any) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""One reader for data that are read whole and for data that are streamed: messy files give both ways the rows that the
-table below says, or one message."""
+"""One reader for data in memory and for streams: messy files give both the rows of the table below, or one message."""
 
 import gzip
 import json
@@ -70,7 +69,7 @@ def whole(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str:
 
 
 def streamed(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str:
-    """Chunk by chunk, and once more from behind, as a resumed run reads them."""
+    """Read chunk by chunk, and again in reverse, as a resumed run may."""
     reader = row_reader.reader(path, plain)
     try:
         steps = list(reader.walk())

@@ -1,5 +1,5 @@
-"""Which rows are used, and in which split: conditions by column, a column of splits, shares, duplicates, and examples
-that stand in two splits. What is left out is counted."""
+"""Row selection and splits: conditions on columns, a split column, shares, duplicates, and examples in two splits.
+Dropped rows are counted."""
 
 import os
 import random
@@ -82,7 +82,7 @@ def test_rows_for_which_all_conditions_hold_are_used(wanted: dict, rows: list[in
 
 @pytest.mark.parametrize("wanted", [{"min": 0.7}, {"max": 0.7}, {"none_of": [0.7]}, 0.7, [0.1, 0.7]], ids=str)
 def test_numbers_of_float32_are_compared_as_numpy_does(wanted: Any, tmp_path: Path) -> None:
-    """0.7 of float32 is less than 0.7 of float64."""
+    """0.7 in float32 is less than 0.7 in float64."""
     scores = np.array([0.1, 0.3, 0.7, 0.9], dtype=np.float32)
     datasets.Dataset.from_dict({"n": range(4), "score": scores}).to_parquet(tmp_path / "a.parquet")
     if isinstance(wanted, dict):
@@ -157,7 +157,7 @@ def test_a_filter_is_written_down_as_it_was_given() -> None:
     assert tiny("data.filter={language: 'no'}").data.filter == {"language": "no"}
 
 
-# -- a column of splits ----------------------------------------------------------------------------------------------
+# -- a split column --------------------------------------------------------------------------------------------------
 
 
 def test_a_column_tells_splits_apart(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_column_of_splits_that_says_something_else(tmp_path: Path) -> None:
     assert mentions(refused(path, split_column="nope"), "LS2310", "data.split_column")
 
 
-# -- what every task does --------------------------------------------------------------------------------------------
+# -- for all tasks ---------------------------------------------------------------------------------------------------
 
 
 def sizes(found: Prepared) -> dict[str, int]:
@@ -216,7 +216,7 @@ def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
     path = saved(tmp_path, [*LABELLED[:40], *more, *LABELLED[40:]])
     found = prepared(run_of(path, "data.deduplicate=true"))
     assert found.facts["duplicates"] == {"train": 1}
-    assert found.key == prepared(run_of(whole)).key  # another label is another example
+    assert found.key == prepared(run_of(whole)).key  # another label makes another example
     assert splitting.left_out(found.facts) == "; left out as duplicates: 1 of train"
 
 
@@ -285,7 +285,7 @@ def test_every_task_does_so(kind: str, tmp_path: Path) -> None:
     saved(tmp_path / "both", rows, "train.jsonl")
     saved(tmp_path / "both", [*rows[3:5], {**rows[50]}], "test.jsonl")
     told = prepared(run_of(tmp_path / "both", "data.decontaminate=true", **values))
-    assert 1 <= told.facts["overlap"]["test"]["examples"] <= 3  # some of them may have been cut off for validation
+    assert 1 <= told.facts["overlap"]["test"]["examples"] <= 3  # some of them may have been held out for validation
     assert told.facts["dropped"] == {"train": told.facts["overlap"]["test"]["examples"]}
 
 
@@ -340,7 +340,7 @@ def test_several_processes_hash_rows_as_one_does(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_edit_is_seen_by_size_and_time(tmp_path: Path) -> None:
-    """And one that keeps both is not: docs/reference/run-file.md says so."""
+    """An edit that keeps both is not detected, as docs/reference/run-file.md says."""
     path = tmp_path / "train.jsonl"
     write(path, [{"text": f"text {i}", "label": i % 2} for i in range(30)])
     before, was = path.stat(), path.read_text()

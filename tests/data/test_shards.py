@@ -1,4 +1,4 @@
-"""Preparation in shards: the same tokens however many processes make them, and what is made stays after a kill."""
+"""Preparation in shards: the same tokens for any number of processes, and finished shards survive a kill."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ KINDS = [*sorted(TASKS), "classification"]
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Few rows a shard, and so many processes."""
+    """Few rows per shard, and a number of processes."""
 
     def cut(rows: int, processes: int) -> None:
         monkeypatch.setattr(arrow_cache, "ROWS", rows)
@@ -50,7 +50,7 @@ def in_python(columns: Columns, name: str) -> list[Any]:
 
 
 def everything(found: Prepared) -> dict[str, Any]:
-    """All columns of all splits, in Python."""
+    """Return all columns of all splits as Python lists."""
     splits = {}
     for split, path in found.splits.items():
         columns = Columns(path)
@@ -139,7 +139,7 @@ def test_an_error_in_a_process_is_told_as_it_is(own_cache: Path, small: Callable
 
 
 def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as a list nor as a loop over its rows: `datasets` gives no more rows at once than a part has."""
+    """Neither as a list nor by iterating over rows: `datasets` returns at most a part's rows at once."""
     import datasets
 
     asked: list[int] = []
@@ -163,7 +163,7 @@ def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: p
     assert usable_rows.lacking(data, "label").sum() == 23
     whole = data.filter(lambda row: row["label"] is not None)
     assert labels.codes_of({"train": whole}, "label", None, "x").of_all(whole)[:4].tolist() == [1, 2, 0, 1]
-    assert max(asked) <= 1000  # what a tokenizer is trained on at once
+    assert max(asked) <= 1000  # texts per call when a tokenizer is trained
 
 
 # -- locks -----------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
 
     taker = threading.Thread(target=take)
     taker.start()
-    assert not got.wait(2.0)  # twice as long as a silent one is waited for
+    assert not got.wait(2.0)  # twice the timeout of a silent lock holder
     alive.set()
     thread.join()
     assert got.wait(30)
@@ -213,7 +213,7 @@ def test_a_lease_that_a_dead_process_of_this_machine_left_is_taken_at_once(tmp_p
 def test_two_machines_whose_locks_do_not_reach_each_other_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads with a lock file each, as two machines see it, and one lease."""
+    """Threads with a separate lock file each, as two machines see it, and one shared lease."""
     inside, most = [0], [0]
     monkeypatch.setattr(cache, "machine", lambda: threading.current_thread().name)
     monkeypatch.setattr(Path, "with_suffix", lambda self, ending: tmp_path / "shared.lease")
@@ -260,11 +260,11 @@ def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.
         monkeypatch.setattr(cache, "_boot", lambda machine=machine: machine)
         assert cache.damage(path) is None
     assert read[:2] == [11, 11]
-    assert max(read[2:]) <= cache.SAMPLED  # drawn ones may be the ends, which are looked at anyway
+    assert max(read[2:]) <= cache.SAMPLED  # drawn rows may include the first and last, which are checked anyway
 
 
 def test_without_shared_memory_the_parts_are_done_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only /dev/shm has no room for locks, nor for files of arrays."""
+    """A read-only /dev/shm has no room for locks or arrays."""
 
     def none(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -1,7 +1,8 @@
-"""A cache folder that several machines prepare the same data in at once, whose locks do not reach each other: one
-works, whoever falls silent is replaced, what it has made is kept, and one that wakes up again does no harm.
+"""A cache folder in which several machines prepare the same data at once, with locks that do not reach each other: one
+works, a silent one is replaced, its finished shards are kept, and one that wakes up again does no harm.
 
-A machine is a process here, with a name of its own and processes of its own that encode."""
+A machine is a process here, with its own name and its own encoding processes.
+"""
 
 import errno
 import json
@@ -21,7 +22,7 @@ from support.caches import held, prepared
 from support.harness import tiny
 
 pytestmark = pytest.mark.processes
-STILL_S = 3.0  # after which a machine is taken for dead
+STILL_S = 3.0  # after which a machine counts as dead
 Made = Callable[[Path], None]
 
 
@@ -30,13 +31,13 @@ def no_lock(*_: Any) -> NoReturn:
 
 
 class Machines:
-    """Starts them, and knows what each has made."""
+    """Start machines, and record which shards each wrote."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pids = folder, {}  # type: ignore[var-annotated]
 
     def start(self, name: str, before: Made = lambda path: None) -> int:
-        """Prepares the data in a process; `before` is called there with each shard's path, where it is being made."""
+        """Prepare the data in a process; `before` is called there with each shard's path, while it is being written."""
         if (pid := os.fork()) == 0:
             try:
                 found = self._prepare(name, before)
@@ -74,7 +75,7 @@ class Machines:
         return path.read_text().splitlines() if path.exists() else []
 
     def end(self, name: str) -> int:
-        """Its exit status."""
+        """Return the exit status."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pids.pop(name), 0)[1])
 
     def found(self, name: str) -> dict[str, Any]:
@@ -102,7 +103,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one machine makes of the data in a cache of its own."""
+    """The data that one machine prepares in a separate cache."""
     folder = tmp_path_factory.mktemp("alone")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(folder / "cache"))
@@ -153,13 +154,13 @@ def test_one_that_wakes_up_after_it_was_replaced_does_no_harm(machines: Machines
 
     first = machines.start("a", wait_at_five)
     until(lambda: len(machines.made("a")) >= 4)
-    os.kill(first, signal.SIGSTOP)  # its heart stands still, too
+    os.kill(first, signal.SIGSTOP)  # its heartbeat stops, too
     machines.start("b")
     found = machines.found("b")
     same(found, alone)
     (machines.folder / "go").touch()
     os.kill(first, signal.SIGCONT)
     same(machines.found("a"), alone)
-    same(found, alone)  # what the other has read stayed as it was
+    same(found, alone)  # what the other has read is unchanged
     left = [path for ending in ("lease", "parts", "tmp") for path in (machines.folder / "cache").rglob(f"*.{ending}")]
     assert left == []

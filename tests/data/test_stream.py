@@ -1,5 +1,5 @@
-"""A streamed training split: the same examples as from the cache, whatever the format; the same at any number of ranks
-and from any step; and little of it in memory."""
+"""A streamed training split: the same examples as from the cache, for every format; the same for any number of ranks
+and from any step; and little memory."""
 
 import json
 import random
@@ -23,11 +23,11 @@ from support.task_runs import rows_of as rows_of_kind
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_reader, "ROWS", 6)
-    monkeypatch.setattr(shard_index, "available_cores", lambda: 1)  # no processes for so little
+    monkeypatch.setattr(shard_index, "available_cores", lambda: 1)  # no processes for so few rows
 
 
 def cached(run: Run) -> list[tuple[Any, ...]]:
-    """The same rows from the cache."""
+    """Return the same rows from the cache."""
     data = run.data.model_copy(update={"stream": False, "stream_window": 8192})
     return examples_of(task_of(run.model_copy(update={"data": data})).splits["train"])
 
@@ -45,7 +45,7 @@ def test_every_format_gives_the_examples_that_the_cache_would_hold(ending: str, 
     assert len(columns.shard_sizes) == (4 if ending == ".parquet" else 5)
     wanted = cached(streamed(shards(tmp_path / "plain")))
     assert examples_of(columns) == wanted
-    backwards = [columns.ragged("input_ids").row(i).tolist() for i in reversed(range(100))]  # each chunk read anew
+    backwards = [columns.ragged("input_ids").row(i).tolist() for i in reversed(range(100))]  # each chunk is read again
     assert [tuple(ids) for ids in reversed(backwards)] == [row[0] for row in wanted]
     assert columns.mean_length == pytest.approx(np.mean([len(row[0]) for row in wanted]))
 
@@ -112,7 +112,7 @@ def test_packed_texts_lose_no_token_and_blocks_are_full_but_for_the_last_of_a_ch
     )
     found, wanted = examples_of(task_of(run).splits["train"]), cached(run)
     scored = [sum(t >= 0 for row in rows for t in row[1]) for rows in (found, wanted)]
-    assert 0 <= scored[1] - scored[0] <= 20  # a token a chunk has nothing before it, where texts are read on
+    assert 0 <= scored[1] - scored[0] <= 20  # each chunk's first token has no context, if texts are read continuously
     assert cross or scored[0] == scored[1]
     assert sum(len(row[0]) < 24 for row in found) <= 20
     assert max(len(row[0]) for row in found) == 24
@@ -153,8 +153,8 @@ def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
         feed = feed_of(run)
         read.clear()
         assert feed.make(after).ids.tolist() == untouched[after]
-        assert sum(read) <= 2 * 40 + 2 * 22 + 4 * 6  # rows, however many steps came before
-        # the second epoch's beginning and its end are among them
+        assert sum(read) <= 2 * 40 + 2 * 22 + 4 * 6  # rows, for any starting step
+        # this covers the beginning and the end of the second epoch
         assert [batch.ids.tolist() for batch in islice(feed.steps(after), 12)] == untouched[after:][:12]
 
 
@@ -175,7 +175,7 @@ def test_what_is_in_memory_does_not_grow(tmp_path: Path) -> None:
 
 def test_rows_are_left_out_and_counted(tmp_path: Path) -> None:
     rows = rows_of(60)
-    for i in (3, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30):  # a chunk of them among these
+    for i in (3, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30):  # they include one chunk
         rows[i]["text"] = ""
     for i, row in enumerate(rows):
         row["stars"] = i % 5
@@ -229,7 +229,7 @@ def test_rows_that_stand_in_validation_are_told_or_left_out(lm: bool, tmp_path: 
     assert examples_of(found) == cached(dropping)
     if not lm:
         assert sum(task.prepared.facts["of_label"]) == len(found) == len(texts)
-    assert feed_of(dropping).make(1).targets > 0  # each chunk is compared with the index
+    assert feed_of(dropping).make(1).targets > 0  # each chunk is checked against the index
     write(tmp_path / "validation.jsonl", rows_of(10, 98))
     assert "overlap" not in task_of(dropping).prepared.facts
 

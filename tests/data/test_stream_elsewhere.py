@@ -1,5 +1,4 @@
-"""Streams of shards that lie elsewhere: the same batches as from local ones, a bounded part of them on this machine,
-and faults on the way."""
+"""Streams of remote shards: the same batches as from local ones, a bounded local copy, and network faults."""
 
 import json
 import os
@@ -38,7 +37,7 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def on_web(web: Served, folder: Path, *overrides: str) -> Run:
-    """A run that streams these files, with room for three of them."""
+    """Return a run that streams these files, with room for three of them."""
     web.files = content(folder)
     train = [f"{web.address}/{name}" for name in web.files if name.startswith("train")]
     room = 3 * max(map(len, web.files.values())) / 1e9
@@ -47,16 +46,16 @@ def on_web(web: Served, folder: Path, *overrides: str) -> Run:
 
 
 def held() -> int:
-    """Bytes of copies on this machine."""
+    """Return the bytes of local copies."""
     found = 0
-    for at, _, names in os.walk(cache_folder() / "shards"):  # where others come and go meanwhile
+    for at, _, names in os.walk(cache_folder() / "shards"):  # other processes add and remove files meanwhile
         for name in names:
             with suppress(FileNotFoundError):
                 found += os.stat(f"{at}/{name}").st_size if name.endswith(".jsonl.gz") else 0
     return found
 
 
-# -- what comes ------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cores", [1, pytest.param(2, marks=pytest.mark.processes)])
@@ -77,7 +76,7 @@ def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
     assert found == wanted
     web.asked.clear()
     after = feed.total - 20
-    assert batches(feed_of(run), after) == wanted[after:]  # a resume fetches what it reads, and little ahead
+    assert batches(feed_of(run), after) == wanted[after:]  # a resume downloads what it reads, and little ahead
     assert len(web.asked) <= 20 * 8 // 40 + 2 + remote.AHEAD
     assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
 
@@ -122,7 +121,7 @@ def test_other_formats(ending: str, web: Served, tmp_path: Path) -> None:
         (folder / "validation.jsonl").write_bytes(validation.read_bytes())
     web.files = content(folder)
     train = [f"{web.address}/{name}" for name in web.files if name.startswith("train")]
-    data = {"source": None, "train": train, "validation": str(validation)}  # which may be here
+    data = {"source": None, "train": train, "validation": str(validation)}  # it may be local
     assert batches(feed_of(streamed(folder, *RUN, data=data, **task))) == batches(
         feed_of(streamed(folder, *RUN, data={"validation": str(validation)}, **task))
     )
@@ -136,7 +135,7 @@ def test_the_same_bits_on_two_processes(web: Served, folder: Path) -> None:
     assert run_on(2, trained, run)[0] == alone
 
 
-# -- what does not ---------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, folder: Path) -> None:
@@ -238,7 +237,7 @@ def test_shards_of_the_hub_are_compared_with_their_hash(hub: Hub, folder: Path) 
     there = hub.repositories["datasets", "user/set"].commits[commit]
 
     class Wrong(dict[str, bytes]):
-        """Gives other bytes for a file than it says."""
+        """A server that sends other bytes for a file than it announces."""
 
         def get(self, name: str, default: Any = None) -> Any:
             return super().get(name, default)[::-1] if "train-05" in name else super().get(name, default)

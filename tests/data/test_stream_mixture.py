@@ -1,5 +1,5 @@
-"""Several streamed sources drawn from together: a pure function of the step, whatever their formats and wherever they
-lie; the same at any number of ranks; and bad sources named."""
+"""A mixture of streamed sources: a pure function of the step, for all formats and places; the same for any number of
+ranks; invalid sources are named."""
 
 import itertools
 import json
@@ -91,7 +91,7 @@ def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
             assert len(near) <= sum(min(sum(each), 2 * window + 2 * batch) for each in sizes)
             for source, row in zip(order.sources_of_step(t)[0].tolist(), rows.tolist(), strict=True):
                 seen[source].append(row)
-        for source, rows_of_it in enumerate(seen):  # whole epochs, one after the other
+        for source, rows_of_it in enumerate(seen):  # full epochs, one after the other
             size = sum(sizes[source])
             whole = [rows_of_it[start : start + size] for start in range(0, len(rows_of_it) - size + 1, size)]
             first = int(order.first[source])
@@ -125,7 +125,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
 
 
 def mixed(folder: Path, *overrides: str, weights: tuple[Any, ...] = (None, None, None), **values: Any) -> Run:
-    """Three sources of different formats, columns and types of labels; one has a validation split."""
+    """Write three sources with different formats, columns and label types; one has a validation split."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, size in enumerate((30, 25)):
         write(folder / f"web-{number}.jsonl.gz", rows_of(size, number))
@@ -167,7 +167,7 @@ def test_it_has_the_examples_of_every_source(tmp_path: Path) -> None:
         given = {"validation": str(tmp_path / "held.jsonl"), "train": [str(tmp_path / name) for name in names]}
         rows = own[0].model_dump(include={"filter"}, exclude_unset=True)
         columns_of = {"text": "said.text", "label": "mood"} if own[0].name == "book" else {}
-        if own[0].name == "book":  # its label is called otherwise: the same rows under the task's names
+        if own[0].name == "book":  # its label column has another name: the same rows under the task's names
             some = [json.loads(json.dumps(r)) for r in datasets.Dataset.from_parquet(str(tmp_path / names[0]))]
             names_of_it = ["joy", "fear"]
             plain = [{"text": r["said"]["text"], "label": names_of_it[r["mood"]], "kind": r["kind"]} for r in some]
@@ -212,7 +212,7 @@ def test_any_rank_from_any_step_makes_the_same_batches(
 
 
 def test_a_source_s_file_stays_open_while_others_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compressed file is unpacked from its start when it is opened: once an epoch, and not at every turn."""
+    """Opening a compressed file unpacks it from the start, so it is opened once per epoch, not at every turn."""
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl.gz", rows_of(200, ord(name)))
     write(tmp_path / "held.jsonl", rows_of(12, 99))
@@ -241,7 +241,7 @@ def test_the_same_bits_on_one_process_and_two(tmp_path: Path) -> None:
     assert control["weights"] != alone["weights"]
 
 
-# -- elsewhere -------------------------------------------------------------------------------------------------------
+# -- remote sources --------------------------------------------------------------------------------------------------
 
 
 def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monke
         task_of(elsewhere.model_copy(update={"data": elsewhere.data.model_copy(update={"stream_cache_gb": room})}))
 
 
-# -- bad sources -----------------------------------------------------------------------------------------------------
+# -- invalid sources -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_what_is_held_has_the_step_and_is_no_more_than_two_windows_and_two_steps
         near = list(itertools.chain.from_iterable(order.resident_ranges(t)))
         assert len(near) == len(set(near)) <= 2 * window + 2 * batch
         assert set(order.step(t)) <= set(near)
-        if t:  # no step but the first has to read more than steps use
+        if t:  # only the first step reads more than it uses
             assert len(set(near) - before) <= batch
         before = set(near)
 
@@ -51,7 +51,7 @@ def test_shards_come_one_after_the_other_in_an_order_of_each_epoch() -> None:
     for rows in seen:
         shard = np.searchsorted(order.first, rows, side="right") - 1
         firsts.add(tuple(dict.fromkeys(shard[::30].tolist())))
-        for start in range(0, 200, 30):  # a window's examples are those that follow each other in two or three shards
+        for start in range(0, 200, 30):  # a window's examples are contiguous within two or three shards
             assert len(set(shard[start : start + 30])) <= 3
         assert (np.diff(rows) != 1).mean() > 0.9  # and are shuffled
     assert len(firsts) > 2
@@ -70,4 +70,4 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
         assert len(np.unique(order.step(step))) == 256
         assert sum(map(len, order.resident_ranges(step))) <= 2 * 8192 + 512
         costs.append(sum(asked))
-    assert max(costs) <= 1000 + 256  # the shards of an epoch, and the examples of the step
+    assert max(costs) <= 1000 + 256  # the shards of an epoch, and the step's examples

@@ -1,4 +1,4 @@
-"""Tables in .csv and .tsv files, with Python's csv module as the judge of what they hold."""
+"""Tables in .csv and .tsv files, compared with Python's csv module."""
 
 import csv
 import gzip
@@ -42,7 +42,7 @@ def refused(**keys: object) -> str:
 
 
 def judged(path: Path, separator: str, encoding: str = "utf-8", **how: object) -> list[dict]:
-    """The rows, as Python's csv module reads them with the dialect that the file was written with."""
+    """Return the rows that Python's csv module reads, in the dialect in which the file was written."""
     with open(path, encoding=encoding, newline="") as file:
         return list(csv.DictReader(file, delimiter=separator, **how))  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def test_any_table_is_read_as_written_or_refused(seed: int, tmp_path: Path) -> N
 
 
 def test_a_text_stays_a_text_wherever_it_stands(tmp_path: Path) -> None:
-    """The reader of `datasets` looks at some rows at a time, and would take some for numbers."""
+    """The reader of `datasets` infers types from some rows at a time, and would parse some texts as numbers."""
     path = tmp_path / "a.csv"
     texts = [*(f"word {i}" for i in range(15_000)), *(f"{i:05d}" for i in range(15_000)), "true", "1e5"]
     path.write_text("text,label\n" + "".join(f"{text},{i % 2}\n" for i, text in enumerate(texts)))
@@ -122,7 +122,7 @@ def test_a_file_that_is_plainly_not_quoted(tmp_path: Path) -> None:
         (tmp_path / name).write_text(f"text{separator}label\n" + "".join(f"{a}{separator}{b}\n" for a, b in rows))
         found = read(source=str(tmp_path / name))
         assert found == judged(tmp_path / name, separator, quoting=csv.QUOTE_NONE)
-    (tmp_path / "c.tsv").write_text('text\tlabel\n"Hello"\tjoy\nplain\tsad\n')  # no writer puts quotes around that
+    (tmp_path / "c.tsv").write_text('text\tlabel\n"Hello"\tjoy\nplain\tsad\n')  # no writer would quote that
     assert read(source=str(tmp_path / "c.tsv"))[0]["text"] == '"Hello"'
     assert read(source=str(tmp_path / "c.tsv"), quote="double")[0]["text"] == "Hello"
 
@@ -134,7 +134,8 @@ def test_what_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
         assert mentions(refused(source=str(path)), "LS2072", "1")
         assert len(read(source=str(path), quote="none")) == 3
         assert read(source=str(path), quote="double") == judged(path, mark)
-    path.write_text('text\n"first line\nsecond line"\nplain\n')  # of one column any line is a row without quotes
+    # in a file of one column, any line without quotes is a row
+    path.write_text('text\n"first line\nsecond line"\nplain\n')
     assert [row["text"] for row in read(source=str(path))] == ["first line\nsecond line", "plain"]
 
 
@@ -186,7 +187,7 @@ def test_rows_that_do_not_fit_are_named(content: str, keys: dict, told: str, tmp
 
 
 def test_what_is_blank_is_left_alone(tmp_path: Path) -> None:
-    """Blank lines are no rows, blank names are those that pandas gives, and an index has a name."""
+    """Blank lines are not rows, blank column names get pandas' names, and an index column has a name."""
     path = tmp_path / "a.csv"
     path.write_text("\n,text,label,\n0,a,1,\n\n  \n1,b,0,\n\n")
     assert read(source=str(path)) == [
@@ -229,7 +230,7 @@ def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:
 
 
 def test_the_cache_knows_how_tables_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was prepared with another reader is not used; tokens of the same rows are."""
+    """Data prepared with another reader is not used; tokens of equal rows are."""
     (here / "a.csv").write_text(many(40))
     (here / "a.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n' * 10)
     run = {"model": {"type": "gpt2"}, "tokenizer": {"train": "bpe"}, "launch": {"processes": 1}}
@@ -307,7 +308,7 @@ def test_init_takes_no_table_for_one_column(
     assert told in " ".join(capfd.readouterr().err.split())
 
 
-# -- wherever tables are read ----------------------------------------------------------------------------------------
+# -- everywhere that tables are read ---------------------------------------------------------------------------------
 
 
 def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:

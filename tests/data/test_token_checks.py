@@ -1,4 +1,4 @@
-"""Tokenizers that make nothing, or little, of the texts; limits that leave nothing of them."""
+"""Tokenizers that produce no tokens, or few different ones, and limits that leave no tokens of a text."""
 
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,13 @@ def test_many_unknown_tokens_are_noted_with_their_number(folder: Path) -> None:
 
 
 def test_texts_that_all_become_the_same_tokens_are_refused(folder: Path) -> None:
-    """`[CLS] [UNK] w1 [SEP]`, whatever the first word is."""
+    """The tokens are `[CLS] [UNK] w1 [SEP]` for any first word."""
     with raises("LS2442", "tokenizer", "18 different texts", "the same 4 tokens"):
         notes_of(run_on(folder, labelled([f"name{number} w1" for number in range(24)])))
 
 
 def test_conversations_that_differ_in_unwritten_keys_do_not_blame_the_tokenizer(folder: Path) -> None:
-    """Nulls and the order of keys make no difference between conversations."""
+    """Nulls and the order of keys do not make conversations different."""
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     task = LANGUAGE | {"block_size": 32, "messages": "messages", "chat_template": template, "packing": False}
 
@@ -198,7 +198,7 @@ def test_texts_of_one_token_are_noted(folder: Path) -> None:
 def test_a_limit_that_leaves_nothing_of_a_text_is_refused(
     most: int, least: int, task: dict[str, Any], source: str, folder: Path
 ) -> None:
-    """The tokenizers library cuts nothing below the number of special tokens: 1 would train on whole texts."""
+    """The tokenizers library does not cut below the number of special tokens: 1 would train on whole texts."""
     rows = [
         row | {"words": row["text"].split(), "tags": ["O"] * 4} for row in labelled([text_of(n) for n in range(24)])
     ]

@@ -1,4 +1,4 @@
-"""`min_tokens` and `max_tokens` of `data.filter`: counted by the run's own tokenizer, once for the same texts."""
+"""`min_tokens` and `max_tokens` of `data.filter`: counted with the run's tokenizer, once per text."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ def texts(count: int = 60) -> list[str]:
 
 
 def tokenizer_of(*overrides: str) -> str:
-    """The folder of a tokenizer that is there before the run."""
+    """Return the folder of a tokenizer that exists before the run."""
     with locked("a tokenizer"):
         return str(tokenizer.prepare(tiny(*overrides), iter([texts()]), "".join(overrides)))
 
@@ -63,7 +63,7 @@ def test_rows_are_used_whose_texts_have_as_many(tmp_path: Path) -> None:
     some = [w <= 12 and len(s.split()) >= 3 for w, s in zip(lengths, said, strict=True)][:50]
     some[30] = False  # without a title
     assert rows_left(both) == sum(some)
-    other = tokenizer_of("tokenizer.train=character")  # is another run: nothing is taken from the cache
+    other = tokenizer_of("tokenizer.train=character")  # another run: nothing is read from the cache
     letters = [len(text) + 1 for text in said]
     run = run_of(path, {"text": {"max_tokens": 30}}, other)
     assert rows_left(run) == sum(length <= 30 for length in letters)

@@ -1,4 +1,4 @@
-"""Tokenizers that a run trains: every process and machine that trains one makes the same file."""
+"""Tokenizers that a run trains: every process and machine trains the same file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from support.places import TESTS_PATH
 
-# Many pieces are as frequent as others: which one is merged first is where trainings part.
+# Many pairs are equally frequent: the choice of the first merge is where trainings would differ.
 TRAIN = """
 import hashlib, json, sys
 from lockstep.data import tokenizer
@@ -28,9 +28,9 @@ TEXTS = [
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "kind", ["wordpiece", "bpe", "wordlevel", "character"]
-)  # of unigram a run notes that it is not
+)  # a run notes that unigram is not reproducible
 def test_processes_train_the_same_tokenizer(kind: str) -> None:
-    """The library numbers WordPiece's first pieces as a hash table has them, which is another one in each process."""
+    """The library numbers WordPiece's first pieces in hash table order, which differs between processes."""
     environment = os.environ | {"PYTHONPATH": TESTS_PATH + os.pathsep + os.environ.get("PYTHONPATH", "")}
     environment.pop("PYTHONHASHSEED", None)
     words = [sys.executable, "-c", TRAIN, kind, json.dumps(TEXTS)]

@@ -1,4 +1,4 @@
-"""A tokenizer with code of its own is loaded back from the cache and from the export, where the run trusts it."""
+"""A tokenizer with its own code is loaded from the cache and from the export, if the run trusts its code."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ class Own(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model's folder whose tokenizer is a class of its own."""
+    """A model folder whose tokenizer is a user's class."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "source"
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1, "joy": 2}, unk_token="[UNK]"))
@@ -44,7 +44,7 @@ def test_it_is_loaded_back(source: Path, tmp_path: Path) -> None:
     folder = prepared(source, True)
     found = tokenizer.load(str(folder), True)
     assert (type(found).__name__, found.mark) == ("Own", 7)  # type: ignore[attr-defined]
-    tokenizer.save(found, tmp_path / "export")  # and once more, as an export has it
+    tokenizer.save(found, tmp_path / "export")  # a second time, as in an export
     again = AutoTokenizer.from_pretrained(tmp_path / "export", trust_remote_code=True)
     assert (type(again).__name__, again("joy")["input_ids"]) == ("Own", [2])
     with pytest.raises(ValueError, match="trust_remote_code"):

@@ -1,4 +1,4 @@
-"""Rows of which nothing can be learned or scored: refused, or left out and counted with `data.drop_unusable`."""
+"""Rows from which nothing can be learned or evaluated: refused, or dropped and counted with `data.drop_unusable`."""
 
 import json
 import random
@@ -26,7 +26,7 @@ LABELS = [{"text": TEXTS[i], "label": "xyz"[i % 3]} for i in range(40)]
 LISTS = [{"text": TEXTS[i], "label": ["xyz"[i % 3]]} for i in range(40)]
 TAGS = [{"tokens": TEXTS[i].split(), "tags": ["B-X"] + ["O"] * (len(TEXTS[i].split()) - 1)} for i in range(40)]
 EMBEDDING = {"name": "embedding", "negative": "negative"}
-# what -> task, rows, what makes a row unusable, in train as well, the message
+# what -> task, rows, what makes a row unusable, whether in train as well, the message
 KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], bool, str]] = {
     "a negative that is the positive": (EMBEDDING, PAIRS, {"negative": f" {TEXTS[53]} "}, True, "LS2291"),
     "a negative that is the anchor": (EMBEDDING, PAIRS, {"negative": TEXTS[3]}, True, "LS2291"),

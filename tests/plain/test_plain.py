@@ -1,4 +1,4 @@
-"""`lockstep.plain` imports nothing of lockstep and is short; every task's steps are those that it computes."""
+"""`lockstep.plain` imports nothing of lockstep and is short; it reproduces the steps of every task."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from support.task_runs import MARIAN, TASKS, make, sentence, write
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score", "torchmetrics", "huggingface_hub"}
-OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and the engines that stand behind one name
+OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and the engines behind `hf_accelerate`
     **dict.fromkeys(("allreduce", "fsdp2", "zero1", "zero2", "zero3", "pipeline", "hf_accelerate", "hf_trainer"), ()),
     "hf_accelerate fsdp": ("strategy.options={fsdp: {}}",),
     "hf_accelerate zero3": ("strategy.options={deepspeed: {zero_stage: 3}}",),
@@ -86,7 +86,7 @@ KINDS = (*TASKS, "classification")
 
 
 def run_of(kind: str, folder: Path, *keys: str) -> Run:
-    """Padded, so that forgotten masks show."""
+    """Return a run with padding, so that missing masks show."""
     keys = ("data.padding=batch", "task.samples=0", *keys)
     keys = tuple(key for key in keys if kind not in ("preference", "reward") or key != "task.samples=0")
     return tiny(*keys, output=str(folder / "out")) if kind == "classification" else make(folder, kind, *keys)
@@ -122,7 +122,7 @@ def test_a_frozen_weight_that_decays_is_found(folder: Path, monkeypatch: pytest.
 
 
 def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With labels alone, transformers lets the decoder of an FSMT read the source."""
+    """Given labels alone, transformers feeds the source to the decoder of an FSMT."""
     entries = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
     entries |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     run = run_of("translation", folder, f"model={json.dumps({'type': 'fsmt', 'config': entries})}")
@@ -133,14 +133,14 @@ def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypat
 
 
 def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
-    """A Marian counts the tokens of its decoder in an entry of its own, whose default is a vocabulary of 58,101."""
+    """Marian configures its decoder's vocabulary in a separate entry, whose default is 58,101."""
     run = run_of("prompts", folder, f"model={json.dumps(MARIAN)}")
     found = against_plain.differences(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
 def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
-    """The exit status and the verdict on a job of so many processes."""
+    """Return exit status and verdict of `verify` on a job of so many processes."""
     assert run_on(ranks, recorded, run, joined=False) == [0] * ranks
     verdict = run.folder / "verdict.json"
     status = against_plain.tell(Console(False), run, run.folder, verdict)
@@ -154,7 +154,7 @@ def recorded(world: World, run: Run) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
 def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
-    """After steps with dropout, whose optimizer state plain takes over."""
+    """The steps have dropout, and plain starts from the run's optimizer state."""
     run = tiny(f"strategy.name={strategy.split()[0]}", *OTHERS.get(strategy, ()), output=str(tmp_path))
     assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
 
@@ -188,7 +188,7 @@ def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def worse(name: str, by: float) -> Callable[[pytest.MonkeyPatch, type[Task]], None]:
-    """A score that is a little off."""
+    """Return a score that is slightly wrong."""
 
     def plant(patch: pytest.MonkeyPatch, task: type[Task]) -> None:
         metrics: Callable[..., Any] = task.metrics
@@ -221,7 +221,7 @@ LIBRARIES = {
 def test_scores_are_those_of_the_fields_libraries(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """scikit-learn's, seqeval's, sacrebleu's, SQuAD's, of what the plain path computes and writes."""
+    """The libraries are scikit-learn, seqeval, sacrebleu and SQuAD's script, applied to outputs of the plain path."""
     if kind in LIBRARIES:
         pytest.importorskip(LIBRARIES[kind], reason="needs the extra compared")
     task, names = SCORED[kind]
@@ -248,7 +248,7 @@ DATA = {
     "keys", [pytest.param(d, id=k, marks=[pytest.mark.slow] * (k != "each once")) for k, d in DATA.items()]
 )
 def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
-    """Rows that lack a text, stand there twice, are of another language or split."""
+    """Rows without a text, duplicates, and rows of another language or split are dropped as by the run."""
     draw = random.Random(7)
     rows = [{"text": sentence(draw) if i % 17 else " ", "lang": "de" if i % 5 == 0 else "en"} for i in range(120)]
     rows = [
@@ -267,7 +267,8 @@ def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row of train that validation has too is the only one of its label, and the model has a logit for it."""
+    """The only row with a label is dropped from train because validation has it too; the model still has a logit for
+    the label."""
     draw = random.Random(7)
     texts = [sentence(draw) for _ in range(40)]
     train = [{"text": text, "label": 3 if text == texts[0] else at % 3} for at, text in enumerate(texts)]
@@ -283,7 +284,7 @@ def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: p
 
 
 def mixture(folder: Path, task: str) -> Run:
-    """Two sources, one of which calls the text otherwise."""
+    """Return two sources, one of which has another name for the text column."""
     draw = random.Random(3)
     texts = [sentence(draw) for _ in range(70)]
     rows = [{"text": text, "label": ("joy", "fear")[len(text) % 2], "lang": "en"} for text in texts]
@@ -306,7 +307,7 @@ def mixture(folder: Path, task: str) -> Run:
 
 @pytest.mark.parametrize("kind", ["classification", pytest.param("packed", marks=pytest.mark.slow)])
 def test_sources_of_a_mixture_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own keys; texts of two are never in one block, and a share of each is cut off."""
+    """Each source has its own keys; texts of two sources never share a block, and a share of each is held out."""
     run = mixture(tmp_path, kind)
     found = against_plain.differences(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
@@ -329,7 +330,7 @@ def test_a_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("kind", ["mean", pytest.param("net", marks=pytest.mark.slow)])
 def test_a_module_is_as_its_functions_say(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Items that draw, batch normalisation, a share of train as validation."""
+    """Covers items that draw random numbers, batch normalization, and a share of train as validation."""
     monkeypatch.syspath_prepend(tmp_path)
     code, functions = {"mean": (MEAN, ()), "net": (NET, NET_FUNCTIONS)}[kind]
     run = job(tmp_path, code, functions=functions)
@@ -355,7 +356,7 @@ def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
     entropy = torch.nn.functional.cross_entropy(outputs.logits[0], torch.tensor(tokens[1:]), reduction="sum")
     assert count == 6
     assert float(found.detach()) == pytest.approx(float(entropy + 6 * coefficient * outputs.aux_loss), rel=1e-5)
-    assert float(outputs.aux_loss) > 0.1  # so that leaving it out would show
+    assert float(outputs.aux_loss) > 0.1  # so that omitting it would show
 
 
 def test_what_is_not_covered_is_said(tmp_path: Path) -> None:
@@ -364,11 +365,11 @@ def test_what_is_not_covered_is_said(tmp_path: Path) -> None:
     assert str(found.uncovered).startswith("optim.name")
 
 
-# -- faults, one for each kind of run ---------------------------------------------------------------------------------
+# -- faults, one per kind of run ---------------------------------------------------------------------------------------
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
-    """Each micro-batch's loss is divided by its own examples."""
+    """Divide each micro-batch's loss by its own number of examples."""
     summed: Callable[..., Any] = Classification.loss_sum
     patch.setattr(Classification, "loss_sum", lambda self, *a: summed(self, *a) * 22 / 8 / len(a[1]))
 
@@ -379,7 +380,7 @@ def divided_twice(task: type[Task]) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def all_predicted(patch: pytest.MonkeyPatch) -> None:
-    """Prompts are learned, too."""
+    """Train on prompts as well."""
     collate: Callable[..., Any] = LanguageModeling.collate
 
     def forgotten(self: Any, columns: Any, rows: Any, index: int) -> Any:
@@ -393,7 +394,7 @@ def all_predicted(patch: pytest.MonkeyPatch) -> None:
 
 
 def mask_forgotten(task: type[Task]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Padding is read as text."""
+    """Attend to padding as text."""
     collate: Callable[..., Any] = task.collate
 
     def forgotten(self: Any, *a: Any) -> Any:
@@ -411,14 +412,14 @@ def reference_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_token_on(patch: pytest.MonkeyPatch) -> None:
-    """Answers begin and end a token later."""
+    """Shift the start and end of answers by one token."""
     collate: Callable[..., Any] = QuestionAnswering.collate
     moved = lambda batch: replace(batch, targets=batch.targets + (batch.targets > 0))  # noqa: E731
     patch.setattr(QuestionAnswering, "collate", lambda self, *a: moved(collate(self, *a)))
 
 
 def unscaled(patch: pytest.MonkeyPatch) -> None:
-    """The cosines are not multiplied by task.similarity_scale."""
+    """Do not multiply cosines by task.similarity_scale."""
     losses: Callable[..., Any] = Embedding._losses
     patch.setattr(Embedding, "_losses", lambda self, vectors, targets: losses(self, vectors * 0.5, targets))
 
@@ -440,7 +441,7 @@ FAULTS = {
 
 
 def test_a_difference_is_measured_by_more_draws_before_it_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single change of last bits comes out small by chance, where hashed attention makes a model chaotic."""
+    """In a chaotic model with hashed attention, a single perturbation of last bits may by chance have little effect."""
     asked = []
 
     def compared(run: Run, folder: Path, draws: int) -> against_plain.PlainComparison:

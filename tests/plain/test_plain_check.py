@@ -1,5 +1,5 @@
-"""Before the first step a run is held against transformers alone: what is broken on purpose is found, and the option
-that causes it is named; what is sound passes; nothing is left behind. The export is held against the run at its end."""
+"""Before the first step a run is compared with plain transformers: planted faults are found and their option is named,
+correct runs pass, and nothing is left behind. The export is compared with the run at its end."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ ONE = ("strategy.name=single", "launch.processes=1")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model to put adapters on."""
+    """A model to add adapters to."""
     run = tiny(*ONE, f"output={tmp_path_factory.mktemp('source')}", "model.config.n_embd=64")
     task, strategy = build(run, World(run))
     return write_export(task, strategy.export() or {}, {}, 0)
 
 
 def on(source: Path, *overrides: str) -> Run:
-    """A run with an adapter on it."""
+    """Return a run with an adapter."""
     values = TINY_OF | {"model": {"source": str(source)}, "tokenizer": {"source": str(source)}}
     lora = ("model.adapter.type=lora", "model.adapter.r=4", "model.adapter.target_modules=[c_attn, c_proj]")
     return tiny(*ONE, *lora, *overrides, **values)
@@ -69,13 +69,13 @@ TINY_OF: dict[str, Any] = {"name": "adapted"}
 
 
 def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.PlainDifference]]:
-    """A built run, and what differs."""
+    """Return a built run, and the differences found."""
     task, strategy = build(run, World(run))
     return task, strategy, differences(sides_of(task, strategy), strategy)
 
 
 def blamed(run: Run) -> str:
-    """What is said of a run that must be stopped."""
+    """Return the message about a run that must be stopped."""
     task, strategy = build(run, World(run))
     sides = sides_of(task, strategy)
     found = differences(sides, strategy)
@@ -85,7 +85,7 @@ def blamed(run: Run) -> str:
     return cause(sides, strategy)
 
 
-# -- what is sound -----------------------------------------------------------------------------------------------------
+# -- correct runs ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ _SMALL = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "
 _HEADS = {"num_key_value_heads": 2, "max_position_embeddings": 128}
 _TEXT = _SMALL | _HEADS | {"head_dim": 16, "layer_types": ["sliding_attention", "sliding_attention"]}
 FAMILIES = {
-    "ultravbert": {"text_config": _TEXT, "vision_config": _SMALL},  # a part has entries of the family's own
+    "ultravbert": {"text_config": _TEXT, "vision_config": _SMALL},  # a sub-config has entries of the family's own
     "phimoe": _SMALL | _HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},  # routers draw noise in training
 }
 
@@ -177,12 +177,12 @@ def test_every_other_task_passes_and_so_does_its_export(kind: str, loss_chunk: i
     assert ("3 examples" in compared.text) == (kind not in ("masked", "preference"))
 
 
-# -- what is broken on purpose -----------------------------------------------------------------------------------------
+# -- planted faults ----------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_mask_is_found_and_padding_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE)
-    build(run, World(run))  # the trial of the family was before
+    build(run, World(run))  # the trial of the model family comes first
     monkeypatch.setattr(unpadded.RowMap, "_biased", lambda layout, seen: None)
     assert "data.padding" in blamed(run)
 
@@ -201,7 +201,7 @@ def test_a_mask_that_is_a_token_off_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def scaled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer whose output is a thousandth too large."""
+    """A layer whose output is a factor of 1.001 too large."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = forward(*args, **kwargs)
@@ -297,14 +297,14 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_tokens_that_are_others_are_named() -> None:
     short, run = (tiny(*ONE, f"data.max_length={most}") for most in (8, 32))
     task, strategy = build(short, World(short))
-    whole = type(task)(replace(task.job, run=run))  # as a stale entry of the cache would have it
+    whole = type(task)(replace(task.job, run=run))  # as a stale cache entry would
     sides = sides_of(whole, strategy)
     assert differences(sides, strategy)
     assert "The tokens of example" in cause(sides, strategy)
 
 
 def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can be computed in float32: how far both may be apart is what bfloat16 makes of the plain path."""
+    """If nothing can be computed in float32, the tolerance is the effect of bfloat16 on the plain path."""
     monkeypatch.setattr(plain_check, "takes_float32", lambda *_: False)
     run = tiny(*ONE, "precision=bf16")
     task, strategy = build(run, World(run))
@@ -316,7 +316,7 @@ def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(run: Run) -> tuple[str, str]:
-    """What a run is told before its first step, and why it must not begin."""
+    """Return the notes before a run's first step, and the reason why it must not start."""
     world = World(run)
     try:
         return plain_check.check(build_session(for_rank(run, world), world), cause), ""
@@ -327,7 +327,7 @@ def checked(run: Run) -> tuple[str, str]:
 
 
 def test_a_model_that_computes_no_number_is_said_to() -> None:
-    """No option is looked for: transformers alone computes none either (as of some Gemma 3n)."""
+    """No option is blamed: plain transformers computes no number either (for example some Gemma 3n)."""
     run = tiny(*ONE)
     world = World(run)
     session = build_session(for_rank(run, world), world)
@@ -372,7 +372,7 @@ def test_an_error_of_the_plain_path_names_the_key(
 
 
 def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) -> None:
-    """transformers loads the tokenizer of some families by the family's class, whatever was saved."""
+    """transformers loads some families' tokenizers by the family's class, whatever was saved."""
     run = make(tmp_path, "documents", *ONE, "task.samples=0", "model.type=qwen2", f"model.config={json.dumps(GROUPED)}")
     task = make_task(Job.of(run).with_data())
     job = plain_sides.job_of(task)
@@ -383,7 +383,7 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
     plain_sides.check_tokenizer(type(task)(replace(task.job, run=gpt2)), job, examples)
 
 
-# -- a module of the user's --------------------------------------------------------------------------------------------
+# -- a user's module ---------------------------------------------------------------------------------------------------
 
 SUM = TOY.replace("LOSS", "torch.nn.functional.mse_loss(outputs, answers, reduction='sum')")
 EACH = TOY.replace("LOSS", "(outputs - answers).square().mean(-1)")
@@ -394,7 +394,7 @@ MODULES = {"mean": (MEAN, ()), "sum": (SUM, ()), "each": (EACH, ()), "net": (NET
 def test_a_module_is_compared_with_its_own_functions(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one whose items draw, whose batch normalisation remembers, and whose batches are mappings."""
+    """Covers items that draw random numbers, batch normalization, and batches that are mappings."""
     monkeypatch.syspath_prepend(tmp_path)
     code, functions = MODULES[kind]
     run = job(tmp_path, code, *ONE, functions=functions)
@@ -411,7 +411,8 @@ def test_a_module_is_compared_with_its_own_functions(
 def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
     twice: float, total: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mean of 1 over 3 targets comes to 3, a sum of 1 to 1; what is neither is not compared."""
+    """With an item twice, a mean of 1 over 3 targets becomes 3, a sum of 1 becomes 1; any other loss is not
+    compared."""
     monkeypatch.setattr(plain_module, "_value", lambda job, model, batch, device: torch.tensor(batch[0]))
     batch = {"batch": (1.0, 3), "alone": (1.0, 1), "twice": (twice, 2)}
     if total is None:
@@ -422,7 +423,7 @@ def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
         assert (float(value), count) == (total, 3)
 
 
-# -- what is left behind -----------------------------------------------------------------------------------------------
+# -- no side effects ---------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -512,7 +513,7 @@ def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) 
 
 @pytest.mark.extras
 def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
-    """Those of scikit-learn on what the export says, beside those of the run's own evaluation."""
+    """scikit-learn's scores of the export's outputs are compared with the run's own evaluation."""
     pytest.importorskip("sklearn", reason="needs the extra compared")
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path)
@@ -526,7 +527,7 @@ def test_scores_of_an_export_are_compared(tmp_path: Path) -> None:
 
 @pytest.mark.extras
 def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> None:
-    """Correlations are of all pairs that are compared, also where train has more rows than any split evaluated."""
+    """Correlations are over all compared pairs, even if train has more rows than any evaluated split."""
     pytest.importorskip("scipy", reason="needs the extra compared")
     run = make(tmp_path, "pairs", *ONE, "task.negative=null", "task.score=score", "task.score_range=[0,4]")
     task, found, folder = exported(run, tmp_path / "out")
@@ -538,17 +539,17 @@ def test_scored_pairs_of_a_large_train_split_are_compared(tmp_path: Path) -> Non
 
 @pytest.mark.extras
 def test_a_score_that_rounding_moves_is_not_compared(tmp_path: Path) -> None:
-    """Which of several answers that score alike is first says nothing; a loss apart from the run's does, as before."""
+    """The order of equally scored answers is ignored; a loss that differs from the run's is still reported."""
     pytest.importorskip("sklearn", reason="needs the extra compared")
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path)
     weights = load_file(folder / "model.safetensors")
     alike = {
         name: w[:1].expand_as(w) if name.startswith("score") else w for name, w in weights.items()
-    }  # all labels score alike
+    }  # all labels have equal scores
     job, model = export_check.loaded_job(task, folder), export_check.loaded(task, folder)
     wrong = [(name, 1 - theirs, theirs) for name, _, theirs in export_check._scored(job, model, found)]
-    assert export_check._other_scores(job, model, found, wrong)  # the control
+    assert export_check._other_scores(job, model, found, wrong)  # control
     model.load_state_dict(alike, strict=False)
     assert "accuracy" in export_check._unstable_scores(job, model, found)
 
@@ -579,11 +580,11 @@ def test_an_export_that_is_another_model_is_an_error(change: Callable[[Path], No
     assert str(folder) in compared.text
 
 
-# -- a whole run -------------------------------------------------------------------------------------------------------
+# -- a full run --------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
-    """Nothing takes such an export for one, and the same command writes it again."""
+    """No command accepts such an export as finished, and the same command writes it again."""
     run = tiny(*ONE, "steps=2", "checkpoint.every=1", f"output={tmp_path / 'out'}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_check, "exported_losses", lambda *_: ([1.0, 2.0, 3.0], 0.0))  # of three examples
@@ -597,12 +598,12 @@ def test_a_run_whose_export_is_wrong_is_not_finished(tmp_path: Path) -> None:
 
 
 def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
-    """What a rank is told before its first step, and whether it may go on."""
+    """Return the notes of a rank before its first step, and whether it may start."""
     job = for_rank(run, world)
     join_ranks(job, world)
     session = build_session(job, world)
     if broken:
-        unpadded.RowMap._biased = lambda layout, seen: None  # type: ignore[method-assign,assignment]
+        unpadded.RowMap._biased = lambda layout, seen: None  # wrong on purpose
     try:
         return plain_check.check(session, cause), True
     except TrainingFailed as caught:

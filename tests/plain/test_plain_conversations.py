@@ -1,4 +1,5 @@
-"""Conversations of the plain reference: a chat template's own tokens, and targets beside transformers' own marks."""
+"""Conversations of the plain reference: the chat template's own tokens, and targets compared with transformers'
+marks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ TALK = [("user", "one?"), ("assistant", "two"), ("user", "three?"), ("assistant"
 
 @pytest.fixture(scope="module")
 def tok() -> Any:
-    """A byte for each token, with the marks of ChatML; a turn's end is the end token."""
+    """A byte-level tokenizer with ChatML's marks; the end of a turn is the end token."""
     vocabulary = {letter: code for code, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     bytes_ = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -59,11 +60,11 @@ def learned(tok: Any, example: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_tokens_are_those_that_the_template_writes(tok: Any, template: str, end: str) -> None:
-    """No end token is added to the template's own, whether or not the text ends in one."""
+    """No end token is added to the template's tokens, whether or not the text ends in one."""
     messages = conversation(TALK)
     (example,) = examples(tok, template, {"messages": messages})
     whole = tok.apply_chat_template(messages, chat_template=template, return_dict=False)
-    assert example["input_ids"] == whole[:-1]  # the last one is only predicted
+    assert example["input_ids"] == whole[:-1]  # the last token is only a target
     assert [t for t in example["next"] if t != IGNORED] == tok(f"two{end}four{end}").input_ids
 
 
@@ -89,7 +90,7 @@ def test_per_turn_each_example_learns_its_own_turn(tok: Any, template: str, end:
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 @pytest.mark.parametrize("name", ["preference", "reward"])
 def test_a_pair_learns_the_last_turn(tok: Any, name: str, template: str, end: str) -> None:
-    """An answer is everything behind its prompt that the template writes, or what it marks there."""
+    """The answer is everything that the template writes after the prompt, or the part that it marks there."""
     keys = {"name": name, "prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "conversations": True}
     row = {"prompt": conversation(TALK[:3]), "chosen": conversation(TALK[3:]), "rejected": "no"}
     (pair,) = examples(tok, template, row, **keys)

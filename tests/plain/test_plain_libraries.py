@@ -1,4 +1,4 @@
-"""`lockstep.plain` where libraries surprise (tests/assumptions): packed rows and adapters of a head."""
+"""`lockstep.plain` where libraries behave unexpectedly (tests/assumptions): packed rows, adapters, and heads."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +40,7 @@ def test_texts_of_a_packed_row_do_not_see_each_other() -> None:
 
 
 def test_all_linear_leaves_a_head_whole_and_trained() -> None:
-    """With a task type, or without one, whose head peft is told of by name."""
+    """With a task type, or without one if the head is named to peft."""
     for kind in ("SEQ_CLS", None):
         model = BertForSequenceClassification(BertConfig(vocab_size=32, **SIZES))
         adapted = train._adapted(model, {"target_modules": "all-linear", "r": 2}, kind)

@@ -1,6 +1,6 @@
-"""A whole run beside a loop of a few lines of torch and transformers: losses, rates, norms, the average, scores.
+"""A full run compared with a short loop of torch and transformers: losses, rates, norms, the weight average, scores.
 
-Every step has all examples, so that their order does not matter; nothing drops out. The loop shares nothing with
+Every step uses all examples, so their order does not matter; dropout is off. The loop shares nothing with
 lockstep but the files that both read.
 """
 
@@ -41,7 +41,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of transformers, rows, and a run that has ended."""
+    """A model of transformers, rows, and a finished run."""
     folder = tmp_path_factory.mktemp("plain")
     vocabulary = {word: place for place, word in enumerate(["<end>", "<pad>", *WORDS])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<end>"))
@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch(rows: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, mask and labels, all rows padded together; what is not of a response is -100."""
+    """Return inputs, mask and labels of all rows, padded together; labels outside the response are -100."""
     number = {word: place for place, word in enumerate(["<end>", "<pad>", *WORDS])}
     held = [([number[w] for w in asked.split()], [number[w] for w in told.split()] + [0]) for asked, told in rows]
     width = max(len(asked) + len(told) for asked, told in held)
@@ -97,7 +97,7 @@ def loss_of(model: Any, rows: list[tuple[str, str]]) -> torch.Tensor:
 
 
 def looped(folder: Path) -> tuple[list[dict[str, float]], dict[int, float], dict[str, torch.Tensor]]:
-    """Each step's numbers, the scores of the average after some steps, and the average at the end."""
+    """Return each step's numbers, the scores of the weight average after some steps, and the final average."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model").train()
     plain = [p for n, p in model.named_parameters() if p.ndim > 1]
     exempt = [p for n, p in model.named_parameters() if p.ndim == 1]  # biases and norms
@@ -142,7 +142,7 @@ def test_losses_norms_and_rates_are_those_of_the_loop(folder: Path, plain: Any) 
     assert len(steps) == STEPS
     for ours, theirs in zip(steps, plain[0], strict=True):
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-4), ours["step"]
-    assert all(ours["grad_norm"] > CLIP for ours in steps)  # the control: clipping bites
+    assert all(ours["grad_norm"] > CLIP for ours in steps)  # control: the gradient is clipped
 
 
 def test_what_is_evaluated_and_exported_is_the_average(folder: Path, plain: Any) -> None:
@@ -153,5 +153,5 @@ def test_what_is_evaluated_and_exported_is_the_average(folder: Path, plain: Any)
         if name in exported:
             assert torch.allclose(exported[name], mean, atol=1e-5), name
     assert len(exported.keys() & plain[2].keys()) > 20
-    start = load_file(folder / "model/model.safetensors")  # the control: it is far from where it began
+    start = load_file(folder / "model/model.safetensors")  # control: the weights moved far
     assert not any(torch.allclose(exported[n], start[n], atol=1e-3) for n in exported if exported[n].ndim > 1)

@@ -1,5 +1,5 @@
-"""What the plain reference rounds: its norm is summed in float64, several draws show what rounding comes to, and it
-rounds to bfloat16 where the run does."""
+"""Rounding in the plain reference: it sums the norm in float64, estimates rounding error from several perturbations,
+and rounds to bfloat16 where the run does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.proof import against_plain
 from lockstep.training.plain_measures import perturb_
 from lockstep_trace import causes
 
-SIZE, TINY = 64, 1e-25  # whose square is no float32
+SIZE, TINY = 64, 1e-25  # TINY squared underflows in float32
 
 
 def test_the_norm_is_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,16 +30,17 @@ def test_the_norm_is_summed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     job: Any = SimpleNamespace(run={"precision": "fp32", "optim": optim})
     step = next(train.train_steps(job, model, [[[{}]]], 1, [0]))
     assert step.norm == pytest.approx(SIZE * TINY, rel=1e-6)
-    assert float(torch.nn.utils.get_total_norm([gradient])) == 0  # the control: a sum of float32 loses it
+    assert float(torch.nn.utils.get_total_norm([gradient])) == 0  # control: a float32 sum loses it
 
 
 def test_bfloat16_rounds_a_gradient_where_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of a fresh head are alike, and so are their gradients. A 27th of each has another rounding error than
-    the whole, in one direction for all: of 64 units the norm is 0.2 % off where the sum is divided after backward."""
+    """A fresh head gives equal logits and equal gradients. A 27th of them rounds differently from the whole, all in the
+    same direction: over 64 units the norm is off by 0.2 % if the sum is divided after backward."""
     rows, labels = torch.ones(9, SIZE), torch.zeros(9, 3)
 
     def norm(divided: bool, low: bool = True) -> float:
-        """A step's as a loop of torch has it, the loss divided before backward or the gradient after it."""
+        """Return a step's gradient norm in a torch loop, with the loss divided before backward or the gradient after
+        it."""
         model = nn.Linear(SIZE, 3)
         nn.init.zeros_(model.weight)
         nn.init.zeros_(model.bias)
@@ -66,7 +67,7 @@ def test_bfloat16_rounds_a_gradient_where_the_run_does(monkeypatch: pytest.Monke
     assert plain([27.0]) == pytest.approx(norm(True), rel=1e-5)
     assert plain(None) == pytest.approx(norm(False), rel=1e-5)
     assert 1e-3 < abs(norm(True) / norm(False) - 1) < 2**-8
-    assert norm(True, low=False) == pytest.approx(norm(False, low=False), rel=1e-6)  # the control: float32
+    assert norm(True, low=False) == pytest.approx(norm(False, low=False), rel=1e-6)  # control: float32
 
 
 def test_each_draw_moves_other_weights() -> None:
@@ -77,7 +78,7 @@ def test_each_draw_moves_other_weights() -> None:
     assert len({tuple(model.weight.flatten().tolist()) for model in drawn}) == 4
     again = nn.Linear(SIZE, SIZE, bias=False)
     nn.init.ones_(again.weight)
-    perturb_(again, "fp32", 3)  # the control: a draw is a function of its seed
+    perturb_(again, "fp32", 3)  # control: a perturbation is a function of its seed
     assert torch.equal(again.weight, drawn[3].weight)
 
 
@@ -94,8 +95,8 @@ def compared(
     spread: float,
     needed: int = 0,
 ) -> list[str]:
-    """What differs in a step from plain's, whose loss and norm are 1, where the third draw of a last bit alone moves
-    them, by `spread`. `needed`: bytes that several draws take."""
+    """Return the reported differences of a step whose plain loss and norm are 1, if only the third perturbation changes
+    them, by `spread`. `needed`: bytes that several perturbations take."""
     step = SimpleNamespace(number=0, micro_batches=[])
     held = SimpleNamespace(tokenizer=None, evaluated=[], steps=[step])
     job = SimpleNamespace(run={"precision": precision})
@@ -123,9 +124,9 @@ def compared(
 def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = record(1 + 1e-4, 1 + 1e-4)
     assert not compared(monkeypatch, "muon", "fp32", ours, 5e-5)
-    assert compared(monkeypatch, "muon", "fp32", ours, 5e-6)  # the controls: beyond ten times what a draw comes to,
-    assert not compared(monkeypatch, "adamw", "fp32", ours, 5e-5)  # of which the first draw alone says that it differs
-    assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # where there is room for no more of them
+    assert compared(monkeypatch, "muon", "fp32", ours, 5e-6)  # controls: more than ten times a perturbation's effect,
+    assert not compared(monkeypatch, "adamw", "fp32", ours, 5e-5)  # reported by the first perturbation alone,
+    assert compared(monkeypatch, "adamw", "fp32", ours, 5e-5, needed=2**60)  # no memory for more perturbations
 
 
 def cancelling(bias: float, loss: float = 1.0, weight: float = 6e-5) -> train.TrainedStep:
@@ -137,7 +138,8 @@ def cancelling(bias: float, loss: float = 1.0, weight: float = 6e-5) -> train.Tr
 @pytest.mark.parametrize("plain", [0.0, 7.5e-9])
 @pytest.mark.parametrize(("bias", "differs"), [(7.5e-9, False), (-7.5e-9, False), (1e-6, True)])
 def test_terms_that_cancel_out_round_as_the_loss_does(bias: float, differs: bool, plain: float, precision: str) -> None:
-    """The bias of a reward model has no gradient but rounding, of a loss that is large beside the other gradients."""
+    """A reward model's bias has only rounding error as its gradient, from a loss that is large beside the other
+    gradients."""
     step = against_plain._compare_step(cancelling(bias), cancelling(plain), [cancelling(plain)], 0, precision)
     assert step.differs == differs
 
@@ -166,7 +168,7 @@ def test_what_is_not_finite_agrees_with_nothing_and_measures_nothing(odd: tuple[
 
 
 def test_a_missing_gradient_is_no_rounding_of_float32() -> None:
-    """Unless last bits move a step by half; half precision may leave nothing of terms that nearly cancel out."""
+    """Exception: last bits change a step by half. Half precision may leave nothing of terms that nearly cancel."""
     plain, chaotic = record(1, 1), record(1, 1, 1.4)
     assert against_plain._compare_step(record(1, 1, 0.0), plain, [chaotic], 0, "fp32").differs
     assert not against_plain._compare_step(record(1, 1, 1.5), plain, [chaotic], 0, "fp32").differs
@@ -180,7 +182,7 @@ def test_a_missing_gradient_is_no_rounding_of_float32() -> None:
         (math.nan, 1.0, 1.0, True),
         (1.0, math.nan, 1.0, True),
         (2.0, 1.0, math.nan, True),
-        (2.0, 1.0, 2.0, False),  # the controls: a last bit changes as much, and nobody has a score
+        (2.0, 1.0, 2.0, False),  # controls: a last bit changes as much, and there is no score
         (math.nan, math.nan, math.nan, False),
     ],
 )
