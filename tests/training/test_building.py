@@ -1,4 +1,4 @@
-"""While the model is built: signals, ranks that wait for one another for ever, and weights that are not compared."""
+"""Signals, deadlocked ranks and weights that are not compared, all while the model is being built."""
 
 import signal
 import time
@@ -59,7 +59,7 @@ def test_a_stop_signal_ends_one_process_that_builds(number: int, status: int, tm
     asked = time.monotonic()
     process.send_signal(number)
     code, _, err = ended(process, 60)
-    assert time.monotonic() - asked < 60  # the model would take 120 s
+    assert time.monotonic() - asked < 60  # building the model would take 120 s
     assert code == status, err
     assert "Traceback" not in err
     assert number == signal.SIGINT or "ended by SIGTERM, which came while nothing was being trained" in err

@@ -1,4 +1,4 @@
-"""Evaluation: the same numbers to the last bit on any number of ranks, and those of a plain loop over examples."""
+"""Evaluation gives the same numbers bit for bit on any number of ranks, equal to a plain loop over the examples."""
 
 from typing import Any
 
@@ -46,8 +46,8 @@ def alone() -> dict[str, Any]:
 def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(ranks: int, alone: dict) -> None:
     found = run_on(ranks, metrics_of, run_of())
     for rank in found:
-        assert rank["metrics"] == alone["metrics"]  # ==, not nearly
-        assert rank["training"]  # as it was
+        assert rank["metrics"] == alone["metrics"]  # equal, not approximately
+        assert rank["training"]  # the model is back in training mode
     assert sorted(row for rank in found for row in rank["rows"]) == list(range(100))
     assert all(rank["rows"] for rank in found)
 
@@ -74,7 +74,7 @@ def test_it_is_what_a_plain_loop_computes(alone: dict) -> None:
 
 
 def macro_f1(true: list[int], predicted: list[int]) -> float:
-    """By the definition: the mean of 2 p r / (p + r) over the classes that occur on either side."""
+    """Compute macro F1 by definition: the mean of 2 p r / (p + r) over the classes in labels or predictions."""
     scores = []
     for c in sorted({*true, *predicted}):
         right = sum(t == p == c for t, p in zip(true, predicted, strict=True))
@@ -122,7 +122,7 @@ def test_a_missing_example_is_noticed() -> None:
 
 
 def test_a_model_that_gives_no_numbers_scores_nothing() -> None:
-    """Not even an accuracy: what it ranks first is the place of the first such number."""
+    """Not even accuracy is reported: the argmax of NaNs is the position of the first one."""
     run = tiny("strategy.name=single", "launch.processes=1")
     task, strategy = build(run, World(run))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Fingerprints of steps and of the state, and `lockstep replay`, which computes steps again."""
+"""Fingerprints of steps and of the state, and `lockstep replay`, which recomputes steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_bit_anywhere_changes_the_hash(dtype: torch.dtype, shape: tuple[int,
     assert hashed(model_w=tensor.clone()) == before
     flat = tensor.view(-1)
     for place in {0, flat.numel() // 2, flat.numel() - 1}:
-        for bit in range(8):  # of its lowest byte
+        for bit in range(8):  # bits of the lowest byte
             changed = tensor.clone().view(-1)
             changed.view(torch.uint8)[place * flat.element_size()] ^= 1 << bit
             assert hashed(model_w=changed.view(shape))["weights"] != before["weights"]
@@ -83,7 +83,7 @@ def test_the_hash_tells_places_names_shapes_and_kinds_apart() -> None:
 
 
 def test_a_part_of_a_tensor_is_hashed_as_in_the_whole() -> None:
-    """Rows, columns and boxes of a tensor that are summed by different ranks come to the sum of all of it."""
+    """The hashes of a tensor's rows, columns or blocks on different ranks add up to the hash of the full tensor."""
     whole = torch.randn(50, 40, 45, generator=torch.Generator().manual_seed(0))
     wanted = int(hash_sum(whole))
     for cuts in ([(0, 13), (13, 50)], [(0, 40)], [(0, 7), (7, 30), (30, 45)]):
@@ -123,7 +123,7 @@ def test_the_hash_is_that_of_one_process_however_the_state_is_cut() -> None:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run, which must not be changed."""
+    """A finished run; tests must not change it."""
     status, folder = trained(tmp_path_factory.mktemp("fingerprints"), "out", "checkpoint.keep=5")
     assert status == 0
     return folder
@@ -247,7 +247,7 @@ def test_what_cannot_be_replayed(words: list[str], said: str, output: Path, capf
 def test_a_checkpoint_of_another_version_is_named_and_not_used(
     output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is before it is still there to begin from: here the start."""
+    """The replay starts from what is before that checkpoint, here from the beginning."""
     copy = Path(shutil.copytree(output, tmp_path / "copy", symlinks=True))
     for path in copy.glob("checkpoints/step-*/manifest.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))

@@ -1,5 +1,4 @@
-"""`launch.on_rank_failure: continue` where ranks share the state out: those that are left bring it together from
-memory."""
+"""`launch.on_rank_failure: continue` with sharded state: the surviving ranks reassemble it from memory."""
 
 import json
 import os
@@ -22,7 +21,7 @@ pytestmark = [
 ]
 REPLICATED = ("strategy.options.replicate=2",)
 COPIED = ("launch.replicate_every=2",)
-LAYERS = "model.config.n_layer=4"  # of which three stages have one at least
+LAYERS = "model.config.n_layer=4"  # so that each of three stages has at least one
 # Strategies that are struck, and more words of their commands. Whether fsdp2 gathers once a step is said: what it
 # decides by itself is a class that nobody strikes.
 EACH_MICRO_BATCH, ONCE = "strategy.options.gather=micro_batch", "strategy.options.gather=step"
@@ -44,7 +43,7 @@ def moved(folder: Path) -> list[str]:
 
 
 def started_again(folder: Path, shard: str) -> str:
-    """It said which shard is lost, and went on from a checkpoint, once. Returns its log."""
+    """Check that the log names the lost shard and one restart from a checkpoint; return the log."""
     log = (folder / "out/log.txt").read_text()
     assert mentions(log, "LS5042", f"{shard} of the state")
     assert log.count("resuming after step") == 1
@@ -54,7 +53,7 @@ def started_again(folder: Path, shard: str) -> str:
 def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
     tmp_path: Path, cache: Path, alone: Path
 ) -> None:
-    """`gather: step`, three ranks: one is lost within a step, then rank 0 after its update."""
+    """`gather: step` on three ranks: one fails within a step, then rank 0 fails after its update."""
     strikes = [(5, 1, "agreed", 3), (11, 0, "updated", 3)]
     done = rank_kills.carried_out(
         struck("StruckShardedOptimizer", 3, *strikes), tmp_path / "job", cache, alone, *COPIED
@@ -73,8 +72,8 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
 def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     phase: str, tmp_path: Path, cache: Path, alone: Path
 ) -> None:
-    """Four ranks, two replicas: nothing is gone back, also where another rank had not heard that all could make the
-    update (`late`), and makes it by itself."""
+    """Four ranks with two replicas lose no step, even if another rank (`late`) did not learn that all could make the
+    update, and makes it later on its own."""
     words: tuple[str, ...] = REPLICATED
     if phase == "evaluation":  # a loss in the one after the last step starts again
         words += ("evaluate.every=10",)
@@ -88,7 +87,7 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
 
 @pytest.mark.slow
 def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Path, cache: Path) -> None:
-    """Two pairs of ranks that share each product: of three that are left each computes all leaves."""
+    """Two pairs of ranks share each matrix product: each of three survivors computes all leaves."""
     leaves = ("strategy.tensor_leaves=2",)
     alone = untouched(tmp_path / "alone", cache, *leaves)
     pairs = ("strategy.options.tensor_parallel=2", *leaves, *COPIED)
@@ -102,7 +101,7 @@ def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Pat
 def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
     tmp_path: Path, cache: Path, alone: Path
 ) -> None:
-    """Two replicas: of the ranks that meet again one more is lost, the other one of the same shard."""
+    """Two replicas: while the survivors form a group, a second rank fails, the other holder of the same shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "forming", 3)]
     done = rank_kills.carried_out(
         struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
@@ -116,8 +115,8 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None:
-    """The one that keeps the copy of the first is lost once the first is replaced; then both before they are: what was
-    in their memory only is lost, and all start again and say so."""
+    """First the rank that keeps the first one's copy fails after the first was replaced, then both fail before they are
+    replaced. State that only they had in memory is lost, and all ranks restart and say so."""
     words = [*COPIED, *KINDS[kind]]
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
@@ -131,8 +130,8 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
-    """One is lost, another comes in, and while it gets its part one of those that send it is lost: the last of three
-    has a copy of what that one held, taken since they were two."""
+    """One rank fails, a replacement joins, and one of the ranks that send it state fails. The last of three has a copy
+    of that rank's state, taken since they were two."""
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
     done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
@@ -144,7 +143,8 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.long
 def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, alone: Path) -> None:
-    """The same of two replicas: three ranks have shared the state out, and nobody has what the second held."""
+    """As above with two replicas: three ranks have resharded the state, and no rank has a copy of the second's
+    shard."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
     done = rank_kills.carried_out(
         struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED
@@ -168,7 +168,7 @@ def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> No
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
 def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
-    """Six strikes, each in a full world. LOCKSTEP_SEED chooses others."""
+    """Six failures, each with all ranks present. LOCKSTEP_SEED sets the random choice."""
     alone = untouched(tmp_path / "alone", cache, values=rank_kills.VALUES)
     chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))
     kind, world, options = chance.choice(

@@ -1,5 +1,5 @@
-"""`launch.on_rank_failure: continue` under ZeRO: those that are left make DeepSpeed's engine anew, of copies in
-memory, and train on with the bits of a job that nobody touched."""
+"""`launch.on_rank_failure: continue` under ZeRO: the survivors rebuild DeepSpeed's engine from copies in memory, and
+training has the bits of an uninterrupted job."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 
 
 def equal_to_rounding(folder: Path, untouched: Path) -> None:
-    """Every step is there once, with the loss that it had; the weights at the end are those, to rounding."""
+    """Check that every step is logged once with the same loss, and that the final weights match within rounding."""
     mine, theirs = lines(folder), lines(untouched)
     assert [line["step"] for line in mine] == [line["step"] for line in theirs]
     losses = [[line["loss"] for line in each if "loss" in line] for each in (mine, theirs)]
@@ -38,7 +38,7 @@ def equal_to_rounding(folder: Path, untouched: Path) -> None:
 
 
 def apart(folder: Path, untouched: Path) -> float:
-    """How far the weights at the end are from each other, relative to what they are."""
+    """Return the relative difference between the final weights."""
     one, other = (load_file(each / "out/export/model.safetensors") for each in (folder, untouched))
     assert one.keys() == other.keys()
     flat = [torch.cat([each[name].double().flatten() for name in sorted(one)]) for each in (one, other)]
@@ -50,7 +50,7 @@ TWICE = [(9, 1, "agreed", 2), (25, 0, "agree", 2)]
 
 
 def by_copies(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
-    """Every strike was carried out, and copies took the place of what was lost."""
+    """Check that every planned failure happened, and that copies replaced the lost state."""
     without_a_checkpoint(done, folder, strikes)
     events = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
     told = [event["what"] for event in events if event["event"] == "regroup"]
@@ -59,7 +59,7 @@ def by_copies(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, 
 
 
 def without_a_checkpoint(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
-    """Every strike was carried out, and no checkpoint was read."""
+    """Check that every planned failure happened, and that no checkpoint was read."""
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
     assert done.restarted == 0
     assert "resuming after step" not in (folder / "out/log.txt").read_text()
@@ -78,7 +78,7 @@ def without_a_checkpoint(done: rank_kills.Job, folder: Path, strikes: list[tuple
 def test_all_go_back_to_the_last_copy(
     strategy: str, words: tuple[str, ...], tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
-    """Of three ranks one is lost within a step, and rank 0 once another has come in its place."""
+    """One of three ranks fails within a step, and rank 0 after a replacement joined."""
     done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *STRIKES), tmp_path, cache, untouched, *COPIED, *words)
     by_copies(done, tmp_path, STRIKES)
 
@@ -86,7 +86,7 @@ def test_all_go_back_to_the_last_copy(
 @pytest.mark.slow
 @pytest.mark.long
 def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """`exact: false`: the same, equal to rounding, and the bits are others."""
+    """With `exact: false`, results match within rounding, and the bits differ."""
     struck = rank_kills.struck("StruckZero2", 3, *STRIKES)
     rank_kills.ended_after(struck, tmp_path, cache, untouched, *COPIED, "strategy.exact=false")
     by_copies(struck, tmp_path, STRIKES)
@@ -96,11 +96,11 @@ def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched:
 
 @pytest.mark.slow
 def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path) -> None:
-    """The one that is left is alone: nobody else has what it holds when another comes in. There are as many starts as
-    losses."""
+    """The survivor is alone: no other rank has its state when a replacement joins. There is one new start per
+    failure."""
     alone = rank_kills.untouched(
         tmp_path / "alone", cache, values=rank_kills.VALUES
-    )  # it lasts until another has come in
+    )  # the run must last until a replacement has joined
     job, words = rank_kills.struck("StruckZero2", 2, *TWICE), "launch.replicate_every=1"
     done = rank_kills.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
     without_a_checkpoint(done, tmp_path / "job", TWICE)

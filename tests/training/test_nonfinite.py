@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers, memory that does not suffice, losses that jump."""
+"""Losses and gradients that are not finite, too little memory, and loss spikes."""
 
 import json
 import math
@@ -98,7 +98,8 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(job: Command
 def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_all(
     free: int, tried: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of 16 in each of 4 micro-batches, and of 64 in an evaluation of each split; all where that is not sure."""
+    """16 examples in each of 4 micro-batches and 64 per split in an evaluation; all are tried if memory may not
+    suffice."""
     run = tiny("strategy.name=single", "batch_size=64", "micro_batches=4", f"output={tmp_path}", "launch.device=cpu")
     world = World(run)
     session = build_session(for_rank(run, world), world)
@@ -124,7 +125,7 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for peaks")
 def test_what_few_examples_take_bounds_what_all_take() -> None:
-    """16 MiB for each of so many examples, beside 64 MiB of the optimizer's state."""
+    """Each example takes 16 MiB, and the optimizer's state 64 MiB."""
 
     def took(examples: int) -> float:
         bound = startup.MemoryBound()
@@ -143,7 +144,7 @@ def test_what_few_examples_take_bounds_what_all_take() -> None:
 
 
 def dry_run(world: World, run: Run) -> tuple[str, str]:
-    """The state after two steps, with a dry run before them and without."""
+    """Return the state after two steps, with and without a dry run before them."""
     digests = []
     for tried in (True, False):
         _, strategy, feed = build_with_feed(run, world)
@@ -177,8 +178,8 @@ def test_a_dry_run_leaves_no_trace(name: str, options: str) -> None:
 
 
 def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
-    """The last loss of the last rank (in a pipeline only it has any) is poisoned: its micro-batch, and those found
-    bad."""
+    """Make the last rank's last loss NaN (in a pipeline only that rank has losses); return its micro-batch, and those
+    reported."""
     task, strategy, feed = build_with_feed(run, world)
     batch = feed.make(0)
     real, micro_batch = task.loss_sum, batch.micro_batches[-1]
@@ -202,7 +203,7 @@ def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
 
 
 def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[bool]]:
-    """Digests after each step, and whether each was used; the losses of step 1 are no numbers."""
+    """Return the digest after each step and whether its update was used; the losses of step 1 are NaN."""
     task, strategy = build(run, World(run))
     strategy.update.finite.late = late  # as on CUDA
     feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
@@ -227,7 +228,7 @@ def test_a_step_that_is_skipped_on_the_device_leaves_what_one_does_that_the_host
 def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
     run = tiny("strategy.name=single")
     with pytest.raises(NotFinite, match=r"step 1: micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\]") as caught:
-        bad_at_step_1(run, late=True, steps=2)  # by `settle`, before anything is saved
+        bad_at_step_1(run, late=True, steps=2)  # before anything is saved
     assert caught.value.step == 1
     with pytest.raises(NotFinite, match="step 1"):
         bad_at_step_1(run, late=True, steps=3)
@@ -249,11 +250,11 @@ def test_a_jump_is_told_from_a_wander() -> None:
     assert not spikes.is_spike(1.0)
 
 
-# -- nothing that is not finite passes -------------------------------------------------------------------------------
+# -- no value that is not finite passes a comparison -----------------------------------------------------------------
 
 
 def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.0) -> Path:
-    """What a job of one step wrote down for `lockstep verify`, whose last weight, loss and buffer are these."""
+    """Write the record of a one-step job for `lockstep verify`, with this last weight, loss and buffer."""
     folder.mkdir()
     gradients, weights = {"w": torch.ones(2)}, {"w": torch.tensor([1.0, weight]), "b": torch.tensor([buffer])}
     tensors = {"gradients": prints_of(gradients), "after": prints_of(weights)}
@@ -268,7 +269,7 @@ def recording(folder: Path, weight: float, loss: float = 1.0, buffer: float = 0.
 
 
 def output(folder: Path, *losses: float) -> Path:
-    """The OUTPUT of a run, with a fingerprint of each step."""
+    """Return the output folder of a run with a fingerprint of each step."""
     folder.mkdir()
     (folder / "run.yaml").write_text(tiny(f"output={folder}").dump())
     lines = [json.dumps(StepRecord.of_numbers(n + 1, loss, 1.0).to_json()) for n, loss in enumerate(losses)]
@@ -280,7 +281,7 @@ def output(folder: Path, *losses: float) -> Path:
 def test_what_is_not_finite_passes_nowhere(
     bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where both sides hold the same bits of it. The controls are finite, and pass."""
+    """Even equal bits on both sides do not pass. The controls are finite, and pass."""
     console = Console(True)
     verified = [recording(tmp_path / f"finite-{i}", 2.0, buffer=-math.inf) for i in range(2)]
     assert verify.tell(console, *verified) == 0  # a mask may hold infinities
@@ -301,9 +302,9 @@ def test_what_is_not_finite_passes_nowhere(
     assert diff.diff(*(output(tmp_path / name, 1.0, 2.0) for name in "cd"), [], look=False) == 0
     good, worse = (StepRecord.of_numbers(1, loss, 1.0) for loss in (1.0, bad))
     assert replay.first_mismatch([replace(good, finite=True)], [good]) is None
-    assert "not finite" in str(replay.first_mismatch([worse], [worse]))  # audit asks this, too
+    assert "not finite" in str(replay.first_mismatch([worse], [worse]))  # audit uses this function, too
     assert "not finite" in str(replay.first_mismatch([replace(good, finite=False)], [good]))
-    assert replay.first_mismatch([worse], [worse], skips=True) is None  # a loss scale leaves such steps out
+    assert replay.first_mismatch([worse], [worse], skips=True) is None  # a loss scale skips such steps
     assert "not finite" in str(attest._of_numbers(a))
     assert attest._of_numbers(tmp_path / "c") is None
 

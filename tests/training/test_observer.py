@@ -1,4 +1,4 @@
-"""Strategies tell their observer of each micro-batch: the bits of one process."""
+"""Strategies report each micro-batch's gradients to an observer: the bits are those of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAYS = {
 
 
 class Listener(StepObserver):
-    """Hashes what it hears of."""
+    """Hash the gradients that are reported."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -46,7 +46,7 @@ class Listener(StepObserver):
     def gradient(self, index: int, name: str, gradient: Tensor) -> None:
         assert (index, name) not in self.gradients
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        self.gradients[index, name] = hash_text(dense + 0.0)  # a zero has one sign
+        self.gradients[index, name] = hash_text(dense + 0.0)  # so that -0.0 becomes 0.0
 
     def reduced(self, gradient: WholeGradient) -> None:
         self.reductions += 1
@@ -57,7 +57,7 @@ def heard(world: World, run: Run) -> tuple[dict[int, float], Heard, int]:
     listener = Listener()
     with listening(strategy, listener):
         strategy.train_step(feed.make(0), 1e-3)
-    strategy.train_step(feed.make(1), 1e-3)  # nobody listens any more
+    strategy.train_step(feed.make(1), 1e-3)  # the observer is gone
     strategy.close()
     return listener.losses, listener.gradients, listener.reductions
 
@@ -81,7 +81,7 @@ def test_each_micro_batch_is_heard_of_once_with_the_bits_of_one_process(way: str
     gradients: Heard = {}
     for mine, theirs, reductions in run_on(ranks, heard, run):
         assert reductions == 1
-        assert not gradients.keys() & theirs.keys()  # one rank hears of each
+        assert not gradients.keys() & theirs.keys()  # one rank reports each gradient
         losses |= mine
         gradients |= theirs
     assert (losses, gradients) == one_process()

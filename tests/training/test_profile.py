@@ -1,4 +1,4 @@
-"""`profile`: a trace and a summary of each rank, and the same weights as without it."""
+"""`profile` writes a trace and a summary per rank, and does not change the weights."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from support.messages import raises
 
 
 def steps(world: World, run: Run, first: int, last: int) -> None:
-    """A run's steps `first` to `last`, which multiply matrices."""
+    """Run steps `first` to `last`, each a matrix product."""
     import torch
 
     found = Profiler(run, world)
@@ -38,7 +38,8 @@ def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=2", "profile.after=1")
     run_on(2, steps, run, 11, 20)
     found = summaries(tmp_path)
-    assert [(s["rank"], s["first"], s["last"]) for s in found] == [(0, 13, 14), (1, 13, 14)]  # one passes, one warms up
+    # one step is skipped, one is warmup
+    assert [(s["rank"], s["first"], s["last"]) for s in found] == [(0, 13, 14), (1, 13, 14)]
     for summary in found:
         rows = {row["name"]: row for row in summary["operators"]}
         assert rows["aten::mm"]["calls"] == 2
@@ -76,7 +77,7 @@ def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
 
 
 def weights(world: World, run: Run) -> str:
-    """Of a job, trained by the loop itself to its end."""
+    """Return the weights of a job after the full training loop."""
     session = build_session(for_rank(run, world), world)
     train(session, session.new_state())
     found = digest(session.strategy.state_dict())

@@ -1,4 +1,5 @@
-"""`launch.rebalance_every`: who is slow for a while runs less while it is, and the bits are those of equal shares."""
+"""`launch.rebalance_every`: a rank that is slow for a while gets fewer micro-batches meanwhile, and the bits are those
+of equal shares."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def counts(shares: Any) -> list[int]:
     return [len(each) for each in shares]
 
 
-# -- what is decided -------------------------------------------------------------------------------------------------
+# -- the decision ----------------------------------------------------------------------------------------------------
 
 
 @given(RATES, st.integers(5, 12))
@@ -96,7 +97,7 @@ def test_many_ranks_are_shared_out_at_once() -> None:
 def test_half_the_speed_is_worth_two_thirds_of_the_share() -> None:
     equal = even(8, 2)
     slow = decided(equal, equal, [1.0, 2.0])
-    assert counts(slow) == [6, 2]  # 5 and 3 would take as long, and send four partial sums, not three
+    assert counts(slow) == [6, 2]  # 5 and 3 would take as long, and send four partial sums instead of three
     assert decided(slow, equal, [1.0, 2.0]) == slow
     assert decided(slow, equal, [1.0, 1.0]) == equal
 
@@ -117,13 +118,14 @@ def test_what_was_moved_stays_until_it_pays_to_move_it_again(one: list[float], t
     first = decided(equal, equal, one[: len(rates)])
     then = decided(first, equal, rates)
     assert decided(then, equal, rates) == then
-    if then != first and max(rates) > (1 + ALIKE) * min(rates):  # alike ranks have even shares again, whatever it saves
+    # equally fast ranks get equal shares again, whatever that saves
+    if then != first and max(rates) > (1 + ALIKE) * min(rates):
         least = BACK if then == equal else PAYS
         assert expected(then, rates) <= (1 - least) * expected(first, rates) + 1e-9
 
 
 def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
-    """From whatever slowness on shares were moved, alike ranks have equal ones again."""
+    """After any slowdown that moved micro-batches, equally fast ranks get equal shares again."""
     for leaves, others in itertools.product((4, 8, 16, 64, 256), (1, 2, 3)):
         equal = even(leaves, others + 1)
         for tenths in range(10, 60):
@@ -163,7 +165,7 @@ SLOW = range(2, 10)
 
 
 class Clock:
-    """Seconds that pass as the model computes: one a token, and twice as many where and while a rank is slow."""
+    """A clock that advances as the model computes: one second per token, two on a rank while it is slow."""
 
     def __init__(self, slow: bool) -> None:
         self.now, self.step, self._slow = 0.0, 0, slow
@@ -176,7 +178,7 @@ class Clock:
 
 
 def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
-    """Steps in which a rank is slow for a while."""
+    """Train steps, during some of which a rank is slow."""
     _, strategy, feed = build_with_feed(run, world)
     clock = Clock(world.rank == slow)
     step_timer.time = clock  # type: ignore[assignment]
@@ -240,7 +242,7 @@ def test_nobody_hands_over_where_all_are_alike() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_job_of_which_one_rank_is_stopped_again_and_again(tmp_path: Path, cache: Path) -> None:
-    """SIGSTOP for three quarters of the time, as if other work had its core."""
+    """The rank is suspended by SIGSTOP for three quarters of the time, as if other work used its core."""
     for name in ("untouched", "slowed"):
         write(tmp_path / name, micro_batches=8, launch={**RUN["launch"], "rebalance_every": 2})
     finish(tmp_path / "untouched", cache, "launch.rebalance_every=0")

@@ -1,5 +1,5 @@
-"""`launch.on_rank_failure: continue`: ranks that are killed at any moment, and the others that finish the step; nothing
-is read from a checkpoint, and the bits are those of a job that nobody touched."""
+"""`launch.on_rank_failure: continue`: ranks are killed at any moment, and the others finish the step. No checkpoint is
+read, and the bits are those of an uninterrupted job."""
 
 import json
 import os
@@ -27,14 +27,14 @@ pytestmark = [
     pytest.mark.usefixtures("nobody_is_left"),
     pytest.mark.timeout(900),
 ]
-HANG_S = 12  # on a busy machine a rank may not get a processor for six seconds, which is no loss
+HANG_S = 12  # on a busy machine a rank may get no CPU time for six seconds, which is no failure
 
 
-# `allreduce` is asked each time where the last one trains alone, and where a rank is stopped
+# other tests cover `allreduce` in each CI run: the last rank alone, and a stopped rank
 @pytest.mark.parametrize("strategy", ["StruckDDP", long("StruckAllReduce")])
 def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """Within the exchange, while they meet again, after an update that others have not made, rank 0 while it saves and
-    while it evaluates; others take their places and get the state from those that are left."""
+    """Ranks fail within the all-reduce, while the group is re-formed, after an update that others have not made, and
+    rank 0 while it saves and evaluates. Replacements get the state from the survivors."""
     strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (7, 0, "saving", 2), (15, 0, "evaluation", 2)]
     strikes += [(25, 2, "summed", 3), (31, 0, "updated", 2), (33, 1, "agreed", 2), (34, 0, "joining", 3)]
     done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
@@ -56,8 +56,8 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
 def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
     strategy: str, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
-    """The one that hands the state to one that comes in, which has got some of it; one that has written half of its
-    file of a checkpoint; rank 0 when all files are written and the folder has not got its name; then rank 0 again."""
+    """These ranks fail: one that sends its state to a replacement, half way; one that has written half of its
+    checkpoint file; rank 0 after all files are written and before the folder is renamed; then rank 0 again."""
     strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
     done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
@@ -83,7 +83,7 @@ def test_without_others_to_take_their_places_the_last_one_trains_alone(
 def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     rank: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
-    """SIGSTOP for less than `hang_timeout_s` costs the time; for longer, the rank is ended, and the others go on."""
+    """SIGSTOP for less than `hang_timeout_s` only costs time; after that the rank is killed, and the others go on."""
     job.write()
     options = [
         "launch.on_rank_failure=continue",
@@ -112,7 +112,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
 
 
 def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: CommandJob) -> None:
-    """In the moment in which its process is there, long before it listens; nobody else is asked."""
+    """The signal arrives when the new process exists but does not yet handle signals; no other process gets it."""
     job.write(steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
     (tmp_path / "hold").write_text("5")
     options = [
@@ -135,7 +135,7 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: Comm
 
 
 def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
-    """Sharded strategies: as without the key."""
+    """Sharded strategies restart, as without the key."""
     job.write()
     options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
     process = job.start(*options)
@@ -153,7 +153,7 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
 def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
-    """Worlds of 2 to 6, ten strikes each. LOCKSTEP_SEED chooses others."""
+    """Two to six ranks, ten failures each. LOCKSTEP_SEED sets the random choice."""
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, values=rank_kills.VALUES)
     drawn = rank_kills.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
     done = rank_kills.carried_out(drawn, tmp_path / "job", cache, untouched)

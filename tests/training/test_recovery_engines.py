@@ -1,5 +1,4 @@
-"""`launch.on_rank_failure: continue` where an engine of others runs the step: it is made again around those that are
-left."""
+"""`launch.on_rank_failure: continue` under foreign engines: the engine is rebuilt for the surviving ranks."""
 
 import sys
 from pathlib import Path
@@ -27,7 +26,8 @@ pytestmark = [
     ],
 )
 def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
-    """Within the exchange, after an update that another has not made, and rank 0; down to one rank, and up again."""
+    """Ranks fail within the all-reduce and after an update that another rank has not made, and rank 0 fails, too; the
+    job shrinks to one rank and grows again."""
     pytest.importorskip("accelerate")
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, f"precision={precision}")
     job = rank_kills.struck(strategy, 2, (3, 1, "sent", 2), (8, 0, "updated", 2), (13, 1, "gradient", 2))

@@ -1,4 +1,4 @@
-"""Which state ranks go on from after a loss, and who keeps whose copy: no process is started."""
+"""Which state ranks resume from after a failure, and which rank keeps whose copy, without starting a process."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_the_newest_state_that_is_whole_is_taken() -> None:
     copies = [(COPIED, [0, 2], 3), ((6, 2, "copied"), [0, 2], 3)]
     assert newest_complete([[(LIVE, [0], 2)], [(LIVE, [1], 2)], []]) == LIVE
     assert newest_complete([[(LIVE, [0], 3), *copies], [(LIVE, [2], 3), (COPIED, [1, 0], 3)]]) == COPIED
-    # the last copy had not arrived everywhere
+    # the last copy had not arrived at all ranks
     assert newest_complete([[(LIVE, [0], 3), *copies], [((6, 2, "copied"), [1, 0], 3)]]) == (6, 2, "copied")
 
 
@@ -73,7 +73,7 @@ def test_pieces_are_put_together_and_a_missing_one_is_noticed() -> None:
 
 class Sending(Alone):
     def send_round(self, tensor: object, source: int) -> None:
-        """Nobody else is there."""
+        """There is no other rank."""
 
 
 def test_copies_that_nobody_could_use_are_refused() -> None:
@@ -92,7 +92,7 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
 
 @pytest.mark.parametrize("torn", [True, False])
 def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> None:
-    """Where it cannot read its state any more once it has left its group of one: DeepSpeed's."""
+    """It cannot read its state after leaving its group of one: DeepSpeed's state."""
     state = {"model.w": torch.arange(6.0).view(2, 3), "optimizer.step.w": torch.tensor(4.0)}
     members = SimpleNamespace(generation=SimpleNamespace(number=3))
     world = SimpleNamespace(
@@ -109,12 +109,12 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
     copies, state_of_training = PeerCheckpoints(session), TrainState(session.job, 20, step=9)
     copies.form(session, state_of_training)
     copies.after_step(state_of_training)
-    assert copies.detach_group() == []  # nobody could use them
+    assert copies.detach_group() == []  # no rank could use them
     copies.before_join(state_of_training)
     if not torn:
         assert copies.detach_group() == []
         return
-    state["model.w"] += 1  # what comes after it
+    state["model.w"] += 1  # a later change
     (version,) = copies.detach_group()
     assert newest_complete([[(version.key, list(version.shares), version.count)], []]) == (9, 3, "copied")
     pieces = {place.name: piece for place, piece in version.shares[0].items()}

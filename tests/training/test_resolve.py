@@ -1,4 +1,4 @@
-"""A run is resolved once: what `Job` holds, what a rank is sent, and that no rank decides again what was decided."""
+"""A run is resolved once: what `Job` holds, what ranks receive, and that no rank repeats a decision."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     monkeypatch.setattr(resolve, "resolve", again)
     assert for_rank(job, world(2)) is job
-    assert for_rank(job, world(1, joining=True)) is job  # a replacement, before it has met the others
+    assert for_rank(job, world(1, joining=True)) is job  # a replacement that has not met the others
     assert calls == []
-    # what only its machine can know: how many came, and whether the data are still whole there
+    # a rank checks only what its machine alone knows: the number of ranks, and whether the data is still complete there
     for_rank(job, world(3))
     gone = dataclasses.replace(job.data, splits=job.data.splits | {"train": str(tmp_path / "gone")})
     for_rank(dataclasses.replace(job, prepared=gone), world(2))
-    for_rank(job.run, world(2))  # nobody has resolved it
+    for_rank(job.run, world(2))  # the run was not resolved
     assert calls == [3, 2, 2]
 
 
@@ -93,7 +93,8 @@ def test_trackers_are_those_of_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`train`, `plan`, `verify`, `bench`, `replay`, `diff`, `branch`; `init` and `sweep` as far as the options."""
+    """The commands are `train`, `plan`, `verify`, `bench`, `replay`, `diff` and `branch`; `init` and `sweep` resolve
+    options only."""
     from lockstep.lab import bench
     from lockstep.lab.init import init
     from lockstep.lab.sweep import sweep

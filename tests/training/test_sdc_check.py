@@ -1,4 +1,5 @@
-"""`guard`: what is computed twice has the same bits, and what does not is found, in its step, before it is kept."""
+"""`sdc_check`: a repeated computation has the same bits; a difference is found in its step, before the update is
+kept."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def test_what_is_guarded_has_the_bits_of_what_is_not_and_nothing_is_found() -> N
                 assert rank["digest"] in (None, alone), (name, ranks)
 
 
-# -- what is found ---------------------------------------------------------------------------------------------------
+# -- detection -------------------------------------------------------------------------------------------------------
 
 
 def wrong_activation(strategy: Any, now: Callable[[], bool]) -> None:
@@ -71,7 +72,7 @@ def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wr
 
 
 class WrongWitness:
-    """The rank that computes for the second time is the one that computes wrongly, and so does nobody else."""
+    """Only the rank that repeats the computation computes wrongly."""
 
     def __call__(self, strategy: Any, world: World, step: int) -> None:
         if world.rank == 2 and step == 0:
@@ -86,7 +87,7 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
     feed = StepLoader(task, strategy.own_micro_batches(), strategy.world.device)
     session: Any = SimpleNamespace(job=strategy.job, run=run, world=strategy.world, feed=feed, strategy=strategy)
     guard, seen = SdcCheck(session), list[int]()
-    guard.train_step(feed.make(0), 1e-3)  # the control: nothing is found
+    guard.train_step(feed.make(0), 1e-3)  # control: no difference
 
     def hear(gradient: torch.Tensor) -> torch.Tensor:
         seen.append(0)
@@ -115,7 +116,7 @@ def test_a_witness_that_is_wrong_is_named() -> None:
 
 
 class WrongRank:
-    """Rank 2 changes a bit of every gradient of a weight, whether it computes for the first time or the second."""
+    """Rank 2 flips a bit in every gradient of a weight, in first and repeated computations."""
 
     def __call__(self, strategy: Any, world: World, step: int) -> None:
         if world.rank == 2 and step == 0:
@@ -128,8 +129,8 @@ class WrongRank:
 @pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
 @pytest.mark.parametrize("name", [slow("zero1"), slow("zero2"), "zero3"])
 def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(name: str, more: tuple[str, ...]) -> None:
-    """Its ranks compute the micro-batch together. Steps whose owner and witness are the other two pass: a third
-    computation is made, and looked at, only where they differ."""
+    """ZeRO's ranks compute a micro-batch together. A step whose owner and witness are the other two ranks passes: a
+    third computation is made only if these two differ."""
     words = (f"strategy.name={name}", "sdc_check.every=1", *more)
     run, single = tiny(*words), tiny("strategy.name=single", *more)
     alone = run_on(1, guarded, single)[0]["digest"]
@@ -148,7 +149,7 @@ def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(nam
 
 
 class WrongMessage:
-    """One rank gets another sum than the others, in one number of one weight, in one step."""
+    """One rank receives a wrong sum, in one number of one weight, in one step."""
 
     def __call__(self, strategy: Any, world: World, step: int) -> None:
         if world.rank == 1 and step == 3:

@@ -1,4 +1,4 @@
-"""`sdc_check.on_difference: evict`: a machine, or a rank, that computes wrongly is taken out, and the job goes on."""
+"""`sdc_check.on_difference: evict`: a machine or rank that computes wrongly is evicted, and the job goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = ("launch.on_rank_failure=continue",)
 EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
 
 
-# -- what is refused, before a process starts ------------------------------------------------------------------------
+# -- refusals before a process starts --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
         ("launch.name=local",),
         ("launch.name=slurm", "launch.on_rank_failure=continue"),
         ("launch.name=torchrun", "launch.machines=3", "launch.rendezvous=h:1", "launch.on_rank_failure=continue"),
-        (*MACHINES, "launch.on_rank_failure=continue"),  # machines leave by a new start
+        (*MACHINES, "launch.on_rank_failure=continue"),  # machines are evicted by a restart
         ("launch.name=torchrun", "launch.machines=3:3", "launch.rendezvous=h:1", "launch.max_restarts=2"),
     ],
 )
 def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
     with raises("LS5132"):
         resolve_strategy(load(None, [*EXCLUDE, *words], TINY), 3)
-    assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # nothing is guarded
+    assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # sdc_check is off
 
 
 @pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
@@ -63,7 +63,7 @@ def test_what_the_run_file_and_the_memory_here_reveal_is_refused_before_a_proces
 ) -> None:
     with raises("LS5154"):
         resolve(load(None, [*EXCLUDE, *RANKS, "average.ema=0.9"], TINY), Machine(), 3)
-    assert resolve(load(None, [*EXCLUDE, *RANKS], TINY), Machine(), 3)  # the control
+    assert resolve(load(None, [*EXCLUDE, *RANKS], TINY), Machine(), 3)  # control
     sharded = load(None, ["sdc_check.every=1", "strategy.name=fsdp2"], TINY)
     assert resolve(sharded, Machine(), 2)  # it fits
     monkeypatch.setattr("lockstep.distributed.system_metrics.capacity", lambda device, sharing: 10)
@@ -79,7 +79,7 @@ def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.Monk
         check_eviction(Job.of(load(None, [*EXCLUDE, *MACHINES], TINY)), None)
 
 
-# -- who decides, and who leaves -------------------------------------------------------------------------------------
+# -- the vote and the eviction ---------------------------------------------------------------------------------------
 
 
 def test_the_third_computation_is_made_on_a_third_machine() -> None:
@@ -115,7 +115,7 @@ def test_who_leaves(
     assert leaves == out
 
 
-# -- what is written down --------------------------------------------------------------------------------------------
+# -- the record of evictions -----------------------------------------------------------------------------------------
 
 
 def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
@@ -184,7 +184,7 @@ def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, job: CommandJ
 @pytest.mark.usefixtures("nobody_is_left")
 @pytest.mark.parametrize("strategy", ["WrongRank", slow("WrongFirstRank"), slow("WrongWeightOfRank")])
 def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """The others finish the step, with the bits of a job that it was never in; nobody takes its place."""
+    """The others finish the step, with the bits of a job without that rank; no rank replaces it."""
     rank = {"WrongRank": 1, "WrongFirstRank": 0, "WrongWeightOfRank": 2}[strategy]
     status, _, err = guarded(tmp_path, cache, strategy, "launch.max_restarts=3")
     assert status == 0, err
@@ -201,4 +201,4 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     assert found["weights_agree"] is (strategy != "WrongWeightOfRank")
     assert bits(tmp_path) == bits(untouched)
     each_step_once(tmp_path, untouched)
-    assert job_record.evictions_of(tmp_path / "out") == []  # a start after this one may have all ranks again
+    assert job_record.evictions_of(tmp_path / "out") == []  # a later start may use all ranks again

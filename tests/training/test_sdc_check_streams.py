@@ -1,4 +1,4 @@
-"""`guard` of streams and of several sources: a second computation reads its examples again, wherever training is."""
+"""`sdc_check` with streams and several sources: a repeated computation reads its examples again at any position."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 
 def run_of(kind: str, folder: Path, *words: str) -> Run:
-    if kind == "stream":  # windows of 24 examples, steps of 22: a window more with each step
+    if kind == "stream":  # windows of 24 examples, steps of 22: each step reaches one window further
         return stream_runs.streamed(stream_runs.shards(folder / "shards"), *words)
     return load(None, list(words), TINY | {"data": mixture(folder)})
 

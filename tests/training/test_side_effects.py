@@ -1,5 +1,4 @@
-"""What a model's forward does beside computing: it is seen before training, leaves no trace there, and is kept or
-refused."""
+"""Side effects of a model's forward are detected before training, undone there, and then supported or refused."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from support.harness import build, digest, run_on, works
 from support.messages import raises
 
 NONE = ["Plain", "FrozenRows", "SwitchedLate", "Queue", "Functional"]
-SEEN = {  # module -> what is seen of its forward, by field
+SEEN = {  # module -> detected side effects of its forward, by field
     "LateHook": {"hooked": ["second.weight"]},
     "Clamped": {"written": ["second.weight"], "alike": ["second.weight"]},
     "ClampedElsewhere": {"written": ["second.weight"], "new_memory": ["second.weight"], "alike": ["second.weight"]},
@@ -34,7 +33,7 @@ SEEN = {  # module -> what is seen of its forward, by field
     "Switched": {"switched": ["second.weight"]},
     "Evaluated": {"evaluated": ["second.weight"]},
 }
-ALONE = {"Renormed", "Decayed", "Teacher", "TeacherBuffer", "Count", "Switched"}  # not on several processes
+ALONE = {"Renormed", "Decayed", "Teacher", "TeacherBuffer", "Count", "Switched"}  # not supported with several processes
 
 
 def effects(name: str) -> SideEffects:
@@ -61,7 +60,7 @@ def test_what_forward_does_is_seen_and_leaves_no_trace(name: str) -> None:
 
 
 def test_ranks_put_together_what_they_saw() -> None:
-    """What one rank only has seen, or made something else of, each would keep for itself."""
+    """A side effect that only one rank detected, or detected differently, must be known to all ranks."""
     clamped, plain = effects("Clamped"), SideEffects()
     assert not clamped.together(lambda own: [own, own]).per_process
     assert clamped.together(lambda own: [own, plain]).per_process == {"second.weight"}
@@ -90,7 +89,7 @@ def builds(world: World, run: Run) -> bool:
 
 
 def after_steps(run: Run, tried: bool) -> str:
-    """The state after three steps."""
+    """Return the state after three steps."""
     task, strategy = build(run, World(run))
     feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
     if tried:
@@ -180,7 +179,7 @@ def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:
 def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     alone = trained(run_of(name, tmp_path, "single"), 1)
     assert "# the same weights on 2 processes" in log(tmp_path / f"{name}-single")
-    if name == "Evaluated":  # the export is what was trained, not what was evaluated
+    if name == "Evaluated":  # the export is the trained state, not the evaluated one
         run = run_of("Plain", tmp_path, "single")
         assert digest(alone) == digest(trained(run, 1))
     for run, ranks in ((run_of(name, tmp_path, "ddp"), 3), (run_of(name, tmp_path, "fsdp2", gather="step"), 2)):
@@ -189,7 +188,7 @@ def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str,
 
 @pytest.mark.processes
 def test_a_block_that_some_batches_leave_out_has_the_bits_of_one_process(tmp_path: Path) -> None:
-    """It is no block of its own for `fsdp2`: what some of the training items leave out is found before the start."""
+    """Such a block is not sharded separately by `fsdp2`: the check before the start finds that some items skip it."""
     alone = trained(run_of("LeavesOut", tmp_path, "single"), 1)
     assert digest(trained(run_of("LeavesOut", tmp_path, "fsdp2", gather="micro_batch"), 3)) == digest(alone)
 
@@ -223,8 +222,8 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
     said = log(run.folder)
     assert "the same weights on" not in said
     assert f"next {shlex.join(['lockstep', 'evaluate', str(run.folder)])}" in said
-    assert "repeat " not in said  # that command, too, and no other
-    assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # seen while it trains
+    assert "repeat " not in said  # that command is named, and no other
+    assert ("this model trains on one process only" in said) == (name != "SwitchedLate")  # detected during training
 
 
 @pytest.mark.parametrize(

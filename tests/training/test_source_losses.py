@@ -1,5 +1,5 @@
-"""The training loss of each source of a mixture: it is that of its examples alone, the same at every number of
-processes and with every strategy, no bit of the weights hangs on it, and it is told wherever losses are."""
+"""Training loss per source of a mixture: computed from its examples alone, equal for any number of processes and
+strategy, reported wherever losses are, and without effect on the weights."""
 
 import json
 import math
@@ -31,7 +31,7 @@ NO_SOURCE = "data.source=null"
 
 
 def of_kind(kind: str, folder: Path, *overrides: str) -> Run:
-    """A mixture of three sources without dropout, and of unequal counts of targets."""
+    """Return a mixture of three sources without dropout, with unequal numbers of targets."""
     if kind == "classification":
         gpt2 = {"type": "gpt2", "config": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32} | CALM}
         return mixed(folder, *overrides, model=gpt2)
@@ -48,7 +48,7 @@ def of_kind(kind: str, folder: Path, *overrides: str) -> Run:
 
 
 def alone(micro: MicroBatch, source: int) -> MicroBatch:
-    """The same, in which examples of other sources have no targets."""
+    """Return the micro-batch with targets only in this source's examples."""
     assert micro.sources is not None
     targets = micro.targets.clone()
     targets[micro.sources != source] = IGNORED
@@ -80,7 +80,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
             batch = feed.make(step)
             assert batch.targets_of is not None
             assert batch.targets_of.sum() == batch.targets
-            if told and step == 0:  # at a rate of 0, and with no dropout
+            if told and step == 0:  # at learning rate 0, without dropout
                 sums = strategy.train_step(batch, 0.0).loss_sums_of
                 assert sums is not None
                 for source in range(3):
@@ -125,7 +125,7 @@ EXACT = ("allreduce", "ddp", "fsdp2", "hf_accelerate", "hf_trainer", "pipeline")
 
 
 def trained(world: World, runs: list[Run]) -> list[list[list[float]]]:
-    """Of each run the loss sums of the sources, step by step."""
+    """Return, for each run, the sources' loss sums per step."""
     found = []
     for run in runs:
         _, strategy, feed = build_with_feed(run, world)
@@ -150,7 +150,7 @@ def test_the_same_with_every_strategy_and_at_every_number_of_processes(tmp_path:
     assert np.allclose(first[0], single, rtol=1e-4)
 
 
-# -- where they are told ---------------------------------------------------------------------------------------------
+# -- where they are reported -----------------------------------------------------------------------------------------
 
 
 def step_of(sums: list[float], targets: list[int]) -> tuple[StepBatch, StepResult]:
@@ -168,12 +168,12 @@ def test_they_are_means_over_the_steps_since_the_last_line() -> None:
     line = meter.line(result, 0.1)
     assert {k: v for k, v in line.items() if k.startswith("loss_")} == {"loss_web": 8 / 6, "loss_book": 0.5}
     resumed = Meter(state, ["web", "book", "chat"])
-    for each in (meter, resumed):  # what a checkpoint kept is in the next line, once
+    for each in (meter, resumed):  # values from a checkpoint are in the next line, once
         each.add(*step_of([3.0, 0.0, 1.0], [1, 0, 1]))
     assert meter.line(result, 0.1)["loss_web"] == 3.0
     found = resumed.line(result, 0.1)
     assert (found["loss_web"], found["loss_book"], found["loss_chat"]) == (11 / 7, 0.5, 1.0)
-    other = Meter(state, ["web", "chat"])  # the run file names others now
+    other = Meter(state, ["web", "chat"])  # the run file now has other sources
     other.add(*step_of([3.0, 1.0], [1, 1]))
     assert other.line(result, 0.1)["loss_web"] == 3.0
 

@@ -1,4 +1,4 @@
-"""The lines `repeat` and `best` at the end of a run: commands that can be pasted, and do what they say."""
+"""The lines `repeat` and `best` at the end of a run are commands that can be pasted and do what they say."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
 
 
 def pasted(run: Run, processes: int, command: str = "train") -> tuple[Run, str]:
-    """What the command makes of OUTPUT/run.yaml, and what it is said to do."""
+    """Return the run that the command loads from the output folder's run.yaml, and its description."""
     run.folder.mkdir(parents=True)
     (run.folder / "run.yaml").write_text(run.dump())
     world = World(run)
@@ -89,7 +89,7 @@ def test_a_better_step_is_named_with_what_would_export_it() -> None:
     assert found["better"].endswith("loss 1.55, accuracy 0.6; the export (step 1,020) has loss 4.29, accuracy 0.5")
     assert "best" in found
     both = Best()
-    both.update(34, {"loss": 1.55, "accuracy": 0.4})  # better by its loss alone: nothing is recommended
+    both.update(34, {"loss": 1.55, "accuracy": 0.4})  # only its loss is better: nothing is recommended
     assert set(better_step(Job.of(run), both, 1020, scores)) == {"better"}
     by_score = tiny("checkpoint.best=accuracy", "export=last", output="out")
     found = better_step(Job.of(by_score), best_of("accuracy", at34=0.75, at1020=0.5), 1020, scores)
@@ -98,10 +98,10 @@ def test_a_better_step_is_named_with_what_would_export_it() -> None:
 
 def test_no_better_step_is_named_where_there_is_none() -> None:
     job, scores = Job.of(tiny(output="out")), {"validation": {"loss": 4.29}}
-    assert better_step(job, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last one is the best
+    assert better_step(job, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last step is the best
     assert better_step(job, best_of(None, at34=4.29), 34, scores) == {}  # it is exported
     assert better_step(job, best_of(None, at34=4.2900001), 1020, {"validation": {"loss": 4.2900002}}) == {}
-    assert better_step(job, best_of(None), 1020, scores) == {}  # no evaluation on the way
+    assert better_step(job, best_of(None), 1020, scores) == {}  # no evaluation during training
     assert better_step(job, best_of(None, at34=1.0), 1020, {"train": {"loss": 2.0}}) == {}
     mean = Job.of(tiny("average.last=2", "checkpoint.every=2", output="out"))  # no single step is exported
     assert set(better_step(mean, best_of(None, at34=1.0), 1020, scores)) == {"better"}

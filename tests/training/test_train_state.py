@@ -1,4 +1,5 @@
-"""`TrainState`: what checkpoints, recovery and peer checkpoints exchange, and hooks that run again. No process."""
+"""`TrainState`: the state exchanged by checkpoints, recovery and peer checkpoints, and hooks that run again, without a
+process."""
 
 import json
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ def advance(state: TrainState, loss: float = 2.0) -> None:
 
 def test_hooks_run_again_after_an_update_of_this_job_only() -> None:
     state = state_of(run_of())
-    state.rerun_hooks(checkpoint=True)  # that update is of another start
+    state.rerun_hooks(checkpoint=True)  # that update was made by another start
     assert not state.hooks_pending
     assert not state.pending
     advance(state)
@@ -62,7 +63,7 @@ def test_a_line_is_taken_once_and_stays_for_hooks_that_run_again() -> None:
     assert state.line == line
     advance(state)
     assert not state.line
-    assert state.meter.state()["line"]["steps"] == 1  # of the line to come
+    assert state.meter.state()["line"]["steps"] == 1  # of the next line
 
 
 def test_an_evaluation_that_is_made_again_counts_once() -> None:
@@ -74,7 +75,7 @@ def test_an_evaluation_that_is_made_again_counts_once() -> None:
         assert not state.count_evaluation({"accuracy": 0.4})
         assert state.progress.since == 1
     advance(state)
-    assert state.count_evaluation({"accuracy": 0.4})  # the control: another step's counts
+    assert state.count_evaluation({"accuracy": 0.4})  # control: a count of another step
     assert state.over
 
 
@@ -93,10 +94,10 @@ def test_what_another_rank_takes_over_is_the_same_state() -> None:
     assert json.loads(json.dumps(other.state_dict())) == sent
     assert other.meter.total == state.meter.total
     advance(state)
-    assert json.loads(json.dumps(other.state_dict())) == sent  # nothing is shared
+    assert json.loads(json.dumps(other.state_dict())) == sent  # the copies share nothing
     other.load_state_dict(state.state_dict())
     assert other.step == 11
-    assert EVALUATION not in other.pending  # that of the step before
+    assert EVALUATION not in other.pending  # it belongs to the previous step
 
 
 def test_ranks_that_have_run_more_hooks_hold_the_same_state() -> None:
@@ -107,7 +108,7 @@ def test_ranks_that_have_run_more_hooks_hold_the_same_state() -> None:
         advance(state)
     one.count_evaluation({"accuracy": 0.5})
     one.finish()
-    assert one.digest() != two.digest()  # one has nothing left to do
+    assert one.digest() != two.digest()  # one has no pending work
     for state in (one, two):
         state.rerun_hooks()
     assert one.digest() == two.digest()
@@ -136,7 +137,7 @@ def test_a_checkpoint_gives_back_what_it_was_given() -> None:
     assert not other.hooks_pending
     assert other.progress == state.progress
     assert other.meter.state() == state.meter.state()
-    assert other.meter.total.steps == -2  # what was done before does not count
+    assert other.meter.total.steps == -2  # steps before the start do not count
 
 
 def test_fingerprints_of_another_rank_are_taken_over() -> None:

@@ -1,4 +1,4 @@
-"""MFU: operations of a token as the PaLM paper counts them, over a rate that is measured."""
+"""MFU: operations per token, counted as in the PaLM paper, over a measured rate."""
 
 from __future__ import annotations
 
