@@ -1,5 +1,5 @@
-"""What a person sees: a bar on a terminal, plain lines elsewhere, notes alone when asked for quiet. Screens are looked
-at as a terminal would show them."""
+"""Terminal output: a progress bar on a terminal, plain lines elsewhere, notes alone if quiet. A terminal emulator
+renders the screens."""
 
 import io
 import os
@@ -24,7 +24,7 @@ SYSTEM = {"cpu_percent/rank0": 99.0, "cpu_percent/rank1": 98.0, "memory_gb/rank0
 
 
 def training(told: Console, place: str = "step 3") -> None:
-    """A few steps of a job, as `rank.py` tells them."""
+    """Run a few steps of a job, reported as `rank.py` does."""
     told.facts({"run": "tiny -> out"})
     told.start(400, 100, lambda: place)
     told.log(101, "train", TRAIN)
@@ -86,7 +86,7 @@ def test_the_bar_fits_a_narrow_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("width", range(58, 74))
 def test_the_last_line_leaves_room_for_the_echo_of_ctrl_c(width: int) -> None:
-    """Else the echo begins a new line, and the bar is taken away from one line too low: its first one stays."""
+    """Otherwise the echo starts a new line, and erasing the bar begins one line too low: its first line stays."""
     told, out = console(terminal=True, width=width)
     training(told)
     assert all(len(line) + len("^C") <= width for line in screen(out.getvalue()) if "/s" in line or "GB" in line)
@@ -119,7 +119,7 @@ def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.track.console.time.monotonic", lambda: now[0])
     told, out = console(terminal=False)
     told.start(100_000, 0)
-    for step in range(1, 86_401):  # a step a second, for a day
+    for step in range(1, 86_401):  # one step per second, for a day
         now[0] += 1
         told.log(step, "train", TRAIN)
     found = [int(line.split()[1].partition("/")[0]) for line in out.getvalue().splitlines()]
@@ -131,7 +131,7 @@ def test_plain_lines_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_of_a_minute_takes_a_few_plain_lines(
     seconds: float, lines: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step, then a quarter of the steps each; five seconds pass between two."""
+    """Lines follow the first step, then every quarter of the steps; at least five seconds pass between two."""
     now = [1000.0]
     monkeypatch.setattr("lockstep.track.console.time.monotonic", lambda: now[0])
     told, out = console(terminal=False)
@@ -183,7 +183,7 @@ def test_other_ranks_are_silent() -> None:
 
 @pytest.mark.processes
 def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
-    """A window that was closed, or `| head`: what is said later is in the log."""
+    """After a window was closed, or under `| head`, later output is in the log."""
     say = (
         "from pathlib import Path; from lockstep.track.console import Console\n"
         "console = Console(True, Path('log.txt'))\n"

@@ -1,4 +1,4 @@
-"""The first minutes of a run: something to see at once, how far it is and how good, and what to do next."""
+"""The first minutes of a run: immediate output, progress and quality so far, and what to do next."""
 
 import os
 import shlex
@@ -179,7 +179,7 @@ def test_columns_can_be_scanned() -> None:
 
 
 class Model:
-    """A strategy, as far as its parameters are concerned."""
+    """A stub strategy that has only parameters."""
 
     parameter_count, trained_count = 1_000_000, 1_000_000
 
@@ -277,7 +277,7 @@ def test_a_table_that_is_too_wide_breaks_the_names_of_its_columns_and_cuts_none(
 
 @pytest.mark.processes
 def test_what_runs_is_said_once_where_the_ranks_share_the_terminal(job: CommandJob) -> None:
-    """Under tcp and accelerate a rank is this process, or is started from here."""
+    """Under tcp and accelerate a rank is this process, or one of its children."""
     meet = ("launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{free_port()}", "launch.rank=0")
     job.write()
     status, out, err = job.train(*meet, "launch.world_size=1", "steps=1")

@@ -1,4 +1,4 @@
-"""What a process draws in its terminal is taken off it before the process ends at once."""
+"""A process erases its progress display from the terminal before it exits abruptly."""
 
 import io
 import threading
@@ -25,7 +25,7 @@ def test_a_bar_is_registered_while_it_is_shown() -> None:
 
 
 def test_a_display_that_does_not_stop_is_left() -> None:
-    """Another one is cleared, an error is none, and nobody waits for ever."""
+    """Another display is still erased, an exception is ignored, and the exit waits for a limited time."""
     never, cleared = threading.Event(), threading.Event()
 
     def broken() -> None:

@@ -1,4 +1,4 @@
-"""Pages about runs: what they say, of whatever a folder holds, and that they hold together in a browser."""
+"""Report pages: their contents for any state of an output folder, and their layout in a browser."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_one_slow_moment_makes_no_straggler(tmp_path: Path) -> None:
 
 
 def test_ranks_that_only_wait_are_no_stragglers(tmp_path: Path) -> None:
-    """The control: where all work alike, nobody is named, however long they wait for gradients."""
+    """Control: if all ranks work at equal speed, none is named, however long they wait for gradients."""
     said = text_of(write_report(folder_of(tmp_path / "even", steps=60)))
     assert "is a straggler" not in said
     assert "No straggler" in said
@@ -99,7 +99,7 @@ def test_words_of_others_are_text_and_not_markup(tmp_path: Path) -> None:
 
 
 def test_a_page_of_what_a_killed_run_left(tmp_path: Path) -> None:
-    """Half lines, a step trained twice, a start without an end."""
+    """The folder has partial lines, a step trained twice, and a start without an end."""
     folder = folder_of(tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(
@@ -252,7 +252,7 @@ def write_journal(world: World, folder: str) -> None:
     found.answer()
     found.saved(10)
     found.saved(10)
-    found.times(15, [1.0] * len(NAMES))  # is not answered: a rank was lost
+    found.times(15, [1.0] * len(NAMES))  # gets no answer: a rank failed
     found.regroup(12)
     found.last_times(20, [1.0] * len(NAMES))
 
@@ -331,7 +331,8 @@ def test_a_run_that_was_stopped_has_two_starts_and_the_same_metrics(
 @pytest.mark.processes
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
 def test_pages_fit_a_phone_and_a_desk_light_dark_and_print(tmp_path: Path) -> None:
-    """No horizontal overflow, nothing on the console, nothing asked of a network, colours that follow the reader's."""
+    """No horizontal overflow, no console messages, no network requests, and colors that follow the reader's
+    settings."""
     wide = "a-very-long-name-of-a-run-that-nobody-can-break-into-lines-" * 2
     one, two = folder_of(tmp_path / "a", slow=1.4, name=wide), folder_of(tmp_path / wide, 2e-3)
     labels = [f"a long label {i}" for i in range(20)]

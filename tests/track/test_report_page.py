@@ -1,5 +1,4 @@
-"""What the page of a run shows of its numbers: axes, points, smoothing, what is pointed at, scores of classes, a page
-that follows a run."""
+"""Charts on a run's page: axes, points, smoothing, tooltips, per-class scores, and a page that follows a run."""
 
 import json
 import re
@@ -21,13 +20,13 @@ from support.reports import folder_of, text_of
 
 
 def below(chart: str) -> list[str]:
-    """The numbers under the x axis, from the left."""
+    """Return the labels of the x axis, from the left."""
     found = re.findall(rf'<text x="([\d.]+)" y="{charts.HEIGHT + charts.BELOW - 3}"[^>]*>([^<]+)<', chart)
     return [text for _, text in sorted(found, key=lambda each: float(each[0]))]
 
 
 def beside(chart: str) -> list[str]:
-    """The numbers at the y axis, from below."""
+    """Return the labels of the y axis, from below."""
     return re.findall(rf'<text x="{charts.LEFT - 4}"[^>]*>([^<]+)<', chart)
 
 
@@ -251,7 +250,7 @@ def test_a_live_page_says_how_far_it_is_and_loads_itself(tmp_path: Path) -> None
 def test_it_is_written_until_the_run_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """This process stands for one that trains: it ends while the command sleeps for the second time."""
+    """This process stands for a training one: it ends while the command sleeps for the second time."""
     folder = folder_of(tmp_path / "run")
     (folder / "run.yaml").write_text(
         "{name: made, data: {source: builtin/emotion}, model: {type: gpt2}, tokenizer: {train: bpe}}"
@@ -333,7 +332,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
 
 
 def test_rates_are_drawn_beside_those_that_are_planned(tmp_path: Path) -> None:
-    """Of a run that has done 40 of 100 steps."""
+    """The run has done 40 of 100 steps."""
     folder = folder_of(tmp_path / "run")
     (folder / "run.yaml").write_text(
         json.dumps({"name": "x", "optim": {"learning_rate": 1e-3, "schedule": "wsd", "warmup_steps": 10}})

@@ -1,4 +1,4 @@
-"""Each place where text leaves a run is fed with secrets and control characters, which do not come out."""
+"""Secrets and control characters are put into each place where text leaves a run, and must not come out."""
 
 import html
 import json
@@ -34,7 +34,7 @@ KEPT: list[Any] = []
 
 
 class Fake(Tracker):
-    """Keeps what it is given."""
+    """Record the arguments of calls."""
 
     def open(self) -> str:
         KEPT.append(self.config)
@@ -91,7 +91,7 @@ def test_what_is_cut_is_struck_before() -> None:
 
 
 def connected(world: World, name: str, folder: Path) -> tuple[str, str]:
-    """A tracker whose address, with a password, comes from the environment."""
+    """Return a tracker whose address, with a password, comes from the environment."""
     import os
 
     os.environ.update(HOME=str(folder), WANDB_MODE="online", WANDB_API_KEY="0" * 40)

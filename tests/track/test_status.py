@@ -1,4 +1,4 @@
-"""`lockstep status`, `logs` and `stop` from another terminal than the one that trains."""
+"""`lockstep status`, `logs` and `stop`, run from another terminal than the training one."""
 
 import errno
 import json
@@ -300,7 +300,7 @@ def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_launch_json_on_a_full_disk_is_written_in_its_place(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no room there; another disk's refusal is what `write` returns."""
+    """Overwriting in place needs no room; `write` returns an error of another disk."""
     before = job_record.here("local", 2)
     assert job_record.write(tmp_path, before)
 
@@ -324,7 +324,7 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
 
 
 def test_a_run_whose_records_end_early_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a disk that filled up while it trained, metrics.jsonl ends; launch.json needs no more room."""
+    """On a disk that filled up during training, metrics.jsonl ends early; launch.json needs no more room."""
     (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}", "track.every=1").dump())
     (tmp_path / "metrics.jsonl").write_text('{"step": 12, "split": "train", "loss": 1.5}\n')
     record = job_record.here("local", 1)

@@ -1,4 +1,4 @@
-"""Nothing printed ends a run: streams that cannot show a character, that are closed, full, or read by nobody."""
+"""No output stream can end a run: streams that lack a character, or are closed, full, or not read."""
 
 import errno
 import io
@@ -52,7 +52,7 @@ def test_a_console_on_a_stream_of_any_encoding(encoding: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_console_without_a_stream(closed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a process without a terminal, where Python has None."""
+    """A process without a terminal may have None as its stream."""
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.StringIO() if closed else None)
         if closed:
@@ -106,7 +106,7 @@ def test_a_full_disk_is_no_error_and_later_lines_are_tried(monkeypatch: pytest.M
 
 
 def test_a_pipe_that_does_not_block_gets_all() -> None:
-    """Node and ssh leave terminals and pipes so: Python raises BlockingIOError, and drops what it held."""
+    """Node and ssh leave terminals and pipes non-blocking: Python then raises BlockingIOError, and drops its buffer."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     stream, file = safe(write)

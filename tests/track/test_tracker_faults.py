@@ -1,4 +1,4 @@
-"""Trackers that fail, a network or a key that is missing, a full disk: named once, and training goes on."""
+"""Failing trackers, a missing network or key, a full disk: reported once, and training goes on."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_p
 
 
 def online(world: World, folder: Path, key: str | None) -> tuple[list[str], list[str]]:
-    """A run that is to be online where nothing answers."""
+    """Log to an online W&B run whose server cannot be reached; return its lines and warnings."""
     os.environ.update(HOME=str(folder), NETRC=str(folder / "netrc"), WANDB_MODE="online")
     os.environ["WANDB_BASE_URL"] = "http://127.0.0.1:9"
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
@@ -152,7 +152,7 @@ def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_pat
 
 
 def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(tmp_path: Path) -> None:
-    """It opens in a thread of its own, which training does not wait for."""
+    """The tracker opens in a separate thread, for which training does not wait."""
     from lockstep.track.tensorboard import TensorBoard
     from lockstep.track.wandb import WandB
 

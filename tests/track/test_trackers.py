@@ -1,4 +1,4 @@
-"""What each tracker logs is read back from its own store; the keys of trackers; what ranks take of their machines."""
+"""Values logged to each tracker are read back from its own store; the keys of trackers; system metrics of ranks."""
 
 import json
 import os
@@ -154,7 +154,7 @@ def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path)
 
 
 def test_mlflow_gets_no_name_that_it_refuses() -> None:
-    """It refuses a request with a name of other characters: the whole run would have no numbers there."""
+    """MLflow refuses a whole request for one name with other characters, and the run would have no metrics there."""
     there("mlflow")
     from mlflow.utils.validation import _validate_batch_log_data
 
@@ -181,7 +181,8 @@ def test_mlflow_gets_no_name_that_it_refuses() -> None:
 def test_mlflow_finds_the_run_of_a_checkpoint_that_is_older_than_its_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first checkpoint of a run that is stopped while MLflow is connected holds a token, which is a tag of it."""
+    """The first checkpoint of a run that is stopped while MLflow connects holds a token, which is a tag of the MLflow
+    run."""
     runs: list[Any] = []
 
     def create_run(_: str, run_name: str, tags: dict[str, str]) -> Any:
@@ -215,7 +216,7 @@ def test_mlflow_finds_the_run_of_a_checkpoint_that_is_older_than_its_id(
 def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run that is stopped meanwhile goes on in the same run of the tracker."""
+    """A run that is stopped meanwhile resumes in the same tracker run."""
     run, connected, opened = tiny(f"output={tmp_path}", f"track.to=[{name}]"), threading.Event(), []
 
     def connect(self: Any) -> str:
@@ -241,7 +242,7 @@ def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
 def test_a_run_that_ends_before_its_first_checkpoint_goes_on_in_the_same_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start with other keys, data or code, or after the end, is another run of the trackers."""
+    """A start with other keys, data or code, or after the end, is a new tracker run."""
     names, opened = ["mlflow", "wandb", "trackio"], list[dict[str, str]]()
     for name in names:
         kind: Any = plugins.find("track", name)

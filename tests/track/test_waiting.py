@@ -1,4 +1,4 @@
-"""A line on standard error says what a command is at, on a terminal alone, and output stands above it."""
+"""A status line on standard error shows what a command is doing, on a terminal only; output appears above it."""
 
 import os
 import pty
@@ -25,7 +25,7 @@ with busy.CommandNote(lambda: "evaluation, 3 of 20 batches"):
 
 
 def on_a_terminal(*words: str) -> tuple[str, int]:
-    """What comes to a terminal, and the exit status."""
+    """Return what the terminal receives, and the exit status."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, *words],
