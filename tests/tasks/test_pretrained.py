@@ -24,7 +24,6 @@ from transformers import (
 
 from lockstep.config.run import Run, load
 from lockstep.data import builtin
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.tasks.models import models as models_of
@@ -145,7 +144,7 @@ def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tenso
 @pytest.mark.processes
 def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) -> None:
     """And its positions, which are computed, are what they were; ZeRO-3 to rounding."""
-    first = Translation(scratch := make(tmp_path, "translation"), prepare(scratch, Translation))
+    first = Translation(Job.of(make(tmp_path, "translation")).with_data())
     first.model().save_pretrained(tmp_path / "model")
     first.tokenizer.save_pretrained(tmp_path / "model")
     values = {k: v for k, v in TINY.items() if k != "tokenizer"} | TASKS["translation"]

@@ -23,7 +23,6 @@ from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults, naming_lowered
 from lockstep.data.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 from lockstep.distributed.hardware import gpus_of
-from lockstep.tasks.task import make_task
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest
@@ -316,6 +315,7 @@ def _refuse_sharding(job: Job) -> None:
 
     from lockstep.distributed.system_metrics import capacity
     from lockstep.strategies.exact.make_model import freeze
+    from lockstep.tasks.task import make_task
     from lockstep.training.model_stats import counts
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
@@ -428,6 +428,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     from torch import device
 
     from lockstep.strategies.engines import region
+    from lockstep.tasks.task import make_task
     from lockstep.training.data_loader import StepLoader
 
     task = make_task(job)
