@@ -1,1 +1,1 @@
-"""Commands around training: write run files, benchmark, check machines, run sweeps."""
+"""Work around training: write run files, measure, check machines, try several runs."""

@@ -1,15 +1,16 @@
-"""`lockstep doctor`: report what this machine can run, how processes communicate, and whether strategies keep their
+"""`lockstep doctor`: what this machine can run, what lies between processes, and whether strategies keep their
 promise.
 
 In: a folder for checkpoints, and a number of processes or the variables of a launcher. Out: a report on the terminal
-or as JSON, and the exit status: 1 if ranks differ in something that exactness depends on, or
-cannot connect.
+or as JSON, and the exit status: 1 when something differs between ranks that would break exactness, or they do not
+meet.
 
-`probe` runs on ranks that have joined and is collective: it measures the speed of an all-reduce and the skew of clocks,
-and lists settings that differ between ranks, with ranks and hosts; some of them would break the promise of
-`strategy.exact` (see README, "The promise"). `selftest` (`--selftest`) runs a few steps of a small job under every
-strategy in each precision, compares them with the same steps of one process as `lockstep verify` does, and writes one
-page about them and the machine, which can be shared: it contains no tokens and no host name."""
+`probe` runs on ranks that have joined and is collective: the speed of an all-reduce, the skew of clocks, and what is
+not the same everywhere, named with its ranks and hosts; some of it would break the promise of `strategy.exact` (see
+README, "The promise"). `selftest` (`--selftest`) runs a few steps of a small job under every strategy in each
+precision, compares them with the same steps of one process as `lockstep verify` does, and writes one page about them
+and the machine, which can be sent to somebody: it holds no token, and not the name of the host.
+"""
 
 from __future__ import annotations
 
@@ -138,8 +139,8 @@ def problems(report: dict[str, Any]) -> list[str]:
         )
     if slow := ranks.get("compute", {}).get("slow_ranks"):
         failures.append(
-            f"{'rank' if len(slow) == 1 else 'ranks'} {', '.join(map(str, slow))} compute at less than 0.7 times "
-            f"the median speed: all others wait for them"
+            f"{'rank' if len(slow) == 1 else 'ranks'} {', '.join(map(str, slow))} compute at less than 0.7 of "
+            f"the middle speed: all wait for them"
         )
     for host, facts in ranks.get("folder", {}).get("of_host", {}).items():
         if "failed" in facts:
@@ -181,9 +182,7 @@ def verdict(report: dict[str, Any]) -> str:
     torch_facts, count = report.get("torch", {}), len(report["problems"])
     listed = f"; {count} problem{'s' * (count > 1)} above" if count else "; no problem found"
     if str(torch_facts.get("failed", "")).startswith(machine_info.NO_ANSWER):
-        return (
-            f"undecided: torch reported {torch_facts['failed']}, perhaps because the machine is busy; try again{listed}"
-        )
+        return f"none: torch gave {torch_facts['failed']}, which a busy machine may explain; try again{listed}"
     if "failed" in torch_facts or not torch_facts.get("version"):
         return f"this machine cannot train: torch does not start{listed}"
     cores, devices = report.get("machine", {}).get("cores"), torch_facts.get("devices") or []
@@ -210,7 +209,7 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
     if rows:
         console.table("what differs between ranks", ["what", "where", "breaks exactness"], rows)
     else:
-        console.say("no differences between ranks")
+        console.say("all ranks are alike")
 
 
 def _sides(each: dict[str, Any]) -> str:
@@ -258,10 +257,10 @@ EXACT = {
     "lockstep-train": "another version may compute in another order",
     "torch": "another version may compute in another order",
     "transformers": "another version may build another model",
-    "tokenizers": "another version may tokenize texts differently",
+    "tokenizers": "another version may cut texts otherwise",
     "device": "devices of different kinds give different bits",
     "processor": "processors of different models may give different bits",
-    "instructions": "other instruction sets may add in another order",
+    "instructions": "other instructions add in another order",
     "cores": "launch.threads: auto depends on them; set launch.threads",
     "OMP_NUM_THREADS": "the number of threads changes bits",
     "driver": "another version of CUDA may compute in another order",
@@ -442,7 +441,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
     console.say(
-        f"{STEPS} steps under each strategy, {quantity(count, 'process')}, compared with the same on one process ..."
+        f"{STEPS} steps under each strategy, {quantity(count, 'process')}, beside the same steps of one process ..."
     )
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:
