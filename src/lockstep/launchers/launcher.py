@@ -154,9 +154,7 @@ class SubmittedJob(Launcher):
         Console(True).say(f"{self.label(record)} is submitted, as asked for in {', '.join(plan.files)}")
         if self.waits(run):
             return self.watch(run, record)
-        Console(True).say(
-            f"to manage the job: lockstep status|logs|stop {shlex.quote(str(run.folder))}{self.afterwards}"
-        )
+        Console(True).say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it{self.afterwards}")
         return 0
 
     def watch(self, run: Run, record: JobRecord) -> int:
