@@ -344,7 +344,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
     with pytest.raises(
         RunError, match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other arithmetic: \[LS\d+\]\n  seed"
     ):
-        mirrors.check(other.run, other.task.prepared)
+        mirrors.check_other(other.task.job.having(other.run))
     with pytest.raises(RunError, match="or give another mirror"):
         other.checkpoints.resume(other.strategy)
 
