@@ -9,6 +9,7 @@ calls of a driver: streams, events, the generator; no operations.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import json
 import os
@@ -39,6 +40,18 @@ from torch.utils._pytree import tree_leaves
 import lockstep
 
 DEVICE = torch.device("cuda", 0)
+IN_EVERY_CASE = (  # imported once, before the cases are forked
+    "lockstep.training.preload",
+    "lockstep.training.data_loader",
+    "lockstep.strategies.single",
+    "lockstep.strategies.fsdp2",
+    "lockstep_plan.fake_world",
+    "lockstep_plan.simulated",
+    "support.harness",
+    "support.label_runs",
+    "support.task_runs",
+    "transformers.models.gpt2.modeling_gpt2",
+)
 aten = torch.ops.aten
 VALUES = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.is_nonzero, aten.masked_select, aten.bincount}
 VALUES |= {aten.unique_dim, aten._unique2, aten.unique_consecutive}  # their result, or its size, depends on data
@@ -406,8 +419,8 @@ def planted() -> None:
 
 
 def main() -> None:
-    import lockstep.training.preload  # noqa: F401
-
+    for name in IN_EVERY_CASE:
+        importlib.import_module(name)
     with suppress(ImportError):
         import bitsandbytes  # noqa: F401 - PEFT imports it, and in front of a device it wants CUDA's own streams
 
