@@ -50,6 +50,8 @@ if hasattr(os, "SCHED_BATCH"):
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+os.fsync = lambda descriptor: None  # a tenth of the time; no test cuts the power. Processes that are started do sync.
+
 # Imported and collected objects stay: collecting among them takes a quarter of the time.
 gc.disable()
 
@@ -188,6 +190,14 @@ def _kernels_are_chosen_first() -> None:
         numbers = torch.ones(64, 64, dtype=dtype)
         torch.nn.functional.gelu(numbers @ numbers)
         torch.nn.functional.conv1d(numbers[None], numbers[:, :, None])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_models_are_tried_once() -> None:
+    """Keep the verdicts of trials on small models for the session, in tests with a cache of their own too."""
+    from lockstep.tasks.models import padding
+
+    padding.cache_folder = lambda: Path(_cache.name)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")
