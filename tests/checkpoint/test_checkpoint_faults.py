@@ -17,8 +17,10 @@ import pytest
 from lockstep.checkpoint import shard_files
 from lockstep.checkpoint.checkpoint import CheckpointError, Checkpoints
 from lockstep.config.run import Run
+from lockstep.data.job import Scope
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
+from lockstep.training.resolve import Machine, resolve
 from support.checkpoints import digest as digest_of
 from support.command import (
     LOCKSTEP,
@@ -317,6 +319,11 @@ def test_a_metric_that_does_not_exist_is_named(tmp_path: Path) -> None:
     job = Job(run_in(tmp_path, "checkpoint.best=f1", "evaluate.every=1"))
     with raises("LS6002", "'f1'"):
         job.checkpoints.is_best({"loss": 1.0, "accuracy": 0.1})
+    for best in ("f1", "acuracy", "-loss_x"):  # `lockstep plan`, too, names those that there are
+        with raises("LS6002", best, "accuracy, ece, examples, loss, macro_f1, roc_auc"):
+            resolve(run_in(tmp_path, f"checkpoint.best={best}", "evaluate.every=1"), Machine(), 1)
+    with raises("LS6002", "'bleu'", "macro_f1"):  # `lockstep init`, without data
+        resolve(run_in(tmp_path, "checkpoint.best=bleu", "evaluate.every=1"), Machine(), 1, Scope.OPTIONS)
     with raises("LS1063"):
         run_in(tmp_path, "checkpoint.best=f1", "evaluate.every=0")
 

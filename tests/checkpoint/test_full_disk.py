@@ -1,11 +1,13 @@
 """Disks that are too small or fill up during training: the run is refused first or warns, and no model is lost."""
 
+import argparse
 import hashlib
+import io
 import json
 import os
 import re
 import resource
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,12 @@ from transformers import AutoModelForSequenceClassification
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import DiskSpace
 from lockstep.checkpoint.manifest import finished, newest_first
+from lockstep.commands import while_it_runs
 from lockstep.config.errors import HALTED, uncoded
 from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.training import publish, rank
+from lockstep.training import disk_forecast, publish, rank
 from lockstep_trace.coded import codes
 from support.messages import raises
 from support.saving import disk, run_in, trained
@@ -37,6 +40,13 @@ def fill(folder: Path, left: int) -> None:
 def full_after(run: Run, step: int) -> tuple[int, str]:
     """Start a run whose disk fills up after a number of updates."""
     return trained(run, step, lambda: fill(run.folder.parent, 0))
+
+
+def status_of(run: Run) -> str:
+    """What `lockstep status` prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        while_it_runs.run_status(argparse.Namespace(output=str(run.folder), verify=False, trust=False, json=False))
+    return uncoded(printed.getvalue())
 
 
 def is_consistent(run: Run, status: int, said: str) -> None:
@@ -69,6 +79,8 @@ def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, before[1]))
+        with raises("LS6160", "at most 150 kB"):  # `lockstep plan`, from the sizes of a model without weights
+            disk_forecast.check(Job.of(run, 1).with_data())
         status, said = trained(run)
         space = DiskSpace(Job.of(run))
         space.export = 150_000
@@ -125,6 +137,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
         (place,) = (tmp_path / "rescue").iterdir()
         assert f"{place}/export instead (from_pretrained loads it): keep it" in said
         assert export_hashes.damage(place) is None
+        assert f"the model is in {place}/export" in status_of(run)
         assert weights_in(place / "export") == weights
         assert AutoModelForSequenceClassification.from_pretrained(place / "export").num_labels == 6
         goes_on = "goes on from step 2" if after == 4 else "begins from the start: there is no checkpoint"
@@ -134,6 +147,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
         is_consistent(run, status, said)
         assert status == 0
         assert ("resuming after step 2" in said) == (after == 4)
+        assert "rescued" not in status_of(run).replace(str(run.folder), "")
         assert weights_in(run.folder / "export") == weights
 
 

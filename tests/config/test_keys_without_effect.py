@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 
 from lockstep.config import plugins
@@ -19,8 +18,7 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
-from lockstep.training.model_stats import remarks, unused_links
-from lockstep.training.startup import without_effect
+from lockstep.training.model_stats import remarks, unused_links, without_effect
 from support.harness import tiny
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job
@@ -169,20 +167,19 @@ def test_keys_of_what_another_key_turns_off_are_noted(
 def test_what_a_length_or_other_keys_leave_without_effect_is_noted(
     strategy: type[Any], keys: tuple[str, ...], noted: list[str], processes: int
 ) -> None:
-    lines = without_effect(session_of(strategy, processes, *keys))
+    lines = without_effect(job_of(strategy, *keys), 9, processes, on_cpu=True)
     assert len(lines) == len(noted)
     assert all(line.startswith(words) for line, words in zip(lines, noted, strict=True))
 
 
-def session_of(strategy: type[Any], processes: int, *keys: str) -> Any:
-    """What `without_effect` asks of a session: nine steps on CPUs."""
+def job_of(strategy: type[Any], *keys: str) -> Any:
+    """What `without_effect` asks of a job."""
     run = tiny(f"strategy.name={strategy.__name__.lower()}", "launch.on_rank_failure=continue", *keys)
-    world = SimpleNamespace(size=processes, device=torch.device("cpu"))
-    return SimpleNamespace(run=run, world=world, feed=SimpleNamespace(total=9), strategy=object.__new__(strategy))
+    return SimpleNamespace(run=run, strategy=strategy)
 
 
 def test_micro_batches_are_handed_over_between_several() -> None:
-    alone, two = (without_effect(session_of(DDP, n, "launch.rebalance_every=2")) for n in (1, 2))
+    alone, two = (without_effect(job_of(DDP, "launch.rebalance_every=2"), 9, n, on_cpu=True) for n in (1, 2))
     assert (alone, two) == (["launch.rebalance_every has no effect on one process"], [])
 
 

@@ -30,6 +30,7 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
     score_of,
+    unknown_metric,
 )
 from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
 from lockstep.config.errors import CodedError
@@ -225,11 +226,7 @@ class Checkpoints:
         Errors: `RunError`, if the scores lack that metric."""
         score = score_of(self.run.checkpoint.best, scores)
         if self.run.checkpoint.best and self.run.checkpoint.best.removeprefix("-") not in scores:
-            raise RunError(
-                "LS6002",
-                f"checkpoint.best: {self.run.checkpoint.best!r} is not a metric of this task; expected one of "
-                f"{', '.join(sorted(scores))} (with a minus if lower is better)",
-            )
+            raise unknown_metric(self.run.checkpoint.best, scores)
         return score is not None and (self.best is None or score > self.best)
 
     def _heed(self, scores: Mapping[str, float]) -> None:

@@ -78,6 +78,15 @@ def score_of(metric: str | None, scores: Mapping[str, float]) -> float | None:
     return -score if metric.startswith("-") else score
 
 
+def unknown_metric(best: str, known: Iterable[str]) -> RunError:
+    """The error for a `checkpoint.best` that is no metric of the task."""
+    return RunError(
+        "LS6002",
+        f"checkpoint.best: {best!r} is not a metric of this task; expected one of {', '.join(sorted(known))} "
+        "(with a minus if lower is better)",
+    )
+
+
 def best_first(metric: str | None, evaluated: Mapping[int, Mapping[str, float]]) -> list[Candidate]:
     """Sort evaluated steps by score, best first; ties go to the earliest step."""
     candidates = [

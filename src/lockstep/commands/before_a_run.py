@@ -67,7 +67,7 @@ def run_plan(args: argparse.Namespace) -> int:
         console.say(f"note: the job cannot be resolved here: {job}")
     else:
         run = job.run
-        for text in (*job.notes, *remarks(job)):
+        for text in (*job.notes, *remarks(job), *without_effect(job, launcher)):
             console.note(text)
     whole = args.verbose or RECORD.get() is not None or not plan.facts
     for path, text in plan.files.items() if whole else ():
@@ -78,7 +78,10 @@ def run_plan(args: argparse.Namespace) -> int:
         console.facts({"files": f"{names}: train writes them to {folder}; --verbose prints them"})
     for note in plan.notes:
         console.say(f"note: {note}")
-    wrong = failures(run, launcher, plan, job, args.offline)
+    room, no_room = disk(job, launcher)
+    for note in room:
+        console.note(note)
+    wrong = [*failures(run, launcher, plan, job, args.offline), *no_room]
     for text in wrong:
         error(coded("LS8082", f"this would fail: {text}"))
     return FAILED if wrong else DONE
@@ -97,6 +100,27 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
     there = launcher.memory(run, plan)
     short = None if there is None else model_stats.shortage(job, there)
     return [short] if short is not None else []
+
+
+def disk(job: Job | str, launcher: Launcher) -> tuple[list[str], list[str]]:
+    """Notes on the disk of OUTPUT, and the reason why the run would be refused for it, if any."""
+    if isinstance(job, str) or launcher.submits:
+        return [], []
+    from lockstep.training import disk_forecast
+
+    try:
+        return disk_forecast.check(job), []
+    except RunError as error:
+        return [], [error.message]
+
+
+def without_effect(job: Job, launcher: Launcher) -> list[str]:
+    """Notes on keys that have no effect with the run's other keys and its number of processes."""
+    from lockstep.distributed.hardware import gpus_of
+    from lockstep.training import model_stats
+
+    on_cpu = job.run.launch.device == "cpu" or not (launcher.submits or gpus_of(job.run))
+    return model_stats.without_effect(job, model_stats.steps_of(job), job.processes, on_cpu)
 
 
 def amounts(run: Run) -> dict[str, str]:

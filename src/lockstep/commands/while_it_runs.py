@@ -59,6 +59,7 @@ def run_status(args: argparse.Namespace) -> int:
     if looks and (fault := export_hashes.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
     edits = export_hashes.note_of_edits(run.folder) if looks and "export" not in damaged else None
+    rescued = record.rescued if record and not finished else None
     status = int(args.verify and bool(damaged))
     if args.json:
         facts = {
@@ -76,6 +77,7 @@ def run_status(args: argparse.Namespace) -> int:
             "damaged": damaged,
             "taken_out": [asdict(each) for each in job_record.evictions_of(run.folder)],
             "resumable_from": max(sound, default=None) if not finished else None,
+            "rescued": rescued,
         }
         return json_output.emit("status", status, facts)
     rows = {"run": f"{run.name} -> {run.folder}"}
@@ -96,6 +98,9 @@ def run_status(args: argparse.Namespace) -> int:
         rows[name] = f"cannot be used: {reason}"
     if edits is not None:
         rows["export"] = edits
+    if rescued is not None:
+        there = os.path.lexists(rescued)
+        rows["rescued"] = f"the model is in {rescued}" if there else f"{rescued}, which is not there"
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)

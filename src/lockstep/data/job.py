@@ -110,6 +110,11 @@ class TaskRules(ABC):
         `model` and `tokenizer`. Errors: `RunError` for bad data, columns, labels, tokenizers and models.
         """
 
+    @classmethod
+    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+        """Names that scores of the run may have, those of `metrics` and of a mixture's sources aside; None: unknown."""
+        return None
+
     @classmethod  # noqa: B027 - some have nothing to refuse
     def check_prepared(cls, run: Run, prepared: Prepared) -> None:
         """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data

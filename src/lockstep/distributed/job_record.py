@@ -86,6 +86,7 @@ class JobRecord:
     cgroup: str = ""  # at the start
     ended: float | None = None
     status: int | None = None  # exit status, once known
+    rescued: str | None = None  # export written to another folder because OUTPUT could not be written
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[s
 def write(folder: Path, launched: JobRecord) -> bool:
     """Write OUTPUT/launch.json atomically, or in place if the disk is full, which needs no room. Returns whether it was
     written; raises no error, because other users of the folder report it."""
+    if launched.rescued is None and (before := read(folder)) is not None:
+        launched = replace(launched, rescued=before.rescued)  # of an earlier launch of the same run
     text = json.dumps(asdict(launched), indent=1) + "\n"
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,6 +172,7 @@ def _well_typed(record: JobRecord) -> bool:
         and isinstance(record.process, Process)
         and isinstance(record.process.pid, int)
         and isinstance(record.cgroup, str)
+        and isinstance(record.rescued, str | None)
         and all(n is None or (isinstance(n, int | float) and abs(n) < most) for n in numbers)
     )
 

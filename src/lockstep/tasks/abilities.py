@@ -186,6 +186,10 @@ class GivesPredictions(Task):
         if self.run.metrics:
             self.per_example_outputs = (*self.per_example_outputs, *self.metric_inputs)
 
+    @classmethod
+    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+        return ("loss", *cls.metric_names) if cls.built_in() else None  # a plug-in may not list all
+
     @abstractmethod
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Predictions and labels of the examples at `rows` of a split, one row each, from `per_example_outputs` in the

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
 from lockstep.tasks.objectives.objective import Objective
-from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel
+from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel, RegressionObjective, SeveralLabels
 from lockstep.tasks.task import Forward, Generate
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
     @property
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.objective.metric_names
+
+    @classmethod
+    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+        every = [*OneLabel.metric_names, *SeveralLabels.metric_names, *RegressionObjective.metric_names]
+        return tuple(dict.fromkeys(every)) if cls.built_in() else None
+
+    def possible_scores(self) -> tuple[str, ...] | None:
+        return self.objective.score_names if self.built_in() else None
 
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self.objective.metric_inputs(sums)

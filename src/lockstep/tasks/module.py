@@ -211,6 +211,9 @@ class Module(Task):
             scores[name] = float(sums[f"sum {name}"]) / count if count else float("nan")
         return scores
 
+    def possible_scores(self) -> tuple[str, ...]:
+        return ("loss", *self.prepared.facts["metrics"])
+
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
         columns = self.splits["validation"]
         if self.options.generate is None or self.options.samples == 0:

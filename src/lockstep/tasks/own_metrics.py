@@ -131,11 +131,11 @@ def functions(run: Run) -> dict[str, Metric]:
     return metrics
 
 
-def check(job: Job) -> None:
-    """Call each metric function on dummy predictions. Errors: `RunError`."""
+def check(job: Job) -> tuple[str, ...]:
+    """Call each metric function on dummy predictions. Returns the names of their results. Errors: `RunError`."""
     run = job.run
     if not run.metrics:
-        return
+        return ()
     metrics = functions(run)
     task = make_task(job)
     if not isinstance(task, GivesPredictions):
@@ -144,7 +144,7 @@ def check(job: Job) -> None:
             f"metrics: the task {run.task.name} collects no predictions that functions could receive: "
             f"{task.no_metric_inputs_reason}",
         )
-    scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)")
+    return (*scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)"),)
 
 
 def scored(

@@ -241,6 +241,10 @@ class Task(TaskRules):
     def metrics(self, sums: Sums) -> dict[str, float]:
         """Compute the metrics of a split, `loss` among them, from its sums."""
 
+    def possible_scores(self) -> tuple[str, ...] | None:
+        """`score_names` of this run, with what its data decide."""
+        return self.score_names(self.run)
+
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Report content of a split beside its metrics, computed from the same sums: JSON by name.
 

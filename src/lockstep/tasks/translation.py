@@ -372,6 +372,12 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             return super().metrics(sums)
         return super().metrics(sums) | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
 
+    @classmethod
+    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+        overlap = cls.overlap_of(cls.options_of(run))
+        written = () if overlap is None else overlap.scored
+        return ("loss", "accuracy", "perplexity", *written) if cls.built_in() else None
+
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
     ) -> list[dict[str, str]]:

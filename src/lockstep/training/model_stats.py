@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.checkpoint.manifest import averaged
+from lockstep.checkpoint.manifest import averaged, unknown_metric
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.schedules import drawn
@@ -32,7 +32,7 @@ from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
-from lockstep.strategies.abilities import ChoosesByMemory
+from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec, assigned, state_bytes
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
@@ -155,6 +155,19 @@ def data(task: Task) -> str:
     return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
 
 
+def check_best(job: Job, own: Sequence[str]) -> None:
+    """Refuse a `checkpoint.best` that no evaluation of the task can have. `own`: metrics of the user's functions.
+    Errors: `RunError`."""
+    if (best := job.run.checkpoint.best) is None:
+        return
+    task = make_task(job)
+    if (names := task.possible_scores()) is None:
+        return
+    of_sources = [f"loss_{name}" for name in task.sources(task.splits["validation"])]
+    if best.removeprefix("-") not in (known := [*names, *of_sources, *own, "examples"]):
+        raise unknown_metric(best, known)
+
+
 def check_average(job: Job) -> None:
     """Refuse a run that writes fewer checkpoints than `average.last` averages. Errors: `RunError`."""
     run = job.run
@@ -168,6 +181,11 @@ def check_average(job: Job) -> None:
             f"average.last: {run.average.last} checkpoints are averaged, but a run of {feed.total:,} steps "
             f"with a checkpoint every {every:,} steps has {there}; lower average.last or checkpoint.every",
         )
+
+
+def steps_of(job: Job) -> int:
+    """Number of optimizer steps of a run."""
+    return StepLoader(make_task(job), [], torch.device("cpu")).total
 
 
 def length(feed: StepLoader) -> str:
@@ -219,6 +237,25 @@ def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list
         share = f"{run.data.validation_fraction:g}"
         notes.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")
     return notes
+
+
+def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[str]:
+    """Notes on keys that have no effect with this run's number of steps (`total`) and of processes, and other keys."""
+    run, strategy, notes = job.run, job.strategy, list[str]()
+    if later := [step for step in run.checkpoint.at if step > total]:
+        notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
+    undecided = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    whole = None if undecided or issubclass(strategy, ShardedRecovery) else f"under {run.strategy.name}, where each "
+    idle = {
+        "launch.replicate_every": whole and f"{whole}rank has a whole copy",
+        "launch.rebalance_every": "on one process" if processes == 1 else None,
+        "launch.processes_per_gpu": "on CPUs" if on_cpu else None,
+        "hub.private": None if run.hub.push_to else "without hub.push_to",
+        "profile.after": None if run.profile.steps else "without profile.steps",
+        "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
+        "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
+    }
+    return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
 
 
 def unused_links(job: Job) -> list[str]:

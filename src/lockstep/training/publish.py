@@ -71,6 +71,8 @@ def write_model(
                 folder.rmdir()
             continue
         text += f". The model is in {place} instead ({task.loader} loads it): keep it"
+        if fault is None:  # else OUTPUT is another folder
+            job_record.note(run.folder, rescued=str(place))
         text += _mirrored(session.job, place.parent, checkpoints.mirror)
         raise TrainingFailed("LS5091", f"{text}. The same command {again}", status)
     raise TrainingFailed(

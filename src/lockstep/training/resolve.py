@@ -79,6 +79,7 @@ def resolve(
         job = _options(run, machine, processes)
         notes = _output(run, scope) if scope >= Scope.OUTPUT else ()
         if scope == Scope.OPTIONS:
+            _refuse_best(job)
             return job
         job = _data(job, data, tell, fresh=machine.launcher is not None)
         if machine.like_this_one:
@@ -144,6 +145,18 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     _refuse_unportable(job, machine.like_this_one)
     remote_sync.require_extra(run)
     return replace(job, scope=Scope.OPTIONS)
+
+
+def _refuse_best(job: Job) -> None:
+    """Refuse, without data, a `checkpoint.best` that is no metric of the task; `model_stats.check_best` knows more.
+    Errors: `RunError`."""
+    from lockstep.checkpoint.manifest import unknown_metric
+
+    run, best = job.run, job.run.checkpoint.best
+    if best is None or run.metrics or best.startswith("-loss_"):
+        return
+    if (names := job.task.score_names(run)) is not None and best.removeprefix("-") not in {*names, "examples"}:
+        raise unknown_metric(best, names)
 
 
 def resolve_strategy(run: Run, processes: int) -> type[StrategyRules]:
@@ -401,8 +414,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
         source_files.check(run, task.head, model_stats.config_entries(job))
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
-    if run.metrics:
-        own_metrics.check(job)
+    model_stats.check_best(job, own_metrics.check(job))
     model_stats.check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)

@@ -31,14 +31,13 @@ from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
 from lockstep.training.errors import not_finite
 from lockstep.training.evaluation import evaluate_with_tables, generate_samples
-from lockstep.training.model_stats import evaluated_at_once, remarks
+from lockstep.training.model_stats import evaluated_at_once, remarks, without_effect
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
@@ -83,7 +82,8 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     step, notes = session.checkpoints.resume(session.averaged, state)
     for text in notes:
         console.note(text)
-    for text in [*without_effect(session), *other_arithmetic(session.job), *enough_room(session, step)]:
+    idle = without_effect(session.job, session.feed.total, world.size, world.device.type == "cpu")
+    for text in [*idle, *other_arithmetic(session.job), *enough_room(session, step)]:
         console.note(text)
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
@@ -234,24 +234,6 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
                     checkpoints.room.too_large = str(caught.filename or caught)
                 else:
                     checkpoints.say(f"the export could not be tried: {caught}")
-
-
-def without_effect(session: Session) -> list[str]:
-    """Notes on keys that have no effect with this run's length, number of processes and other keys."""
-    run, total, notes = session.run, session.feed.total, list[str]()
-    if later := [step for step in run.checkpoint.at if step > total]:
-        notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
-    whole = f"under {run.strategy.name}, where each rank has a whole copy"
-    idle = {
-        "launch.replicate_every": None if isinstance(session.strategy, ShardedRecovery) else whole,
-        "launch.rebalance_every": "on one process" if session.world.size == 1 else None,
-        "launch.processes_per_gpu": "on CPUs" if session.world.device.type == "cpu" else None,
-        "hub.private": None if run.hub.push_to else "without hub.push_to",
-        "profile.after": None if run.profile.steps else "without profile.steps",
-        "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
-        "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
-    }
-    return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
 
 
 def other_arithmetic(job: Job) -> list[str]:

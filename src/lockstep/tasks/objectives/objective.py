@@ -328,7 +328,7 @@ class Objective(ABC):
     """A way to read and learn labels. All sums are over examples."""
 
     problem: ClassVar[str]  # transformers' `problem_type`
-    metric_names: ClassVar[tuple[str, ...]]  # names that `metrics` may return
+    metric_names: ClassVar[tuple[str, ...]]  # names that `metrics` may return, with any options
 
     def __init__(self, options: ClassificationOptions, names: list[str], counts: list[int], examples: int) -> None:
         """`counts`: examples per label among the `examples` of train."""
@@ -387,6 +387,11 @@ class Objective(ABC):
     @abstractmethod
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
         """Metrics of a split. `threshold`: chosen earlier, if any."""
+
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        """Names that `metrics` may return with this run's options."""
+        return self.metric_names
 
     @abstractmethod
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:

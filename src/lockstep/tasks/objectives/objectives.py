@@ -199,6 +199,11 @@ class OneLabel(Objective):
         decided = torch.from_numpy((probabilities[:, 1] >= used).astype(np.int64))
         return sums | self._counts(torch.from_numpy(true), decided), (probabilities, true), used
 
+    @property
+    def score_names(self) -> tuple[str, ...]:
+        only = () if self.options.threshold is not None else ("f1", "threshold")
+        return tuple(name for name in self.metric_names if name not in only)
+
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
         sums, gathered, _ = self._decided(sums, threshold)
         tables: dict[str, Any] = {}

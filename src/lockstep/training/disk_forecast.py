@@ -1,0 +1,40 @@
+"""Whether a run's checkpoints and export fit on the disk of OUTPUT, before any process starts.
+
+In: a job with its data. Out: notes, or the `RunError` that `lockstep train` would raise. Rank 0 makes the same check
+with measured sizes; the sizes here are lower bounds, computed from a model without weights.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.checkpoint.folder import DiskSpace
+from lockstep.checkpoint.manifest import finished
+from lockstep.data.job import Job
+from lockstep.tasks.task import make_task
+from lockstep.training.data_loader import StepLoader
+from lockstep.training.model_stats import ModelFacts, model_facts
+
+
+def check(job: Job) -> list[str]:
+    """Notes on the disk of OUTPUT, for a run whose rank 0 is on this machine. Errors: `RunError` if the files of the
+    run do not fit, or are larger than the system lets files be."""
+    run, newest = job.run, job.newest
+    if newest is not None and finished(run, newest):
+        return []
+    task = make_task(job)
+    feed, space = StepLoader(task, [], torch.device("cpu")), DiskSpace(job)
+    space.checkpoint, space.export = sizes(job, model_facts(task))
+    step = 0 if newest is None else newest.step
+    return space.check(step, feed.total, feed.interval(run.checkpoint.every), job.processes)
+
+
+def sizes(job: Job, model: ModelFacts) -> tuple[int, int]:
+    """Lower bounds of the bytes of a checkpoint and of an export."""
+    run = job.run
+    kept = 4 if run.optim.master_weights or not run.model.trained_in_bfloat16 else 2
+    exported = model.trained if run.model.adapter else model.every
+    return (
+        int(model.trained * (kept + model.state_bytes)),
+        int((exported - model.packed * (not run.model.adapter)) * (2 if run.model.dtype == "bfloat16" else 4)),
+    )
