@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,10 +86,7 @@ def run_status(args: argparse.Namespace) -> int:
         rows["launched"] = origin(record)
     rows["state"] = state_sentence(state)
     rows["step"] = f"{step} of {total} ({100 * step // total} %)" if total else str(step)
-    for split, line in metrics.items():
-        rows[split] = f"step {line['step']}: " + ", ".join(
-            f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)
-        )
+    rows |= {split: numbers_in(line) for split, line in metrics.items()}
     if reached - recorded >= run.track.every:
         rows["records"] = (
             f"metrics.jsonl ends at step {recorded}: later lines could not be written, for example on a full disk"
@@ -99,8 +97,7 @@ def run_status(args: argparse.Namespace) -> int:
     if edits is not None:
         rows["export"] = edits
     if rescued is not None:
-        there = os.path.lexists(rescued)
-        rows["rescued"] = f"the model is in {rescued}" if there else f"{rescued}, which is not there"
+        rows["rescued"] = f"the model is in {rescued}{', which is not there' * (not os.path.lexists(rescued))}"
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
@@ -169,6 +166,12 @@ def state_sentence(state: State) -> str:
     if state.word == "failed" and state.status == 130:  # Ctrl-C before training, or twice
         words["failed"] = "interrupted (status 130)"
     return words.get(state.word, state.word) + (f": {state.text}" if state.text else "")
+
+
+def numbers_in(line: Mapping[str, Any]) -> str:
+    """Describe a line of metrics.jsonl."""
+    numbers = {k: v for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)}
+    return f"step {line['step']}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items())
 
 
 def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:

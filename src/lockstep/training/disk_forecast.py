@@ -32,9 +32,9 @@ def check(job: Job) -> list[str]:
 def sizes(job: Job, model: ModelFacts) -> tuple[int, int]:
     """Lower bounds of the bytes of a checkpoint and of an export."""
     run = job.run
-    kept = 4 if run.optim.master_weights or not run.model.trained_in_bfloat16 else 2
+    weight = 4 if run.optim.master_weights or not run.model.trained_in_bfloat16 else 2
     exported = model.trained if run.model.adapter else model.every
     return (
-        int(model.trained * (kept + model.state_bytes)),
+        int(model.trained * (weight + model.state_bytes)),
         int((exported - model.packed * (not run.model.adapter)) * (2 if run.model.dtype == "bfloat16" else 4)),
     )
