@@ -203,3 +203,23 @@ def test_an_average_begins_with_a_copy() -> None:
         nn.init.constant_(layer.weight, value)
         average.update_parameters(layer)
     assert average.module.weight.item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "names"),
+    [
+        ("Adafactor", (3, 4), {"step": (), "row_var": (3, 1), "col_var": (1, 4)}),
+        ("Adafactor", (2, 3, 4), {"step": (), "row_var": (2, 3, 1), "col_var": (2, 1, 4)}),
+        ("Adafactor", (4,), {"step": (), "variance": (4,)}),
+        ("Muon", (3, 4), {"momentum_buffer": (3, 4)}),
+    ],
+)
+@rests_on_it("src/lockstep/strategies/optimizers/adafactor.py", "src/lockstep/strategies/optimizers/muon.py")
+def test_a_state_has_these_names_and_shapes(kind: str, shape: tuple[int, ...], names: dict[str, Any]) -> None:
+    """Adafactor holds a row and a column of squares of each matrix (of the last two dimensions), a whole tensor of
+    others; Muon holds a momentum buffer and no step."""
+    weight = nn.Parameter(torch.ones(shape))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
+    weight.grad = torch.ones(shape)
+    optimizer.step()
+    assert {name: tuple(held.shape) for name, held in optimizer.state[weight].items()} == names

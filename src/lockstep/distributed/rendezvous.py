@@ -86,7 +86,8 @@ class Sealed:
         return self._open(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Compare and set; return the key's value afterwards, or b"" if it has none and `expected` was not empty."""
+        """Compare and set; return the key's value afterwards. A missing key is set only if `expected` is empty;
+        otherwise torch's stores return `expected`."""
         before = self._seal(key, expected) if expected else b""
         value = self._store.compare_set(key, before.decode(), self._seal(key, desired).decode())
         return self._open(key, value) if value else b""
