@@ -126,6 +126,27 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+@rests_on_it("src/lockstep/checkpoint/export.py", "src/lockstep/checkpoint/hub_push.py")
+def test_an_older_single_file_is_read_before_newer_shards(tmp_path: Path) -> None:
+    """save_pretrained in shards over an older single file leaves that file, and from_pretrained reads it; in a single
+    file over older shards it deletes these, but not their index, and from_pretrained reads the single file."""
+    old, new = tiny(), tiny()
+    old.save_pretrained(tmp_path)
+    new.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len([*tmp_path.glob("*.safetensors")]) > 2
+
+    def read() -> torch.Tensor:
+        return LlamaForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight
+
+    assert torch.equal(read(), old.model.embed_tokens.weight)
+    new.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.safetensors*")} == {
+        "model.safetensors",
+        "model.safetensors.index.json",
+    }
+    assert torch.equal(read(), new.model.embed_tokens.weight)
+
+
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/tasks/models/padding.py")
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     """A causal model's logits at real tokens do not depend on padding to their right."""
