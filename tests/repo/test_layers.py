@@ -240,6 +240,9 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
     "tracer/attention.py": ("getattr(node, '_", "getattr(parent, '_", "node._saved"),  # and of attention: its weights
+    "tracer/ratios.py": ("node._saved", "getattr(node, '_saved"),  # likewise: ratios, before a clamp
+    "tracer/averages.py": "torch._foreach_",  # one pass over all tensors
+    "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     "tracer/graph.py": "getattr(node, '_",  # what autograd keeps of a loss: targets, reduction, shapes, masks
     # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
     "tracer/operations.py": (

@@ -165,6 +165,7 @@ PROVED: dict[Callable[[bool], None], str] = {
     answers_in_the_input: "future-seen",
     answers_in_the_input_with_dropout: "future-seen",
     an_inverted_mask: "mask-inverted",
+    a_schedule_of_steps: "scheduler-unit",
 }
 
 
@@ -210,7 +211,6 @@ LIKELY: dict[Callable[[bool], None], str] = {
     a_sum_of_means: "accumulation-undivided",
     a_teacher_with_dropout: "teacher-in-training-mode",
     a_cosine_of_epochs: "scheduler-unit",
-    a_schedule_of_steps: "scheduler-unit",
     shuffled_apart: "pairs-change",
 }
 

@@ -15,13 +15,15 @@ from lockstep_trace.rules import gradients, losses, replicas
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
+from support.layer_cases import LAYERS, LAYERS_SUSPECTED
+from support.noise_cases import NOISE, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, no_target_that_counts
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS
-SUSPECTED = SUSPECTED_CASES | LIKELY
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE
+SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
@@ -55,7 +57,7 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
     assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
 
 
-@pytest.mark.parametrize("case", [*RIGHT, *CLOSE, *UNUSUAL], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR], ids=lambda case: case.__name__)
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))

@@ -196,6 +196,7 @@ class Rank:
     scores: list[Mapping[str, Any]] = field(default_factory=list)  # returned by known evaluators
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
+    noise: list[Mapping[str, Any]] = field(default_factory=list)  # dropout in evaluation mode
     loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of a model's own tensors into itself
     empty_loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of which no key was the model's
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
@@ -358,6 +359,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "skipped": rank.skipped,
             "error": rank.errors,
             "worker": rank.workers,
+            "noise": rank.noise,
             "self load": rank.loads,
             "empty load": rank.empty_loads,
             "check": rank.checks,

@@ -193,6 +193,34 @@ def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield Finding("one-class-batches", what, cause, number, SUSPICIOUS, otherwise, decides)
 
 
+def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report clamped ratios of probabilities that are all exactly 1, also where steps take the same examples again.
+
+    The old probabilities are then those of the current weights: computed anew in each step, so that the clamp never
+    acts. Where each example is used in one step, old and new weights are the same, and the ratio is 1 by right. It is
+    proved if the same examples, together, come again after steps that changed the weights."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.ratios]
+    if len(steps) < PATIENCE or not all(all(s.ratios) for s in steps):
+        return
+    again = _taken_again([list(s.examples or ()) for s in steps])
+    if again is not None:
+        step = steps[again]
+        what = f"step {step.step}: all ratios of new to old probabilities are exactly 1, as in {len(steps)} steps, and "
+        what += f"its examples were trained on in step {steps[0].step} already, by other weights"
+        cause = "keep the old probabilities when examples are collected, and use them in all epochs"
+        yield Finding("ratio-of-one", what, cause, step.step, WRONG)
+
+
+def _taken_again(lists: list[list[str]]) -> int | None:
+    """Return the place where the examples of the first lists, together, come again; None without such a place."""
+    for count in range(1, len(lists) // 2 + 1):
+        one, other = (sorted(h for each in lists[i : i + count] for h in each) for i in (0, count))
+        if one == other and len(set(one)) >= 8:
+            return count
+    return None
+
+
 def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report losses written by hand that spread predictions over targets, and probabilities given to kl_div.
 

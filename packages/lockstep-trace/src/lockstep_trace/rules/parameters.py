@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep_trace.causes import few
 from lockstep_trace.merge import merged
-from lockstep_trace.read import Step, Trace
+from lockstep_trace.read import Step, Trace, Value
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 
@@ -81,9 +81,10 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that no called model has registered and no optimizer holds.
 
     Layers in a list of Python are not registered, and neither trained nor saved. A frozen network is hidden from a
-    model in the same way, often with requires_grad left on, so that is never proved. It is proved of parameters made
-    one by one (nn.Parameter) in a list of a called model: who makes one, and gives it to the loss, means it to be
-    trained, and nothing, not even other code than an optimizer, has changed it."""
+    model in the same way, often with requires_grad left on: then its weights are loaded, or a copy. It is proved of
+    parameters made one by one (nn.Parameter), and of layers that nobody has written to since their weights were drawn,
+    in a list of a called model: who makes one, and gives it to the loss, means it to be trained, and nothing, not even
+    other code than an optimizer, has changed it."""
     if optimizer != trace.optimizers[0]:
         return
     for rank in trace.ranks[:1]:
@@ -114,8 +115,8 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a part that was replaced after a later optimizer was made, which holds the old part and trains the rest.
 
-    The old parameters belong to no called model and never get a gradient, as many new ones get gradients in each step
-    and are in no optimizer. No correct program keeps the former and leaves the latter."""
+    The old parameters belong to no called model and never get a gradient, or keep one of before, as many new ones get
+    gradients in each step and are in no optimizer. No correct program keeps the former and leaves the latter."""
     steps = [s for r in trace.ranks for _, s in sorted(r.steps.get(optimizer, {}).items())]
     if not steps or not any(s.measured for s in steps):
         return
@@ -124,16 +125,21 @@ def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
         {n for n in last.late or () if (last.outside or {}).get(n)} - {p.name for p in last.layout.parameters}
     )
     old = [p.name for p in last.layout.parameters if not p.held]
-    silent = all(s.grads[n].square == 0 for s in steps for n in old if n in s.grads)
+    silent = all(_silent([s.grads[n] for s in steps if n in s.grads]) for n in old)
     if not late or len(old) != len(late) or not silent or not _with_others(trace, optimizer, late):
         return
     what = (
         f"{few(late)}: get gradients and are in no optimizer; {last.layout.optimizer} holds {len(old)} parameters "
-        "of no model that is called, which get none"
+        "of no model that is called, which get no new ones"
     )
     cause = "make the optimizer after the part is replaced"
     otherwise, decides = "a part that is trained later", "a trace of the whole run"
     yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
+
+
+def _silent(gradients: list[Value]) -> bool:
+    """Return whether no gradient arrives: each is zero, or all are the same bits."""
+    return not any(v.square for v in gradients) or len({v.fingerprint for v in gradients}) == 1
 
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
@@ -161,6 +167,35 @@ def frozen(trace: Trace, optimizer: int) -> Finding | None:
     cause = "set requires_grad to True for what is to be trained, or leave the optimizer out"
     otherwise, decides = "they may be set free later", "a trace of the whole run"
     return weakened(Finding("frozen-optimizer", what, cause), trace.complete, otherwise, decides)
+
+
+def frozen_moves(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report parameters with requires_grad False that the optimizer changes although their gradient is zero: by its
+    moments, or by decay.
+
+    Who freezes a parameter means it to stay. Gradients written by hand, as to master weights, are not zero."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    rows: dict[str, list[int]] = {}
+    own = False
+    for number, step in sorted(rank.steps[optimizer].items()) if rank is not None else ():
+        frozen = [p.name for p in step.layout.parameters if not p.trained]
+        if not step.measured or any(step.grads[n].square for n in frozen if n in step.grads):
+            continue
+        own = own or step.layout.own
+        for name in frozen:
+            if step.weights[name].fingerprint != step.before[name].fingerprint:
+                rows.setdefault(name, []).append(number)
+    names = [n for n, numbers in rows.items() if len(numbers) >= PATIENCE]
+    if names and rank is not None:
+        first = rows[names[0]]
+        kind = rank.steps[optimizer][first[0]].layout.optimizer
+        what = f"from step {first[0]} on {kind} changes {few(names)} in {len(first)} steps although requires_grad is "
+        what += "False and the gradient is zero"
+        cause = "moments and decay still move what the optimizer holds: set .grad to None (zero_grad does so by "
+        cause += "default), or leave frozen parameters out of the optimizer"
+        otherwise = "an optimizer that keeps averages of its own in the weights"
+        finding = Finding("frozen-moves", what, cause, first[0])
+        yield weakened(finding, not own, otherwise, "whether frozen parameters may change")
 
 
 def still(trace: Trace, optimizer: int) -> Iterator[Finding]:

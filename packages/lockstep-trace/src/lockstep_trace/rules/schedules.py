@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
@@ -73,8 +73,9 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a schedule of exactly as many steps as the optimizer makes in a whole run, that is stepped once an epoch;
     and a cosine of as many steps as epochs, that is stepped with the optimizer.
 
-    The first is over at the end of no such run, unless the run is a trial of a longer one. The second goes up and down
-    many times, which may be meant."""
+    The first is over at the end of no such run: who makes a schedule of exactly as many steps as all epochs have means
+    it to end with them, and a trial of a longer run has another number. The second goes up and down many times, which
+    may be meant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
         return
@@ -87,8 +88,7 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"{name} is made for {length} steps, as many as the optimizer makes, and is stepped {count} times, "
             what += f"once in each of {rounds} epochs: {count / length:.0%} of the schedule have passed at the end"
             cause = "step it after each optimizer.step() (interval 'step' in Lightning), or make it for the epochs"
-            otherwise = "a short trial of a long schedule, whose length is this number by chance"
-            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
+            yield Finding("scheduler-unit", what, cause, None, WRONG)
         elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
             what = f"{name} is made for {length} steps, as many as there are epochs, and is stepped {count} times, "
             what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"
@@ -257,6 +257,37 @@ def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     cause = "the schedule is stepped more often than its numbers count: once per step what is meant once per epoch"
     otherwise = "a long last phase that is meant to change hardly anything"
     yield Finding("rate-vanishes", what, cause, step, SUSPICIOUS, otherwise, COUNTS)
+
+
+def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report groups that an optimizer was made with, each with a rate of its own, all of which have one rate in every
+    step of a whole run.
+
+    Other code sets one rate for all before the first step, and again whenever it changes: no step ever uses the
+    different rates that the script states. A right program that wants one rate states none for a group."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    first = rank.steps[optimizer].get(0) if rank is not None else None
+    if rank is None or first is None or not trace.complete:
+        return
+    own = first.rates_made or []
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
+    rates = [[group.get("lr") for group in s.groups] for s in steps]
+    if len(set(own)) < 2 or not all(own) or len(steps) < LEAST_OF or any(len(row) != len(own) for row in rates):
+        return
+    if any(None in row or len(set(row)) > 1 for row in rates) or sum(row[0] > 0 for row in rates) < LEAST_OF:
+        return
+    stated = ", ".join(f"{rate:g}" for rate in dict.fromkeys(own))
+    what = (
+        f"{first.layout.optimizer} was made with rates of {stated} for its groups, and in all {len(steps)} steps all "
+    )
+    what += f"groups have one rate ({rates[0][0]:g} in the first)"
+    cause = (
+        "something sets one rate for all groups: multiply each group's own (LambdaLR does), or give a list of rates "
+    )
+    cause += "(max_lr of OneCycleLR)"
+    otherwise = "an optimizer that sets rates itself"
+    finding = Finding("rates-overwritten", what, cause, 0)
+    yield weakened(finding, not first.layout.own, otherwise, "what sets the rates of its groups")
 
 
 def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:

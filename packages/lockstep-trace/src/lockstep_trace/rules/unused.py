@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 MOST = 0.8  # share of steps
 
@@ -86,6 +86,21 @@ def _following(step: Step) -> bool:
     return len(names) == 1 and None not in names and all(b - a == 1 for a, b in itertools.pairwise(batches))
 
 
+def doubled(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report steps in which backward is called twice on one loss, whose gradients are added.
+
+    The second call adds the same gradient again. Programs that call it twice for something else clear or change what
+    the first one left, or ask for the gradients of certain inputs, or pass a gradient of their own."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
+    rows = [s for s in steps if "backward twice" in (s.notes or ()) and not s.rewritten and not s.closure]
+    if len(rows) >= PATIENCE and len(rows) >= MOST * len(steps):
+        what = f"step {rows[0].step}: backward is called twice on the same loss, in {len(rows)} of {len(steps)} steps: "
+        what += "its gradient is added twice"
+        cause = "call backward once on each loss"
+        yield Finding("backward-twice", what, cause, rows[0].step, WRONG)
+
+
 def repeated(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps without a backward since the last one, with gradients of the same bits: applied twice.
 
@@ -152,6 +167,20 @@ def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
     finding = Finding("clip-unused", what, cause, rows[0].step)
     otherwise = "gradients of parameters that have none yet"
     yield weakened(finding, True, otherwise, "")
+
+
+def of_nothing(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report clippings that are given no parameter at all after a backward: a generator that was used up before.
+
+    No correct program states a limit for an empty list."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.clips]
+    rows = [s for s in steps if all(c.get("given") == 0 and c["backwards"] for c in s.clips)]
+    if len(rows) < PATIENCE or len(rows) < MOST * len(steps) or not any(s.unclipped for s in rows):
+        return
+    what = f"step {rows[0].step}: clipping is given no parameter, in {len(rows)} steps, and clips no gradient"
+    cause = "give it model.parameters() each time: a generator that was used up, as by the optimizer, is empty"
+    yield Finding("clip-unused", what, cause, rows[0].step, WRONG)
 
 
 def _nothing(step: Step, clip: dict[str, object]) -> bool:

@@ -40,6 +40,8 @@ class Evaluation:
     hashes: list[Tensor] = field(default_factory=list)
     known: list[Tensor] = field(default_factory=list)  # without labels
     count: int = 0
+    ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges` of first calls
+    looks: int = 0
 
     def add(self, batch: CallInputs) -> None:
         """Count a batch, and keep its hashes."""
@@ -60,6 +62,7 @@ class Evaluation:
             "mode": self.mode,
             "optimizers": self.optimizers,
             "known": hexed(self.known),
+            "ranges": [r.tolist() for r in self.ranges],
             "count": self.count,
             "examples": hexed(self.hashes),
         }

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, observers, workers, wrappers
+from . import fsdp1, observers, sequences, workers, wrappers
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import Recorder
@@ -64,6 +64,10 @@ class Hooks:
             return None
         finally:
             _THREAD.working -= 1
+
+    def inside(self) -> bool:
+        """Return whether this thread is inside of an outermost module's forward."""
+        return bool(getattr(_THREAD, "depth", 0)) and not torch.compiler.is_compiling()
 
     def install(self) -> None:
         _wrap_call(self)
@@ -161,6 +165,8 @@ def _wrap_call(hooks: Hooks) -> None:
         if depth:
             if recorder.since.autocast is None:
                 hooks.guarded(recorder.inside, module)
+            if recorder.sequence_looks > 0 and isinstance(module, sequences.KINDS):
+                hooks.guarded(recorder.sequence, module, args, kwargs)
             if recorder.checker is not None and recorder.checker.current is not None:
                 hooks.guarded(recorder.checker.inside, module)
             if recorder.settings.level == "modules" and torch.is_grad_enabled():
@@ -174,11 +180,16 @@ def _wrap_call(hooks: Hooks) -> None:
         hooks.guarded(recorder.entered, module, args, kwargs)
         checker = recorder.checker
         checked = None if checker is None else hooks.guarded(checker.before_call, module, args, kwargs)
+        evaluates = not recorder.with_gradients and any(recorder.steps)
+        mode = hooks.guarded(recorder.noise.begin, module) if evaluates else None
         _THREAD.depth = 1
         try:
-            result = original(module, *args, **kwargs)
+            with mode or contextlib.nullcontext():
+                result = original(module, *args, **kwargs)
         finally:
             _THREAD.depth = 0
+        if evaluates:
+            hooks.guarded(recorder.noise.end, module, mode)
         if checker is not None and checked is not None:
             hooks.guarded(checker.after_call, checked, (args, kwargs), result)
         return result
@@ -225,7 +236,10 @@ def _wrap_backward(hooks: Hooks) -> None:
         if recorder is None or torch.compiler.is_compiling():
             return original(tensors, *args, **kwargs)
         if not hooks.backward_depth:
-            hooks.guarded(recorder.backward, tensors, hooks._scaled is tensors or hooks._scaled is _first(tensors))
+            scaled = hooks._scaled is tensors or hooks._scaled is _first(tensors)
+            whole_ = kwargs.get("inputs") is None and len(args) < 5 and (args or (None,))[0] is None
+            whole_ = whole_ and kwargs.get("grad_tensors") is None
+            hooks.guarded(recorder.backward, tensors, scaled, whole_)
             if recorder.checker is not None:
                 hooks.guarded(recorder.checker.before_backward, tensors)
         depth, hooks.backward_depth = getattr(_THREAD, "depth", 0), hooks.backward_depth + 1

@@ -43,20 +43,20 @@ def _odd(count: int, device: torch.device) -> Tensor:
     return (mixed(count, first=1 << 45) | 1).to(device)
 
 
-def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     if is_plain_tensor(value):
         yield name, value
     elif depth < 3 and isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _tensors(inner, str(key), depth + 1)
+            yield from tensors_of(inner, str(key), depth + 1)
     elif depth < 3 and isinstance(value, list | tuple):
         for inner in value:
-            yield from _tensors(inner, name, depth + 1)
+            yield from tensors_of(inner, name, depth + 1)
 
 
 def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: bool = False) -> CallInputs | None:
     """Hash the inputs of a call; None if no input has a batch dimension. `tokens`: look at token numbers, too."""
-    tensors = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if t.dim() and t.numel()]
+    tensors = [(n, t) for n, t in [*tensors_of(args), *tensors_of(kwargs)] if t.dim() and t.numel()]
     if not tensors or any(wrapped(t) for _, t in tensors):
         return None
     first = next((t for n, t in tensors if n == "input_ids"), tensors[0][1])
@@ -139,7 +139,9 @@ def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
 
 def token_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the token numbers [B, T] of a call, those called `input_ids` first."""
-    rows = [(n, t) for n, t in [*_tensors(args), *_tensors(kwargs)] if n not in (*IGNORED, *LABELS) and t.dim() == 2]
+    rows = [
+        (n, t) for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in (*IGNORED, *LABELS) and t.dim() == 2
+    ]
     rows = [(n, t) for n, t in rows if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 1 and not wrapped(t)]
     return [t.detach() for n, t in sorted(rows, key=lambda row: row[0] != "input_ids")]
 

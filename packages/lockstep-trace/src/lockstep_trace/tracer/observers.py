@@ -112,6 +112,9 @@ def _wrap_optimizers(hooks: Any) -> None:
             hooks.recorder.optimizers_made += 1
             hooks.recorder.optimizer_refs = [ref for ref in hooks.recorder.optimizer_refs if ref() is not None]
             hooks.recorder.optimizer_refs.append(weakref.ref(self))
+            rates = [group.get("lr") for group in self.param_groups]
+            if all(isinstance(rate, int | float) for rate in rates):
+                hooks.recorder.rates_made[id(self)] = weakref.ref(self), [float(rate) for rate in rates]
 
     @functools.wraps(load)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +168,11 @@ def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> Non
     """Mark a parameter registered after an optimizer was created as late. `module.name -= x` registers the same one
     again."""
     recorder = hooks.recorder
-    if recorder is None or parameter is None or not recorder.optimizers_made:
+    if recorder is None or parameter is None:
+        return
+    if hooks.inside() and torch.is_grad_enabled():
+        recorder.born.add(module, parameter)
+    if not recorder.optimizers_made:
         return
     if getattr(module, name, None) is not parameter:
         recorder.late[id(parameter)] = weakref.ref(parameter)

@@ -7,21 +7,26 @@ error, end. Never communicates. Device data is copied once per step and written 
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from . import fsdp1, placement, workers
+from . import fsdp1, placement, ratios, sequences, workers
 from .attention import attention_counts
+from .averages import Averages
 from .check.checker import Checker
+from .evaluation_noise import EvaluationNoise
 from .evaluations import Evaluation, Setting
 from .frozen_norms import FrozenNorms
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse
 from .graph import handmade, is_mean, objectives, unmasked_attention
+from .input_ranges import EVALUATED, TRAINED, ranges
 from .inputs import CallInputs, call_inputs, token_numbers
+from .layers import UNITS_AT, Born, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import ModelModes
@@ -39,6 +44,7 @@ from .writer import Writer
 if TYPE_CHECKING:
     from .operations import Operations
 
+DRAWS = 16  # first steps in which the generator's state is looked at where dropout is on
 TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
@@ -57,6 +63,12 @@ class Recorder:
         self.steps: list[int] = []
         self.layouts = Layouts(self.write)
         self.strays = Strays()
+        self.born = Born()
+        self.noise = EvaluationNoise(self.write)
+        self.averages = Averages()
+        self.sequence_looks, self.ranged = sequences.LOOKS, 0
+        self.ratio_looks: float = ratios.FIRST  # each that finds none takes one of them
+        self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
         self.modes = ModelModes()
         self.norms = FrozenNorms()
         self.since = Since()
@@ -104,11 +116,19 @@ class Recorder:
             self.token_looks += 1
         if not gradients:
             self._evaluated(module, batch)
+            if self.evaluation is not None and self.evaluation.looks < EVALUATED and self.evaluation.setting.trained:
+                self.evaluation.looks += 1
+                self.evaluation.ranges += [r for r in [ranges(args, kwargs)] if r is not None]
             return
+        if self.ranged < TRAINED:
+            self.ranged += 1
+            self.since.ranges += [r for r in [ranges(args, kwargs)] if r is not None]
         training = self.modes.trains(module)
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
             self.since.mode = self.modes.mode(module)
+            if self.since.mode["dropout"][0] and min(self.steps, default=0) < DRAWS:
+                self.since.drawn.append(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
             if norms := self.modes.norms(module):
                 self.since.mode["frozen"] = self.norms.undone(module, norms)
         if self.since.autocast is None and next(module.children(), None) is None:
@@ -118,6 +138,13 @@ class Recorder:
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
+
+    def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the shape that a recurrent layer or attention is given inside of a call."""
+        look = sequences.look(module, args, kwargs) if self.with_gradients and self.since.inputs else None
+        if look is not None:
+            self.sequence_looks -= 1
+            self.since.sequences.append([*look, len(self.since.inputs[-1].hashes), self.since.fed[-1][0]])
 
     def inside(self, module: nn.Module) -> None:
         """Record the autocast state at the first inner module: wrappers enable autocast before it."""
@@ -144,6 +171,7 @@ class Recorder:
                 training=self.modes.trains(module),
                 stochastic=placement.has_stochastic(module),
                 dropout=placement.has_dropout(module),
+                repeated=repeated(module),
                 number=len(self.roots) - 1,
                 group=placement.replicas_of(module, self.wrappers),
             )
@@ -161,6 +189,8 @@ class Recorder:
         if self.evaluation is None or self.evaluation.setting != setting:
             self.end_evaluation()
             active = placement.stochastic(module)[:20]
+            if not trained:
+                self.averages.called.add(module)
             if trained:
                 self.since.evaluated_at = {id(p): written(p) for p in module.parameters()}
             self.evaluation = Evaluation(setting, active, self.modes.mode(module), self._trainers(module))
@@ -179,25 +209,33 @@ class Recorder:
         if now is not None and now.count:
             self.write("evaluation", **now.record(), steps=list(self.steps))
 
-    def backward(self, tensors: Any, scaled: bool) -> None:
-        """Record that `backward` is about to be called on tensors."""
+    def backward(self, tensors: Any, scaled: bool, whole: bool = True) -> None:
+        """Record that `backward` is about to be called on tensors. `whole`: without inputs or gradients given."""
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         self.gradients.before_backward(self.steps)
-        self.since.cleared += self.use.before_backward(self.gradients.after) and self.since.backwards > 0
+        cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
+        self.since.cleared += cleared
         self.since.backwards += 1
         self.since.inputs_at.append(len(self.since.inputs))
         if not isinstance(tensors, Tensor):
             tensors = tensors[0] if len(tensors) == 1 else None
         loss: Tensor | None = tensors
+        if not cleared and loss is not None and any(ref() is loss for ref in self.since.twice):
+            self.since.notes.append("backward twice")
+        self.since.twice = [weakref.ref(loss)] if whole and loss is not None else []
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
             self.since.objectives += objectives(loss)
             self.since.means += is_mean(loss)
+            if self.ratio_looks > 0 and not self.saved_hooks:
+                one = ratios.all_one(loss)
+                self.ratio_looks -= 1 if one is None else 1 / ratios.MOST
+                self.since.ratios += [] if one is None else [one]
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
                 self.since.notes += handmade(loss)
-                self.strays.look(loss, self.models())
+                self.since.born += self.born.in_graph(self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
                     self.since.attention.append(look)
         self.called = []
@@ -234,7 +272,7 @@ class Recorder:
         """Record a clipping before it runs, and return the record, to which the caller adds `norm`."""
         grads = [p for p in self.parts(parameters) if p.grad is not None]
         clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
-        clip["of"] = len(grads)
+        clip["of"], clip["given"] = len(grads), len(parameters)
         if self.since.scale is not None and not self.since.unscaled:
             clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
@@ -300,6 +338,10 @@ class Recorder:
         groups_ = enumerate(optimizer.param_groups)
         parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
         named = self.names(fresh=step % 16 == 0)
+        if number == 0 and self.measures(step):
+            self.since.averages = self.averages.measured(step, self.models(), {id(p) for p, _ in parameters})
+        if step == UNITS_AT:
+            self.since.alike = units_alike(self.models())
         layout = self.layouts.of(optimizer, number, parameters, named, self.models())
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {
@@ -424,7 +466,15 @@ class Recorder:
             "unregistered": self.strays.with_gradients(optimized),
             "elsewhere": self.schedules.elsewhere(here["optimizer"]),
             "generators": workers.states(),
-        }
+            "born": since.born,
+            "sequences": since.sequences,
+            "drawn": since.drawn,
+        } | self._rates_of(here["optimizer"])
+
+    def _rates_of(self, optimizer: Any) -> dict[str, Any]:
+        """Return the rates that an optimizer was made with, before its first step."""
+        ref, rates = self.rates_made.pop(id(optimizer), (None, []))
+        return {"rates_made": rates} if ref is not None and ref() is optimizer else {}
 
     def in_optimizers(self) -> set[int]:
         """Return the ids of the parameters of all optimizers made, whether or not they have stepped."""

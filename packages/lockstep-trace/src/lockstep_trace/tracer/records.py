@@ -31,6 +31,14 @@ class Since:
     arrived: dict[Any, Tensor] = field(default_factory=dict)  # gradients after the last backward, measured
     bare: list[tuple[str, list[int], Tensor]] = field(default_factory=list)  # `Strays.bare`
     attention: list[Tensor] = field(default_factory=list)  # `attention.SEEN`
+    twice: list[Any] = field(default_factory=list)  # weak reference to the last loss, if its whole gradient was taken
+    born: list[str] = field(default_factory=list)  # classes of layers made in a forward that a loss depends on
+    alike: dict[str, Tensor] = field(default_factory=dict)  # `units_alike`
+    sequences: list[list[Any]] = field(default_factory=list)  # `sequences.look`, rows of the call, loader pass
+    averages: list[tuple[str, Tensor]] = field(default_factory=list)  # `Averages.measured`
+    ratios: list[Tensor] = field(default_factory=list)  # `ratios.all_one`
+    ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
+    drawn: list[int] = field(default_factory=list)  # states of the generator at calls with dropout
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
     clips: list[dict[str, Any]] = field(default_factory=list)
@@ -91,6 +99,10 @@ OF_STEP = (  # of `numbers_of`
     "classes",
     "attention",
     "bare",
+    "alike",
+    "averages",
+    "ratios",
+    "ranges",
     "losses",
     "scale",
     "norms",
@@ -110,6 +122,10 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "classes": [o.classes for o in since.objectives if o.classes is not None],
         "attention": since.attention,
         "bare": [changed for _, _, changed in since.bare],
+        "alike": list(since.alike.values()),
+        "averages": [numbers.view(torch.int64) for _, numbers in since.averages],
+        "ratios": since.ratios,
+        "ranges": [numbers.view(torch.int64) for numbers in since.ranges],
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
         "norms": [bits_of(norm) for _, norm in since.norms],
@@ -133,6 +149,14 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
     if numbers["bare"]:
         rows = zip(since.bare, numbers["bare"], strict=True)
         record["bare"] = [[where, shape, bool(changed)] for (where, shape, _), changed in rows]
+    for name, pair in zip([n for n, _ in since.averages], numbers["averages"], strict=True):
+        record.setdefault("averages", []).append([name, *pair.view(torch.float64).tolist()])
+    if numbers["ratios"]:
+        record["ratios"] = [bool(n) for n in numbers["ratios"]]
+    if numbers["ranges"]:
+        record["ranges"] = [n.view(torch.float64).tolist() for n in numbers["ranges"]]
+    if numbers["alike"]:
+        record["alike"] = [name for name, n in zip(since.alike, numbers["alike"], strict=True) if bool(n)]
     record["objectives"] = [
         o.about | _targets(o, hashed) | ({} if o.classes is None else {"classes": next(classes).tolist()})
         for o in since.objectives

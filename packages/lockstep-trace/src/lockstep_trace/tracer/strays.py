@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import placement
+from .versions import version
 
 NODES = 4096  # nodes of a graph to visit
 MOST = 64  # parameters kept
@@ -26,10 +27,11 @@ class Strays:
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._bare: dict[int, tuple[str, Tensor]] = {}  # in a list of a model: where, and the first value
 
-    def look(self, loss: Any, models: Sequence[nn.Module]) -> None:
-        """Find such parameters in the graph of a loss. Models in FSDP have others in their graphs than they hold."""
+    def look(self, loss: Any, models: Sequence[nn.Module]) -> list[nn.Parameter]:
+        """Find such parameters in the graph of a loss, and return all parameters in it. Models in FSDP have others in
+        their graphs than they hold."""
         if any(placement.is_fsdp(model) for model in models):
-            return
+            return []
         leaves = _leaves(loss)
         registered = {id(p) for model in models for p in model.parameters()} if leaves else set()
         for leaf in leaves:
@@ -38,6 +40,7 @@ class Strays:
                 where = _place(leaf, models) if leaf.numel() <= LARGEST else ""
                 if where:
                     self._bare[id(leaf)] = where, leaf.detach().clone()
+        return leaves
 
     def with_gradients(self, optimized: set[int]) -> list[list[int]]:
         """Return the shapes of those that have a gradient now and are in no optimizer. `optimized`: ids."""
@@ -56,14 +59,23 @@ class Strays:
 
 
 def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
-    """Return the class and attribute of a model whose list, tuple or dictionary has a parameter as an element."""
+    """Return the class and attribute of a model whose list, tuple or dictionary has as an element a parameter, or a
+    module of which it is a parameter that nobody has written to since it was drawn: torch's layers draw in one write,
+    a copy is made by none, and loading writes again."""
+    drawn = version(parameter) == 1
     for model in models:
         for module in model.modules():
             for name, value in vars(module).items():
                 values = value.values() if isinstance(value, dict) else value
-                if isinstance(value, list | tuple | dict) and any(each is parameter for each in values):
+                if isinstance(value, list | tuple | dict) and any(_holds(each, parameter, drawn) for each in values):
                     return f"{type(module).__name__}.{name}"
     return ""
+
+
+def _holds(value: Any, parameter: nn.Parameter, drawn: bool) -> bool:
+    if value is parameter:
+        return True
+    return drawn and isinstance(value, nn.Module) and any(p is parameter for p in value.parameters())
 
 
 def _leaves(loss: Any) -> list[nn.Parameter]:

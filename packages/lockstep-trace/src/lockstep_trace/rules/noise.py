@@ -1,0 +1,86 @@
+"""Rules on random numbers: dropout that stays on in evaluation mode, and generators that are seeded again in each step.
+
+Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at calls with dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lockstep_trace.read import Rank, Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+
+LEAST = 8  # steps
+
+
+def in_evaluation(trace: Trace) -> Iterator[Finding]:
+    """Report dropout that draws random numbers while every module is in evaluation mode and there are no gradients.
+
+    torch's function is on unless its argument `training` says otherwise, and fused attention drops whatever the mode.
+    A right program that wants random predictions (Monte Carlo dropout) says so, and predicts each example several times
+    to average; noise that is part of a model (a prenet that always drops) says training=True. So it is proved if
+    nothing is said, and no example is predicted twice by the same weights."""
+    for rank in trace.ranks[:1]:
+        rows = [r for r in rank.noise if r["of"] in ("dropout", "attention")]
+        if not rows or _repeats(rank):
+            continue
+        silent = [r for r in rows if not r["stated"]]
+        row = (silent or rows)[0]
+        which = "functional.dropout" if row["of"] == "dropout" else "scaled_dot_product_attention"
+        what = f"{row['model']} is evaluated in evaluation mode, and {which} at {row['where']} still drops at random"
+        cause = "pass training=self.training to functional.dropout, or use nn.Dropout"
+        if row["of"] == "attention":
+            cause = "pass dropout_p=self.p if self.training else 0.0: the function does not look at the mode"
+        finding = Finding("dropout-in-evaluation", what, cause)
+        otherwise = "random outputs on purpose: its argument training is stated"
+        yield weakened(finding, bool(silent), otherwise, "whether predictions are meant to be random")
+        return
+
+
+def _repeats(rank: Rank) -> bool:
+    """Return whether examples are predicted several times by the same weights."""
+    by_steps: dict[tuple[int, ...], list[str]] = {}
+    for record in rank.evaluations:
+        if record.get("trained") and not record["training"]:
+            by_steps.setdefault(tuple(record["steps"]), []).extend(record["examples"])
+    return any(len(set(each)) < 0.9 * len(each) for each in by_steps.values()) or not by_steps
+
+
+def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a generator of random numbers in one state at the forward of every step, with dropout on: each step draws
+    the same masks, so that the same units are never trained.
+
+    It is proved on a CPU, whose generator the masks come from. Programs that repeat a draw on purpose do so within a
+    step."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn]
+        states = {s.drawn[0] for s in steps}
+        cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
+        if len(steps) >= LEAST and len(states) == 1 and cpu and not any(s.closure for s in steps):
+            what = f"torch's generator is in the same state at the forward of each of {len(steps)} steps, and dropout "
+            what += "is on: the same units are dropped in every step"
+            cause = "seed once, before training: manual_seed in the loop, or in forward, begins the same numbers anew"
+            yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
+
+
+def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report ranks that draw the same random numbers for different examples, with dropout on.
+
+    One seed on all ranks may be meant for the weights alone, and masks may be shared, so it is never proved."""
+    if trace.world < 2:
+        return
+    rows = [[s for _, s in sorted(r.steps.get(optimizer, {}).items())] for r in trace.ranks]
+    steps = list(zip(*rows, strict=False))
+    equal = [each for each in steps if all(s.drawn for s in each) and len({s.drawn[0] for s in each}) == 1]
+    equal = [each for each in equal if len({tuple(s.examples or ()) for s in each}) == len(each)]
+    states = {each[0].drawn[0] for each in equal}
+    cpu = bool(equal) and all(p.device == "cpu" for p in equal[0][0].layout.parameters)
+    if len(equal) < PATIENCE or len(states) < PATIENCE or not cpu:
+        return
+    what = (
+        f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward, "
+    )
+    what += f"as in {len(equal)} steps, and dropout is on: ranks drop the same units of different examples"
+    cause = "seed by rank after the model is made: torch.manual_seed(seed + rank)"
+    otherwise, decides = "one seed on all ranks on purpose", "whether noise is to be independent over ranks"
+    yield Finding("equal-masks", what, cause, equal[0][0].step, SUSPICIOUS, otherwise, decides)

@@ -1,0 +1,29 @@
+"""Mean, deviation, least and greatest number of the inputs of first training calls, and of first evaluations.
+
+In: inputs of a call. Out: float64 [4] on their device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inputs import tensors_of, wrapped
+
+TRAINED, EVALUATED = 8, 4  # calls: first ones of training, and of each evaluation
+WIDE = 32  # least numbers of an example
+
+
+def ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the numbers of the first input of several examples of many floating-point numbers, or None."""
+    for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]:
+        if not tensor.is_floating_point() or tensor.dim() < 2 or wrapped(tensor) or tensor.requires_grad:
+            continue
+        if tensor.numel() >= WIDE * len(tensor) > WIDE:
+            values = tensor.detach().float()
+            deviation, mean = torch.std_mean(values)
+            return torch.stack([mean, deviation, *values.aminmax()]).double()
+    return None

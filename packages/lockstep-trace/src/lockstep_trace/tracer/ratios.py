@@ -1,0 +1,46 @@
+"""Ratios of probabilities that a loss clamps (PPO): whether all of them are exactly 1.
+
+In: a loss before backward. Out: one number on its device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from .graph import NODES, name_of
+
+FIRST, MOST = 1, 96  # losses to look at: without such a ratio, and with one
+
+
+def all_one(loss: Any) -> Tensor | None:
+    """Return whether all ratios are 1 that are clamped in the graph of a loss, int64 [1]; None without any."""
+    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
+    known: set[Any] = set()
+    while queue and len(known) < NODES:
+        node = queue.popleft()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        before = [n for n, _ in node.next_functions]
+        if name_of(node) == "Clamp" and before and before[0] is not None:
+            one = _is_one(before[0])
+            if one is not None:
+                return one.reshape(1).long()
+        queue.extend(before)
+    return None
+
+
+def _is_one(node: Any) -> Tensor | None:
+    """Return whether exp(a - b), or a / b, is 1 everywhere; None for another node."""
+    inner = next((n for n, _ in node.next_functions if n is not None), None)
+    if name_of(node) == "Exp" and inner is not None and name_of(inner) == "Sub":
+        ratio = node._saved_result.detach()
+        return (ratio == 1).all()
+    if name_of(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
+        one, other = node._saved_self, node._saved_other
+        if isinstance(one, Tensor) and one.shape == other.shape and one.dim():
+            return (one.detach() == other.detach()).all()
+    return None

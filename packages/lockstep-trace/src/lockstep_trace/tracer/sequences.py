@@ -1,0 +1,24 @@
+"""Shapes that recurrent layers and attention are given, the size of the batch beside them.
+
+In: calls of inner modules. Out: [class, first dimension, second one, rows of the call, loader pass] of those that take
+time first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .placement import is_plain_tensor
+
+KINDS = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
+LOOKS = 64  # first calls
+
+
+def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return [class, first dimension, second one] of a module's input, None if it takes the batch first."""
+    value: Any = args[0] if args else kwargs.get("input", kwargs.get("query"))
+    if module.batch_first or not is_plain_tensor(value) or value.dim() != 3:
+        return None
+    return [type(module).__name__, value.shape[0], value.shape[1]]
