@@ -61,7 +61,7 @@ def record(run: Run, steps: int, timed: int) -> str | None:
     write_run_yaml(run)
     code = (
         "import sys; from lockstep.config.run import load; from lockstep.launchers.local import Local as L; "
-        "r = load(sys.argv[1], []); sys.exit(L().start(r, L().plan(r), sys.argv[2:]))"
+        "r = load(sys.argv[1], []); sys.exit(L().start(L().plan(r), sys.argv[2:]))"
     )
     command = [sys.executable, "-c", code, str(run.folder / "run.yaml"), RECORD, str(steps), str(timed)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -26,7 +26,7 @@ class Torchrun(Launcher):
             raise RunError(f"launch.processes: {processes} cannot share {run.micro_batches} micro-batches")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "lockstep", "train", str(run.folder / "run.yaml")]
-        return LaunchPlan(processes, command, notes=["torchrun itself ends with 1 whatever its ranks end with"])
+        return LaunchPlan(run, processes, command, notes=["torchrun itself ends with 1 whatever its ranks end with"])
 
-    def start(self, run: Run, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
+    def start(self, plan: LaunchPlan, job: Sequence[str] = TRAIN) -> int:
         return subprocess.run(plan.command, env={**os.environ, JOB_WORDS: " ".join(job)}, check=False).returncode

@@ -279,7 +279,7 @@ def test_submit_then_status_logs_stop(cluster: Cluster, here: Path, capsys: pyte
     assert main(["logs", "out"]) == 0
     assert "[pod/b] step 1" in capsys.readouterr().out
     run = load("run.yaml", [])
-    assert "suspended" in Kubernetes().stop(run, record)
+    assert "suspended" in Kubernetes().stop(run.folder, record)
     assert "patch job" in cluster.asked[-1]
     assert '{"spec": {"suspend": true}}' in cluster.asked[-1]
 
@@ -307,7 +307,7 @@ def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.Capt
     job_record.write(run.folder, record)
     for conditions, status in ((COMPLETE, 0), (FAILED, 1)):
         cluster.has(conditions=conditions)
-        assert Kubernetes().watch(run, record) == status
+        assert Kubernetes().watch(Kubernetes().plan(run), record) == status
         found = job_record.read(run.folder)
         assert found is not None
         assert found.status == status

@@ -128,11 +128,11 @@ def test_what_no_pod_sees_is_named(data: dict[str, Any], key: str, tmp_path: Pat
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "volumes": ["claim=/data"]}
     run = tiny(data=data, launch=launch)
     with pytest.raises(RunError) as caught:
-        kubernetes_manifests.check(run, Kubernetes().options(run))
+        kubernetes_manifests.check(run, Kubernetes().options(run.launch))
     assert str(caught.value).startswith(f"{key}: {tmp_path}/a.")
     data = json.loads(json.dumps(data).replace(str(tmp_path), "/data"))
     run = tiny(data=data, launch=launch)
-    kubernetes_manifests.check(run, Kubernetes().options(run))
+    kubernetes_manifests.check(run, Kubernetes().options(run.launch))
 
 
 @pytest.mark.processes

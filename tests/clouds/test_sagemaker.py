@@ -319,16 +319,16 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     record = job_record.here("sagemaker", 2, job="job", facts={"region": "eu-west-1"})
     with Stubber(client) as stub:
         stub.add_response("stop_training_job", {}, {"TrainingJobName": "job"})
-        assert "AWS was asked to stop training job job" in Sagemaker().stop(run_of(), record)
+        assert "AWS was asked to stop training job job" in Sagemaker().stop(run_of().folder, record)
         stub.add_client_error("stop_training_job", "ValidationException", "The request was rejected because it is done")
         with raises("LS7374", "because it is done"):
-            Sagemaker().stop(run_of(), record)
+            Sagemaker().stop(run_of().folder, record)
 
 
 def test_verify_stays_here(cloud: Any) -> None:
     run = run_of()
     with raises("LS7383", "launch.name=local"):
-        Sagemaker().start(run, Sagemaker().plan(run), ("lockstep.proof.recording.record", "5"))
+        Sagemaker().start(Sagemaker().plan(run), ("lockstep.proof.recording.record", "5"))
 
 
 def test_names_fit_and_depend_on_what_is_trained(here: Path) -> None:

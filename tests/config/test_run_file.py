@@ -269,4 +269,4 @@ def test_a_read_only_file_system_is_called_one(tmp_path: Path, monkeypatch: pyte
     for flag, why in ((os.ST_RDONLY, "file system is read-only"), (0, "this user has no permission")):
         monkeypatch.setattr(os, "statvfs", lambda _, flag=flag: SimpleNamespace(f_flag=flag))
         with raises("LS1116", why, str(tmp_path)):
-            check_output(run)
+            check_output(run.folder)

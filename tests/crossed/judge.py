@@ -148,7 +148,7 @@ def _check(overrides: list[str], which: str) -> None:
     from lockstep.launchers import local
 
     started = local.Local.start, local.prestart
-    local.Local.start, local.prestart = (lambda *_: 0), (lambda run: None)  # type: ignore[method-assign,assignment]
+    local.Local.start, local.prestart = (lambda *_: 0), (lambda *_: None)  # type: ignore[method-assign,assignment]
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

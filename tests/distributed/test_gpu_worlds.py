@@ -177,6 +177,6 @@ def test_or_before_a_process_starts_where_the_plan_may_be_of_another_machine(nam
     launcher = find("launchers", name)()
     run = job(tmp_path, name, processes=3)
     with raises("LS7290", "2"):
-        launcher.start(run, launcher.plan(run))
+        launcher.start(launcher.plan(run))
     slow = job(tmp_path, "slurm", processes=4, gpus=2, device="cpu")  # nobody computes on them
     assert find("launchers", "slurm")().plan(slow).processes == 4

@@ -97,11 +97,11 @@ def test_a_machine_that_comes_with_another_secret_is_told_so(
 ) -> None:
     first = rendezvous(key=theirs)
     monkeypatch.setenv("LOCKSTEP_SECRET", mine)
-    monkeypatch.setattr(torchrun, "prestart", lambda run: None)  # nothing is started
+    monkeypatch.setattr(torchrun, "prestart", lambda *_: None)  # nothing is started
     options = ["launch.name=torchrun", "launch.machines=2", f"launch.rendezvous=127.0.0.1:{first.port}"]
     run = tiny(*options, "launch.processes=1")
     with raises("LS7435", "127.0.0.1:", why):
-        torchrun.Torchrun().start(run, torchrun.Torchrun().plan(run))
+        torchrun.Torchrun().start(torchrun.Torchrun().plan(run))
     assert first.ended() is None  # the job is none the worse for it
 
 

@@ -78,12 +78,12 @@ def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.C
     outside = (tmp_path / "private", theirs / "../private", Path("/etc/passwd"))
     for path, code in [*((path, "LS7391") for path in outside), (tmp_path / "slurm-1_0.out", "LS7000")]:
         with raises(code, path.name):
-            log_of(run, job_record.here("slurm", 1, "1", {"log": str(path)}))
+            log_of(run.folder, job_record.here("slurm", 1, "1", {"log": str(path)}))
     (theirs / "slurm-2.out").symlink_to("/etc/passwd")
     with raises("LS7000"):
-        log_of(run, job_record.here("slurm", 1, "2"))
+        log_of(run.folder, job_record.here("slurm", 1, "2"))
     beside = tmp_path / "slurm-12_3.out"  # a sweep's own
-    assert log_of(run, job_record.here("slurm", 1, "15", {"log": str(beside)})) == beside
+    assert log_of(run.folder, job_record.here("slurm", 1, "15", {"log": str(beside)})) == beside
     assert "private key" not in "".join(capsys.readouterr())
 
 

@@ -35,7 +35,7 @@ def test_what_is_finished_needs_no_server_to_fork_ranks_from(
     status: int | None, imports: int, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = []
-    monkeypatch.setattr("lockstep.launchers.local.prestart", lambda run: began.append(1))
+    monkeypatch.setattr("lockstep.launchers.local.prestart", lambda *_: began.append(1))
     (run_file.parent / "out").mkdir()
     job_record.write(run_file.parent / "out", replace(job_record.here("local", 2), status=status))
     start.planned(load("run.yaml", []))

@@ -71,7 +71,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (run.folder / "launch").write_text("no folder")
     launcher = Accelerate()
     with raises("LS7388", "launch"):
-        launcher.start(run, launcher.plan(run))
+        launcher.start(launcher.plan(run))
 
 
 def test_the_default_configuration_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

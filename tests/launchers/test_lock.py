@@ -338,29 +338,29 @@ def test_a_project_is_not_written_into(
 def test_a_single_file_of_somebody_is_enough(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("name: mine\n")
     with raises("LS7346", str(name)):
-        check_ours(run_in(tmp_path))
+        check_ours(run_in(tmp_path).folder)
 
 
 def test_what_is_ours_is_taken(tmp_path: Path) -> None:
-    check_ours(run_in(tmp_path / "not there"))
+    check_ours(run_in(tmp_path / "not there").folder)
     run = run_in(tmp_path)
-    check_ours(run)
+    check_ours(run.folder)
     for name in (".DS_Store", "lost+found", "train.out", "slurm-7.out"):
         (tmp_path / name).touch()
-    check_ours(run)
+    check_ours(run.folder)
     (tmp_path / "notes").touch()
     with raises("LS7346"):
-        check_ours(run)
+        check_ours(run.folder)
     job_record.write(tmp_path, job_record.here("local", 1))
-    check_ours(run)  # a user's notes in a run's folder
+    check_ours(run.folder)  # a user's notes in a run's folder
     (tmp_path / "launch.json").write_text("{")  # as after a power failure
     with raises("LS7346", "launch.json"):
-        check_ours(run)
+        check_ours(run.folder)
     write_run_yaml(run)  # as a sweep does before each trial, and every start
-    check_ours(run)
+    check_ours(run.folder)
     (tmp_path / "run.yaml").write_text(run.model_copy(update={"output": "elsewhere"}).dump())  # a copy
     with raises("LS7346", "launch.json"):
-        check_ours(run)
+        check_ours(run.folder)
 
 
 def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
@@ -374,7 +374,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
         return listed(folder)
 
     monkeypatch.setattr(os, "listdir", meanwhile)
-    check_ours(run)
+    check_ours(run.folder)
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])
@@ -387,4 +387,4 @@ def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tm
     else:
         (run.folder / "export").symlink_to(tmp_path if kind == "link" else "nowhere")
     with raises("LS7344"):
-        check_ours(run)
+        check_ours(run.folder)

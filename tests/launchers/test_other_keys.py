@@ -38,7 +38,7 @@ def test_detach_follows_no_job(detach: bool, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Slurm, "watch", lambda self, run, record: followed.append(record.job) or 0)
     launch = TINY["launch"] | {"name": "slurm", "detach": detach, "processes": 1}
     run = load(None, [f"output={tmp_path}"], TINY | {"launch": launch})
-    assert Slurm().start(run, Slurm().plan(run)) == 0
+    assert Slurm().start(Slurm().plan(run)) == 0
     assert followed == ([] if detach else ["17"])
 
 

@@ -15,6 +15,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from lockstep.distributed import host_memory, job_record, system_metrics
 from lockstep.distributed.host_memory import Sources
+from lockstep.launchers.launcher import LaunchPlan
 from lockstep.launchers.processes import elastic_agent, out_of_memory
 from lockstep.launchers.processes.elastic_agent import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
@@ -205,9 +206,8 @@ def test_what_follows_is_said_as_it_is(
     node = Node("a", "127.0.0.1", 1, holds=True)
     rendezvous: Any = ElasticRendezvous("127.0.0.1", 0, 1, 1, node, Limits(20, 1, 60))
     rendezvous.place = place
-    agent = Agent(
-        WorkerSpec("lockstep", 1, rendezvous, entrypoint=print, max_restarts=2), rendezvous, tiny(*words), print
-    )
+    spec = WorkerSpec("lockstep", 1, rendezvous, entrypoint=print, max_restarts=2)
+    agent = Agent(spec, rendezvous, LaunchPlan(tiny(*words), 1, []), print)
     assert agent.then().startswith(said)
     agent._remaining_restarts = 0
     assert agent.then() == "no restarts left"

@@ -120,8 +120,8 @@ def test_machines_in_a_run_file_are_no_number_to_base_60(tmp_path: Path) -> None
     text = yaml.safe_dump(RUN).replace("launch:\n", f"launch:\n  name: torchrun\n  {MEET[7:].replace('=', ': ')}\n")
     (tmp_path / "run.yaml").write_text(text.replace("  name: torchrun\n", "  name: torchrun\n  machines: 1:4\n"))
     run = load(tmp_path / "run.yaml", [])
-    assert node_range(Torchrun.options(run).machines) == (1, 4)
-    assert Torchrun.options(load(None, [], yaml.safe_load(run.dump()))).machines == "1:4"  # as it was written
+    assert node_range(Torchrun.options(run.launch).machines) == (1, 4)
+    assert Torchrun.options(load(None, [], yaml.safe_load(run.dump())).launch).machines == "1:4"  # as it was written
 
 
 def test_addresses_that_do_not_exist_are_refused_at_once(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_addresses_that_do_not_exist_are_refused_at_once(tmp_path: Path) -> None
         run = job(f"output={tmp_path}", "launch.machines=2", "launch.rendezvous=nowhere.invalid:1", name=name)
         launcher: Any = find("launchers", name)()
         with raises("LS7021", "launch.rendezvous", "'nowhere.invalid'"):
-            launcher.start(run, launcher.plan(run))
+            launcher.start(launcher.plan(run))
 
 
 # -- detection of the launcher ---------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def test_the_index_of_torch_is_an_argument(index: str, expected: list[str]) -> N
 def test_the_user_is_that_of_the_pods() -> None:
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1}
     run = load(None, [], {"data": {"source": "a/b"}, "model": {"source": "c/d"}, "launch": launch})
-    context = pod(run, Kubernetes.options(run), "lockstep")["securityContext"]
+    context = pod(run, Kubernetes.options(run.launch), "lockstep")["securityContext"]
     assert given("USER") == [f"{context['runAsUser']}:{context['runAsGroup']}"]
     assert any("--uid 1000" in words for words in given("RUN"))
 

@@ -292,7 +292,7 @@ def alarm() -> Any:
 def without_ranks(patch: Callable[[Any, str, Any], None]) -> None:
     """Make `lockstep train` stop before it starts ranks."""
     patch(local.Local, "start", lambda *_: 0)
-    patch(local, "prestart", lambda run: None)
+    patch(local, "prestart", lambda *_: None)
 
 
 def _by_hand(seed: int, seconds: float) -> None:

@@ -97,7 +97,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
         return [f"{job}. --offline plans without the Hub"]
     from lockstep.training import model_stats
 
-    there = launcher.memory(run, plan)
+    there = launcher.memory(plan)
     short = None if there is None else model_stats.shortage(job, there)
     return [short] if short is not None else []
 

@@ -143,7 +143,7 @@ def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State
     """Return the present state of the run. Errors: `RunError` if the launcher cannot be asked."""
     if record is None:
         return State("unknown", NOT_WRITTEN)
-    state = launcher_of(record, trusted).state(run, record)
+    state = launcher_of(record, trusted).state(run.folder, record)
     _, lock_state = output_lock.now(run.folder, record)
     return lock_state if lock_state is not None and state.word in ("unknown", "gone") else state
 
@@ -248,9 +248,9 @@ def run_logs(args: argparse.Namespace) -> int:
     launcher = launcher_of(record, args.trust)
     skip = 0
     if args.tail is not None:
-        lines = collections.deque(enumerate(launcher.logs(run, record, False)), args.tail or 1)
+        lines = collections.deque(enumerate(launcher.logs(run.folder, record, False)), args.tail or 1)
         skip = lines[0][0] + (args.tail == 0) if lines else 0
-    for place, line in enumerate(launcher.logs(run, record, args.follow)):
+    for place, line in enumerate(launcher.logs(run.folder, record, args.follow)):
         if place >= skip:
             print(printable(line), flush=args.follow)
         if streams.reader_is_gone():
@@ -288,7 +288,7 @@ def run_stop(args: argparse.Namespace) -> int:
     if not state.live and state.word != "unknown":
         console.say(f"{run.folder} does not run: {state_sentence(state)}")
         return 0
-    console.say(launcher.stop(run, record))
+    console.say(launcher.stop(run.folder, record))
     until = time.monotonic() + args.wait
     while (state := state_of(run, record, args.trust)).live and time.monotonic() < until:
         time.sleep(0.2 if record.job is None else 2.0)  # poll a scheduler less often

@@ -584,15 +584,15 @@ def require_output(output: Path) -> None:
         )
 
 
-def check_output(run: Run) -> None:
+def check_output(folder: Path) -> None:
     """Check that OUTPUT exists or can be created. Errors: `RunError`."""
-    there = next(path for path in (run.folder, *run.folder.parents) if path.exists())
+    there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError("LS1115", f"output: cannot write to {run.folder}: {there} is no folder; choose another output")
+        raise RunError("LS1115", f"output: cannot write to {folder}: {there} is no folder; choose another output")
     if not os.access(there, os.W_OK):
         read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "the file system is read-only at" if read_only else "this user has no permission to write to"
-        raise RunError("LS1116", f"output: cannot write to {run.folder}: {why} {there}; choose another output")
+        raise RunError("LS1116", f"output: cannot write to {folder}: {why} {there}; choose another output")
 
 
 def write_run_yaml(run: Run) -> None:

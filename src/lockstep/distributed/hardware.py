@@ -1,7 +1,7 @@
 """The machine's GPUs and processor, as far as a run may use them. Does not import torch at the top.
 
-In: a run. Out: how many GPUs it may use and whether its processes share them; the processor's model, which exact
-results depend on, and the cores that this process may use.
+In: the section `launch` of a run. Out: how many GPUs it may use and whether its processes share them; the processor's
+model, which exact results depend on, and the cores that this process may use.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import platform
 from pathlib import Path
 
-from lockstep.config.run import Run
+from lockstep.config.sections import LaunchSection
 
 
-def gpus_of(run: Run) -> int:
+def gpus_of(launch: LaunchSection) -> int:
     """Return the number of CUDA devices of this machine that the run may use; 0 without torch."""
-    if run.launch.device == "cpu":
+    if launch.device == "cpu":
         return 0
     try:
         import torch
@@ -24,10 +24,10 @@ def gpus_of(run: Run) -> int:
     return torch.cuda.device_count()
 
 
-def share_gpus(run: Run) -> bool:
+def share_gpus(launch: LaunchSection) -> bool:
     """Whether several processes of the run share a GPU; `launch.processes_per_gpu` has no effect on a CPU."""
-    several = run.launch.processes_per_gpu > 1 and run.launch.processes != 1
-    return several and (run.launch.device == "cuda" or gpus_of(run) > 0)
+    several = launch.processes_per_gpu > 1 and launch.processes != 1
+    return several and (launch.device == "cuda" or gpus_of(launch) > 0)
 
 
 def available_cores() -> int:

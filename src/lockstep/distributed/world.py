@@ -71,7 +71,7 @@ class World:
         self.stop = StopRequest(run.max_time_s)
         self.refusal: str | None = None  # why this rank may not write into OUTPUT; reported once all ranks have joined
         timeout = timedelta(seconds=run.launch.timeout_s)
-        several, shared = self.size > self.local_size, share_gpus(run)
+        several, shared = self.size > self.local_size, share_gpus(run.launch)
         self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # gloo group for decisions; None in a job of one process
         self.portable = run.strategy.exact == "portable"

@@ -183,7 +183,7 @@ def series(request: Bench, keys: sweep_file.Overrides) -> str:
 def resolved(run: Run) -> Job:
     """Resolve the job and prepare its data. Errors: `RunError`."""
     launcher = start.launcher_of(run)
-    elsewhere = launcher.joins and str(getattr(launcher.options(run), "machines", "?")) != "1"
+    elsewhere = launcher.joins and str(getattr(launcher.options(run.launch), "machines", "?")) != "1"
     if launcher.submits or elsewhere:
         raise RunError(
             "LS8022",

@@ -66,7 +66,7 @@ def branch(spec: str, run: Run) -> int:
         )
     begun = None
     if next(newest_first(run.folder), None) is None:  # otherwise an earlier start has placed it, and this one resumes
-        with output_lock.owned(run, console.note):
+        with output_lock.owned(run.folder, console.note):
             begun = _begun(output, step, run, console)
     status = start.train(run)
     if status != DONE or begun is None:

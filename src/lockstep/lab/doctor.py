@@ -438,7 +438,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     if not page.absolute().parent.is_dir():
         raise RunError("LS8172", f"--page: no such folder: {page.absolute().parent}")
     console = Console(not as_json)
-    count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device)))
+    count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device).launch))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
     console.say(
         f"{STEPS} steps under each strategy, {quantity(count, 'process')}, beside the same steps of one process ..."
@@ -483,7 +483,7 @@ def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
     if strategy == "pipeline" and not processes % 2:
         overrides.append("strategy.options.stages=2")
     run = load(None, overrides, QUICK_START)
-    gpus = gpus_of(run)
+    gpus = gpus_of(run.launch)
     shared = -(-count // gpus) if gpus else 1
     return run.model_copy(update={"launch": run.launch.model_copy(update={"processes_per_gpu": shared})})
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.errors import STOPPED, coded
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Positive, Section, Steps
+from lockstep.config.sections import LaunchSection, Positive, Section, Steps
 from lockstep.distributed import job_record, network
 from lockstep.distributed.hardware import gpus_of
 from lockstep.distributed.job_record import JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TRAIN
@@ -53,7 +53,7 @@ class Accelerate(Launcher):
         config_file: str | None = Field(None, description="accelerate: a file that `accelerate config` wrote")
 
     def plan(self, run: Run) -> LaunchPlan:
-        options, each = self.options(run), processes_of(run)
+        options, each = self.options(run.launch), processes_of(run)
         accelerate_config.check_file(run, options.config_file)
         total = options.machines * each
         run.check_shared(
@@ -71,7 +71,7 @@ class Accelerate(Launcher):
         command += [f"--num_machines={options.machines}", f"--num_processes={total}"]
         command += ["--multi_gpu"] if total > 1 else []  # also on CPUs: --cpu always starts one process
         if options.machines > 1:
-            host, port = self.rendezvous(run)
+            host, port = self.rendezvous(options)
             command += [f"--machine_rank={options.machine_rank}", "--rdzv_backend=static"]
             command += [f"--main_process_ip={host}", f"--main_process_port={port}"]
         elif total > 1:
@@ -80,16 +80,15 @@ class Accelerate(Launcher):
         path = str(run.folder / "launch" / f"machine-{options.machine_rank}.yaml")
         command += ["--module", "lockstep", "train", path]
         variables = {PLANNED_SIZE: str(total), job_record.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
-        if not gpus_of(run):
+        if not gpus_of(run.launch):
             variables["ACCELERATE_USE_CPU"] = "1"
         notes = ["lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads do nothing here"]
         if options.machines > 1:
             notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
-        return LaunchPlan(total, command, variables, {path: run.dump()}, notes)
+        return LaunchPlan(run, total, command, variables, {path: run.dump()}, notes)
 
-    def rendezvous(self, run: Run) -> tuple[str, int]:
+    def rendezvous(self, options: Accelerate.Options) -> tuple[str, int]:
         """Return host and port of machine 0. Errors: `RunError`."""
-        options = self.options(run)
         if options.rendezvous is None:
             raise RunError(
                 "LS7201", "launch.rendezvous: missing; set host:port of machine 0, the same value on every machine"
@@ -97,40 +96,44 @@ class Accelerate(Launcher):
         with network.under_key("launch.rendezvous"):
             return network.endpoint(options.rendezvous)
 
-    def leads(self, run: Run, plan: LaunchPlan) -> bool:
-        return bool(self.options(run).machine_rank == 0)
+    def leads(self, plan: LaunchPlan) -> bool:
+        return bool(self.options(plan.launch).machine_rank == 0)
 
-    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        return memory_here(run, processes_of(run))  # assumes equal machines
+    def _ranks_here(self, plan: LaunchPlan) -> int:
+        """Number of ranks on this machine, as on each."""
+        return int(plan.processes // self.options(plan.launch).machines)
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+    def memory(self, plan: LaunchPlan) -> float | None:
+        return memory_here(plan.run, self._ranks_here(plan))  # assumes equal machines
+
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:
             raise RunError(
                 "LS7202", "launch.name: accelerate is not installed: pip install 'lockstep-train[accelerate]'"
             )
-        check_gpus(run, processes_of(run))
-        self.check_address(run)
+        check_gpus(plan.launch, self._ranks_here(plan))
+        self.check_address(plan.launch)
         if plan.processes > 1:
-            machine_limits.check_open_files(processes_of(run))
-            if self.options(run).machines == 1:
+            machine_limits.check_open_files(self._ranks_here(plan))
+            if self.options(plan.launch).machines == 1:
                 machine_limits.check_loopback(LOOPBACK)
         write_files(plan)
-        for left in range(run.launch.max_restarts, -1, -1):
-            status, stop_requested = once(run, plan, words)
+        for left in range(plan.launch.max_restarts, -1, -1):
+            status, stop_requested = once(plan, words)
             if status != 1 or stop_requested or not left:
                 return status
-            where = "from the last checkpoint" if newest_whole(run.folder) is not None else "from the start"
+            where = "from the last checkpoint" if newest_whole(plan.folder) is not None else "from the start"
             error(
                 coded("LS7203", f"accelerate launch has failed; restarting {where} ({quantity(left, 'restart')} left)")
             )
         return 1
 
-    def check_address(self, run: Run) -> None:
+    def check_address(self, launch: LaunchSection) -> None:
         """Check that the rendezvous address is machine 0's, and reachable from the others. Errors: `RunError`."""
-        options = self.options(run)
+        options = self.options(launch)
         if options.machines == 1:
             return
-        host, port = self.rendezvous(run)
+        host, port = self.rendezvous(options)
         with network.under_key("launch.rendezvous"):
             own = network.route_to(host) == network.address_of(host)
             if own != (options.machine_rank == 0):
@@ -141,7 +144,7 @@ class Accelerate(Launcher):
                     "machine 0 must be the machine with that address",
                 )
             if not own:
-                network.reach(host, port, run.launch.timeout_s, error)
+                network.reach(host, port, launch.timeout_s, error)
             elif not network.holds(host, port):
                 raise RunError(
                     "LS7205",
@@ -150,7 +153,7 @@ class Accelerate(Launcher):
                 )
 
 
-def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
+def once(plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
     """Run the command to its end, forwarding stop signals.
 
     Returns the exit status of the ranks (1 if they left none), and whether a stop was requested."""
@@ -178,6 +181,6 @@ def once(run: Run, plan: LaunchPlan, words: Sequence[str]) -> tuple[int, bool]:
             code = process.wait()
         with suppress(OSError, ValueError):
             return int(answer.read_text()), stop_requested
-        if stop_requested and newest_whole(run.folder) is not None:
+        if stop_requested and newest_whole(plan.folder) is not None:
             return STOPPED, stop_requested
         return min(code, 1) if code >= 0 and not stop_requested else 1, stop_requested

@@ -1,7 +1,8 @@
 """The interface of a launcher: what would be started, starting it, and looking after it from another terminal.
 
 In: a run. Out: a `LaunchPlan`, which is plain data (`lockstep plan` prints it, tests compare it), and an exit status.
-Imports no torch at the top.
+From there on methods take the plan; those that look after a started run take its folder and its `JobRecord`. Imports no
+torch at the top.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import shlex
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 class LaunchPlan:
     """Complete description of what a launcher starts."""
 
+    run: Run  # as its ranks get it
     processes: int  # total over all machines
     command: list[str]  # the command of each process
     variables: Mapping[str, str] = field(default_factory=dict)  # its environment variables
@@ -36,6 +38,20 @@ class LaunchPlan:
     notes: list[str] = field(default_factory=list)  # for the user
     facts: Mapping[str, str] = field(default_factory=dict)  # shown instead of the files, unless --verbose
     job: Job | None = None  # resolved job for ranks on this machine; None: each rank resolves the run
+
+    @property
+    def launch(self) -> LaunchSection:
+        """The section `launch` of the run."""
+        return self.run.launch
+
+    @property
+    def folder(self) -> Path:
+        """OUTPUT."""
+        return self.run.folder
+
+    def resolved(self, job: Job) -> LaunchPlan:
+        """Return the plan of a resolved job, whose defaults are adapted to the model."""
+        return replace(self, run=job.run, job=job)
 
 
 class Launcher(ABC):
@@ -66,29 +82,29 @@ class Launcher(ABC):
         return False
 
     @classmethod
-    def options(cls, run: Run) -> Any:
+    def options(cls, launch: LaunchSection) -> Any:
         """Return this launcher's keys as an instance of its `Options`."""
-        return cls.Options.model_validate(run.launch.options)
+        return cls.Options.model_validate(launch.options)
 
     @abstractmethod
     def plan(self, run: Run) -> LaunchPlan:
         """Return the plan of a run, without side effects: one run has one plan per machine. Errors: `RunError`."""
 
-    def check(self, run: Run, plan: LaunchPlan) -> None:  # noqa: B027 - most have nothing to check
+    def check(self, plan: LaunchPlan) -> None:  # noqa: B027 - most have nothing to check
         """Check for problems before data is prepared or anything starts: a missing program or package, a job that the
         scheduler rejects. Errors: `RunError`."""
 
-    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
+    def memory(self, plan: LaunchPlan) -> float | None:
         """Return the bytes of memory for each process, or None if not known here."""
         return None
 
-    def leads(self, run: Run, plan: LaunchPlan) -> bool:
+    def leads(self, plan: LaunchPlan) -> bool:
         """Return whether this process leads the job: it writes OUTPUT/run.yaml and OUTPUT/launch.json. If several
         processes are started by hand, exactly one leads."""
         return plan.variables.get("RANK", "0") == "0"
 
     @abstractmethod
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         """Execute the plan and return the exit status.
 
         `words`: name of the function that every process calls, and its arguments."""
@@ -96,19 +112,19 @@ class Launcher(ABC):
     # -- a run that was started, possibly by another process ---------------------------------------------------------
     # Defaults for a launcher whose `start` lasts as long as the job. A `SubmittedJob` overrides them.
 
-    def state(self, run: Run, record: JobRecord) -> State:
+    def state(self, folder: Path, record: JobRecord) -> State:
         """Query the state of the run from the system that runs it. Errors: `RunError` if that does not answer."""
         state = job_record.state_of_process(record)
         if state.word == "gone":  # its status may be newer than the record
-            state = job_record.state_of_process(job_record.read(run.folder) or record)
+            state = job_record.state_of_process(job_record.read(folder) or record)
         return state
 
-    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
+    def logs(self, folder: Path, record: JobRecord, follow: bool) -> Iterator[str]:
         """Yield the lines of the log, oldest first; with `follow`, until the run ends. Errors: `RunError`."""
-        path = job_record.inside(run.folder / LOG, run.folder)
-        return job_record.lines_of(path, follow, lambda: self.state(run, record).live)
+        path = job_record.inside(folder / LOG, folder)
+        return job_record.lines_of(path, follow, lambda: self.state(folder, record).live)
 
-    def stop(self, run: Run, record: JobRecord) -> str:
+    def stop(self, folder: Path, record: JobRecord) -> str:
         """Request that the run saves a checkpoint and ends with status 75, without a restart by its scheduler.
 
         Returns immediately, with a description of the action ("SIGTERM sent to process 12"); poll `state` for the end.
@@ -127,7 +143,7 @@ class SubmittedJob(Launcher):
     afterwards: ClassVar[str] = ""  # message suffix for a job that `start` does not wait for: how to fetch its results
 
     @abstractmethod
-    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
+    def submit(self, plan: LaunchPlan) -> JobRecord | None:
         """Submit the job and return its record, or None if this run's job is complete already. Errors: `RunError`; then
         nothing is submitted."""
 
@@ -135,48 +151,48 @@ class SubmittedJob(Launcher):
     def label(self, record: JobRecord) -> str:
         """Return the job's name for messages: `training job NAME`."""
 
-    def waits(self, run: Run) -> bool:
+    def waits(self, launch: LaunchSection) -> bool:
         """Return whether `start` waits for the end of the job; otherwise it returns after submission."""
-        return bool(self.options(run).wait)
+        return bool(self.options(launch).wait)
 
-    def complete(self, run: Run, record: JobRecord) -> None:
+    def complete(self, plan: LaunchPlan, record: JobRecord) -> None:
         """Fetch the results of a finished job, or print their location. Errors: `RunError`."""
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        name = run.launch.name
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        name = plan.launch.name
         if tuple(words) != TRAIN:
             text = f"launch.name: {name} only trains; use launch.name=local to verify a few steps here"
             raise RunError("LS7383", text)
-        record = self.submit(run, plan)
+        record = self.submit(plan)
         if record is None:
             return 0
-        job_record.write(run.folder, record)
+        job_record.write(plan.folder, record)
         Console(True).say(f"{self.label(record)} is submitted, as asked for in {', '.join(plan.files)}")
-        if self.waits(run):
-            return self.watch(run, record)
-        Console(True).say(f"lockstep status|logs|stop {shlex.quote(str(run.folder))} look after it{self.afterwards}")
+        if self.waits(plan.launch):
+            return self.watch(plan, record)
+        Console(True).say(f"lockstep status|logs|stop {shlex.quote(str(plan.folder))} look after it{self.afterwards}")
         return 0
 
-    def watch(self, run: Run, record: JobRecord) -> int:
+    def watch(self, plan: LaunchPlan, record: JobRecord) -> int:
         """Show the log of a submitted job until it ends, and return the exit status. An interrupt ends the display, not
         the job."""
         try:
-            for line in self.logs(run, record, follow=True):
+            for line in self.logs(plan.folder, record, follow=True):
                 Console(True).say(line)
         except KeyboardInterrupt:
             Console(True).say(
-                f"the job goes on. lockstep logs {run.folder} shows it, lockstep stop {run.folder} ends it"
+                f"the job goes on. lockstep logs {plan.folder} shows it, lockstep stop {plan.folder} ends it"
             )
             raise
-        while (state := self.state(run, record)).live:
+        while (state := self.state(plan.folder, record)).live:
             time.sleep(self.every_s)
         if state.word == "done":
-            self.complete(run, record)
+            self.complete(plan, record)
         elif state.word == "stopped":
             Console(True).say(f"{self.label(record)} was stopped; the same command goes on from the last checkpoint")
         else:
             error(coded("LS7281", f"{self.label(record)} failed: {state.text or state.word}"))
-        job_record.note(run.folder, status=state.status, ended=time.time())
+        job_record.note(plan.folder, status=state.status, ended=time.time())
         return 1 if state.status is None else int(state.status)
 
 

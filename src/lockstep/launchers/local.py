@@ -42,10 +42,10 @@ class Local(Launcher):
     def plan(self, run: Run) -> LaunchPlan:
         processes = processes_of(run)
         run.check_shared(processes, f"launch.processes: {processes} processes")
-        check_gpus(run, processes)
+        check_gpus(run.launch, processes)
         command = [sys.executable, "-m", "lockstep", "train", str(run.folder / "run.yaml")]
         if processes == 1:
-            return LaunchPlan(1, command, notes=["one process: runs in the terminal's own process"])
+            return LaunchPlan(run, 1, command, notes=["one process: runs in the terminal's own process"])
         variables = {
             # otherwise torch elastic re-forms on a stale address (pytorch/pytorch#135712)
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -54,30 +54,30 @@ class Local(Launcher):
         if sys.platform == "linux":
             variables["GLOO_SOCKET_IFNAME"] = "lo"  # works without a resolvable host name
         return LaunchPlan(
-            processes, command, variables, notes=["runs in this terminal; Ctrl-C saves a checkpoint and stops"]
+            run, processes, command, variables, notes=["runs in this terminal; Ctrl-C saves a checkpoint and stops"]
         )
 
-    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        return memory_here(run, plan.processes)
+    def memory(self, plan: LaunchPlan) -> float | None:
+        return memory_here(plan.run, plan.processes)
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
             with importing():
                 from lockstep.training import rank as worker
 
-            return worker.main(plan.job or run, words=words)
+            return worker.main(plan.job or plan.run, words=words)
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
         from lockstep.launchers.processes.elastic_agent import run_agent
         from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
-        prestart(run)
+        prestart(plan.launch, plan.processes)
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
         key = network.secret_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
-        sent = str(run.folder / "run.yaml") if plan.job is None else plan.job.dump()
+        sent = str(plan.folder / "run.yaml") if plan.job is None else plan.job.dump()
         arguments = (sent, tuple(words), {network.SECRET_VARIABLE: key})
-        return run_agent(run, plan.processes, rendezvous, entry, arguments, print)
+        return run_agent(plan, plan.processes, rendezvous, entry, arguments, print)
 
 
 def processes_of(run: Run) -> int:
@@ -87,7 +87,7 @@ def processes_of(run: Run) -> int:
         return int(run.launch.processes)
     if run.strategy.alone:
         return 1
-    return min(run.micro_batches, gpus_of(run) * run.launch.processes_per_gpu or available_cores())
+    return min(run.micro_batches, gpus_of(run.launch) * run.launch.processes_per_gpu or available_cores())
 
 
 def memory_here(run: Run, processes: int) -> float:
@@ -98,34 +98,34 @@ def memory_here(run: Run, processes: int) -> float:
     return float(capacity(pick_device(run, 0, processes), processes))
 
 
-def check_gpus(run: Run, processes: int) -> None:
+def check_gpus(launch: LaunchSection, processes: int) -> None:
     """Reject more processes than this machine's GPUs take, before any starts. Errors: `RunError`."""
-    places = gpus_of(run) * run.launch.processes_per_gpu
+    places = gpus_of(launch) * launch.processes_per_gpu
     if places < processes and places:
         raise RunError(
             "LS7290",
-            f"launch.device: {run.launch.device}, but this machine has {quantity(gpus_of(run), 'CUDA device')} for "
+            f"launch.device: {launch.device}, but this machine has {quantity(gpus_of(launch), 'CUDA device')} for "
             f"{quantity(processes, 'process')}; use fewer processes, launch.device=cpu, or "
             f"launch.processes_per_gpu for "
             "processes that share one",
         )
 
 
-def prestart(run: Run) -> None:
+def prestart(launch: LaunchSection, processes: int) -> None:
     """Start the fork server, which imports the workers' modules while this process prepares data. Workers fork from it.
 
-    Errors: `RunError` if its socket cannot be opened, for example if TMPDIR is too long for a socket's name, and if
-    this machine lacks what several ranks need."""
+    `processes`: ranks of this machine. Errors: `RunError` if its socket cannot be opened, for example if TMPDIR is too
+    long for a socket's name, and if this machine lacks what several ranks need."""
     import multiprocessing
     import tempfile
     from multiprocessing import forkserver, resource_tracker
 
     from lockstep.launchers.processes import machine_limits
 
-    own = run.launch.name == "local" or (run.launch.name == "torchrun" and not run.launch.options.get("rendezvous"))
-    machine_limits.check(LOOPBACK if own else None, processes_of(run))
+    own = launch.name == "local" or (launch.name == "torchrun" and not launch.options.get("rendezvous"))
+    machine_limits.check(LOOPBACK if own else None, processes)
     # do not import torch only for this
-    on_cpus = run.launch.device == "cpu" or ("torch" in sys.modules and gpus_of(run) == 0)
+    on_cpus = launch.device == "cpu" or ("torch" in sys.modules and gpus_of(launch) == 0)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lockstep.training.fork_server"])
     # Schedulers and terminals signal every process of a job; if this server ended, so would the ranks.
@@ -159,8 +159,8 @@ def variable(name: str, value: str | None) -> Iterator[None]:
         del os.environ[name]
 
 
-def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-    """Run one rank. `run`: a run, the path of a run file, or a job from `Job.dump`.
+def entry(sent: str | Run, words: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+    """Run one rank. `sent`: a run, the path of a run file, or a job from `Job.dump`.
 
     The rank is killed when the launcher ends for any reason, so that no orphan writes to OUTPUT."""
     if sys.platform == "linux":
@@ -175,11 +175,11 @@ def entry(run: str | Run, words: Sequence[str], variables: Mapping[str, str] | N
         os.environ.setdefault(name, value)
     from lockstep.training import rank as worker
 
-    if not isinstance(run, str):
-        sys.exit(worker.main(run, words=words))
-    if not run.startswith("{"):
-        worker.main_of_file(run, words)
-    worker.main_of_job(run, words)
+    if not isinstance(sent, str):
+        sys.exit(worker.main(sent, words=words))
+    if not sent.startswith("{"):
+        worker.main_of_file(sent, words)
+    worker.main_of_job(sent, words)
 
 
 def _follow_launcher() -> None:

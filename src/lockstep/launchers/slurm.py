@@ -108,38 +108,38 @@ class Slurm(SubmittedJob):
             notes.append("no launch.time: the ranks are not warned before the partition's own limit ends the job")
         if run.launch.threads == "auto":
             notes.append("threads follow the cores of a task; set launch.threads to compare bits with other machines")
-        return LaunchPlan(ranks, ["sbatch", "--parsable", str(file)], files={str(file): text_of(job)}, notes=notes)
+        return LaunchPlan(run, ranks, ["sbatch", "--parsable", str(file)], files={str(file): text_of(job)}, notes=notes)
 
-    def check(self, run: Run, plan: LaunchPlan) -> None:
+    def check(self, plan: LaunchPlan) -> None:
         check(plan)
 
-    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        options = self.options(run)
+    def memory(self, plan: LaunchPlan) -> float | None:
+        options = self.options(plan.launch)
         if options.memory is None or options.gpus:  # GPU memory of the nodes is not known here
             return None
         number, unit = re.fullmatch(r"(\d+)([KMGT]?)", options.memory).groups()  # type: ignore[union-attr]
         return int(number) * 1024.0 ** ("KMGT".index(unit or "M") + 1) * options.machines / plan.processes
 
-    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord:
+    def submit(self, plan: LaunchPlan) -> JobRecord:
         return job_record.here("slurm", plan.processes, submit(plan))
 
     def label(self, record: JobRecord) -> str:
         return f"job {record.job}"
 
-    def waits(self, run: Run) -> bool:
-        return not self.options(run).detach
+    def waits(self, launch: LaunchSection) -> bool:
+        return not self.options(launch).detach
 
     # -- looking after a job -----------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: JobRecord) -> State:
+    def state(self, folder: Path, record: JobRecord) -> State:
         return state_of(record)
 
-    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
-        return job_record.lines_of(log_of(run, record), follow, _slowly(lambda: self.state(run, record).live))
+    def logs(self, folder: Path, record: JobRecord, follow: bool) -> Iterator[str]:
+        return job_record.lines_of(log_of(folder, record), follow, _slowly(lambda: self.state(folder, record).live))
 
-    def stop(self, run: Run, record: JobRecord) -> str:
+    def stop(self, folder: Path, record: JobRecord) -> str:
         job = str(record.job)
-        if self.state(run, record).word == "waiting":
+        if self.state(folder, record).word == "waiting":
             _ask("scancel", job)
             return f"job {job} is cancelled; it was waiting"
         if "step" in record.facts:
@@ -149,22 +149,22 @@ class Slurm(SubmittedJob):
         _ask("scancel", "--signal=TERM", job)
         return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
 
-    def watch(self, run: Run, record: JobRecord) -> int:
+    def watch(self, plan: LaunchPlan, record: JobRecord) -> int:
         """Print the job's log and state changes until it ends, and return the exit status."""
         last, console = [State("unknown")], Console(True)
 
         def live() -> bool:
-            now = self.state(run, record)
+            now = self.state(plan.folder, record)
             if (now.word, now.text) != (last[0].word, last[0].text):
                 console.say(f"job {record.job}: {now.word}{f', {now.text}' if now.text else ''}")
             last[0] = now
             return now.live
 
         try:
-            for line in job_record.lines_of(log_of(run, record), True, _slowly(live)):
+            for line in job_record.lines_of(log_of(plan.folder, record), True, _slowly(live)):
                 console.say(line)
         except KeyboardInterrupt:
-            where = shlex.quote(str(run.folder))
+            where = shlex.quote(str(plan.folder))
             console.say(f"the job goes on: lockstep logs --follow {where} shows it, lockstep stop {where} ends it")
             return 130
         if last[0].status is not None:
@@ -175,7 +175,7 @@ class Slurm(SubmittedJob):
 
     def _job(self, run: Run, files: Sequence[str]) -> BatchJob:
         """Return the batch job of one run. Errors: `RunError`."""
-        options = self.options(run)
+        options = self.options(run.launch)
         processes = processes_of(run, options)
         world = options.machines * processes
         run.check_shared(
@@ -203,7 +203,7 @@ class Slurm(SubmittedJob):
             warn_s=warn,
             restarts=0 if elastic else run.launch.max_restarts,
             requeue=options.requeue,
-            no_kill=_outlives_nodes(run) and options.machines > 1,
+            no_kill=_outlives_nodes(run.launch) and options.machines > 1,
             options={
                 "partition": options.partition,
                 "account": options.account,
@@ -231,7 +231,9 @@ def array_plan(run: Run, runs: Sequence[Path], folder: Path, at_most: int | None
     )
     file = str(_absolute(folder) / FILE)
     ranks = job.nodes * job.tasks * job.processes
-    return LaunchPlan(ranks, ["sbatch", "--parsable", file], files={file: text_of(job)}, notes=[f"{len(runs)} runs"])
+    return LaunchPlan(
+        run, ranks, ["sbatch", "--parsable", file], files={file: text_of(job)}, notes=[f"{len(runs)} runs"]
+    )
 
 
 def check(plan: LaunchPlan) -> None:
@@ -289,38 +291,38 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     from lockstep.launchers.torchrun import Torchrun
 
     common: dict[str, Any] = {name: getattr(run.launch, name) for name in LaunchSection.model_fields}
-    common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run))}
+    common |= {"name": "torchrun", "processes": processes_of(run, Slurm.options(run.launch))}
     where: dict[str, Any] = {"machines": task.size, "rendezvous": f"{task.host}:{task.port}", "node_rank": task.rank}
-    if _outlives_nodes(run) and task.size > 1:
+    if _outlives_nodes(run.launch) and task.size > 1:
         where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
-    prestart(inner)
+    prestart(inner.launch, common["processes"])
     if task.rank:  # node 0 opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
-    status = Torchrun().start(inner, Torchrun().plan(inner))
+    status = Torchrun().start(Torchrun().plan(inner))
     if path := os.environ.get(STATUS):  # if the job survives node failures
         if task.rank == 0:
             Path(path).write_text(str(status), encoding="utf-8")
         elif status == FAILED:
-            srun.see_to_script(task, Path(path), Slurm.options(run).requeue, Console(True).say)
+            srun.see_to_script(task, Path(path), Slurm.options(run.launch).requeue, Console(True).say)
     return status
 
 
-def _outlives_nodes(run: Run) -> bool:
+def _outlives_nodes(launch: LaunchSection) -> bool:
     """Return whether a job continues after a node failure."""
-    elastic = Slurm.options(run).ranks == "elastic"
-    return elastic and run.launch.on_rank_failure == "continue" and run.launch.max_restarts > 0
+    elastic = Slurm.options(launch).ranks == "elastic"
+    return elastic and launch.on_rank_failure == "continue" and launch.max_restarts > 0
 
 
-def log_of(run: Run, record: JobRecord) -> Path:
+def log_of(folder: Path, record: JobRecord) -> Path:
     """Return the log file of a job's ranks. Errors: `RunError`."""
     if "log" in record.facts:
         path = Path(record.facts["log"])  # an array task logs next to the folders of the runs
         if not re.fullmatch(r"slurm-\d+_\d+\.out", path.name):
             raise RunError("LS7391", f"{job_record.FILE}: {path} is not the log of an array task, so it is not read")
-        return job_record.inside(path, run.folder.absolute().parent)
-    log_path = run.folder / f"slurm-{record.job}.out"
-    return job_record.inside(log_path if "step" not in record.facts else run.folder / "log.txt", run.folder)
+        return job_record.inside(path, folder.absolute().parent)
+    log_path = folder / f"slurm-{record.job}.out"
+    return job_record.inside(log_path if "step" not in record.facts else folder / "log.txt", folder)
 
 
 def state_of(record: JobRecord) -> State:

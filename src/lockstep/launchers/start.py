@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,22 +55,21 @@ def train(run: Run) -> int:
     with ExitStack() as stack:
         with console.busy(lambda: ACTIVITY.name):
             launcher, plan = planned(run)
-            leads = launcher.leads(run, plan)  # else another process of the job leads
-            lock = stack.enter_context(output_lock.owned(run, console.note)) if leads else None
+            leads = launcher.leads(plan)  # else another process of the job leads
+            lock = stack.enter_context(output_lock.owned(run.folder, console.note)) if leads else None
             if lock is not None:
                 only_one(run, launcher)
             plan, steps = ready(run, launcher, plan, console)
-            run = run if plan.job is None else plan.job.run  # with defaults adapted to the model
         if lock is None:
             with introduced():
-                return launcher.start(run, plan)
+                return launcher.start(plan)
         if plan.job is not None and steps is not None:
             return lock.verdict(report_finished(plan.job, steps))
-        write_run_yaml(run)
+        write_run_yaml(plan.run)
         if launcher.submits:
             lock.release()  # the job's ranks lock it from here on
-            return lock.verdict(launcher.start(run, plan))
-        return lock.verdict(run_ranks(run, launcher, plan))
+            return lock.verdict(launcher.start(plan))
+        return lock.verdict(run_ranks(launcher, plan))
 
 
 @contextmanager
@@ -98,7 +96,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
         (console.detail if text.startswith("from the cache") else console.facts)({label: text})
 
     job = resolve(run, machine, plan.processes, Scope.START, tell)
-    plan, manifest = replace(plan, job=job), job.newest
+    plan, manifest = plan.resolved(job), job.newest
     for note in job.notes:
         console.note(note)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
@@ -134,29 +132,30 @@ def report_finished(job: Job, steps: int) -> int:
     return status
 
 
-def run_ranks(run: Run, launcher: Launcher, plan: LaunchPlan) -> int:
+def run_ranks(launcher: Launcher, plan: LaunchPlan) -> int:
     """Start the ranks, wait for their end, record it in OUTPUT/launch.json, and return the exit status."""
-    before = job_record.read(run.folder)
+    folder, voice = plan.folder, plan.run.track.console
+    before = job_record.read(folder)
     if before is not None and (why := job_record.recorded_loss(before)) is not None:
-        Console(True, voice=run.track.console).note(f"the start before left no exit status: {why}")
-    job_record.write(run.folder, mine := job_record.here(run.launch.name, plan.processes))
+        Console(True, voice=voice).note(f"the start before left no exit status: {why}")
+    job_record.write(folder, mine := job_record.here(plan.launch.name, plan.processes))
     try:
         with introduced():
-            status = launcher.start(run, plan)
+            status = launcher.start(plan)
     except KeyboardInterrupt:
-        job_record.note(run.folder, status=130, ended=time.time())
+        job_record.note(folder, status=130, ended=time.time())
         raise
     listen_no_more()
-    record = job_record.read(run.folder)
+    record = job_record.read(folder)
     if status == EXCLUDED and record is not None and record.status is not None:
         return status  # the remaining ranks recorded the status
     if record is not None and (record.began, record.status) == (mine.began, 0):
         status = 0  # rank 0 completed the run; the other ranks' statuses do not matter
-    if not job_record.note(run.folder, status=status, ended=time.time()):
+    if not job_record.note(folder, status=status, ended=time.time()):
         error(
             coded(
                 "LS7410",
-                f"{run.folder / job_record.FILE} could not be written, so `lockstep status` will not show that the "
+                f"{folder / job_record.FILE} could not be written, so `lockstep status` will not show that the "
                 "run ended",
             )
         )
@@ -169,7 +168,7 @@ def agent(run: Run, task: srun.SlurmTask) -> int:
 
     if task.rank:
         return agent_of(run, task)
-    with output_lock.owned(run, Console(True).note) as lock:
+    with output_lock.owned(run.folder, Console(True).note) as lock:
         return lock.verdict(agent_of(run, task))
 
 
@@ -212,7 +211,7 @@ def run_as_rank(run: Run) -> int:
         lock, refusal = None, None
         if os.environ["RANK"] == "0" and words == TRAIN and not output_lock.held_by_launcher(run.folder):
             try:
-                lock = stack.enter_context(output_lock.owned(run, Console(True).note))
+                lock = stack.enter_context(output_lock.owned(run.folder, Console(True).note))
                 if job_record.VARIABLE not in os.environ:
                     job_record.write(run.folder, job_record.here("", int(os.environ["WORLD_SIZE"])))
             except RunError as caught:
@@ -241,7 +240,7 @@ def only_one(run: Run, launcher: Launcher) -> None:
         known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
     except RunError:  # the launcher is no longer installed
         return
-    state = known.state(run, record)
+    state = known.state(run.folder, record)
     if state.live:
         raise RunError(
             "LS7412",
@@ -314,9 +313,9 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     record = job_record.read(run.folder)
     done = record is not None and record.status == 0
     if plan.processes > 1 and launcher.forks_ranks and not done:
-        from lockstep.launchers.local import prestart
+        from lockstep.launchers.local import prestart, processes_of
 
-        prestart(run)
+        prestart(run.launch, processes_of(run))
     return launcher, plan
 
 
@@ -340,7 +339,7 @@ def resolved(run: Run) -> tuple[Launcher, Job]:
 def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
     """Write the job's run.yaml, start its ranks with `words`, and return their exit status."""
     write_run_yaml(job.run)
-    return launcher.start(job.run, replace(launcher.plan(job.run), job=job), words)
+    return launcher.start(launcher.plan(job.run).resolved(job), words)
 
 
 def refuse_options(run: Run) -> None:

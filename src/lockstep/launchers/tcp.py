@@ -31,7 +31,7 @@ class Tcp(Launcher):
         world_size: Positive | None = Field(None, description="number of processes in all")
 
     def plan(self, run: Run) -> LaunchPlan:
-        launch = self.options(run)
+        launch = self.options(run.launch)
         if launch.init_method is None:
             raise RunError("LS7521", "launch.init_method: missing; the tcp launcher needs tcp://host:port of rank 0")
         if not re.fullmatch(r"tcp://[^:/]+:\d+", launch.init_method):
@@ -63,11 +63,11 @@ class Tcp(Launcher):
         }
         notes = [f"this process is rank {launch.rank} of {launch.world_size}, rendezvous at {launch.init_method}"]
         return LaunchPlan(
-            launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
+            run, launch.world_size, ["lockstep", "train", str(run.folder / "run.yaml")], variables, notes=notes
         )
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         from lockstep.training import rank as worker
 
         os.environ.update(plan.variables)
-        return worker.main(plan.job or run, str(self.options(run).init_method), words)
+        return worker.main(plan.job or plan.run, str(self.options(plan.launch).init_method), words)

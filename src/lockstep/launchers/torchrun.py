@@ -68,7 +68,7 @@ class Torchrun(Launcher):
         return launch.on_rank_failure == "continue" and node_range(launch.options.get("machines", 1)) == (1, 1)
 
     def plan(self, run: Run) -> LaunchPlan:
-        options = self.options(run)
+        options = self.options(run.launch)
         fewest, most = node_range(options.machines)
         processes = processes_of(run)
         if fewest > most:
@@ -114,26 +114,30 @@ class Torchrun(Launcher):
                 "a lost machine costs a restart; one that comes is let in after a checkpoint. Let OUTPUT be on a disk "
                 "that all share: else the checkpoints are lost with the machine of rank 0"
             )
-        return LaunchPlan(most * processes, same, variables, notes=notes)
+        return LaunchPlan(run, most * processes, same, variables, notes=notes)
 
-    def leads(self, run: Run, plan: LaunchPlan) -> bool:
+    def leads(self, plan: LaunchPlan) -> bool:
         """Return whether this machine has `node_rank` 0, if given, else whether it has the rendezvous address."""
-        if (rank := self.options(run).node_rank) is not None:
+        if (rank := self.options(plan.launch).node_rank) is not None:
             return bool(rank == 0)
-        host = network.endpoint(self.options(run).rendezvous or "localhost:29400")[0]
+        host = network.endpoint(self.options(plan.launch).rendezvous or "localhost:29400")[0]
         with network.under_key("launch.rendezvous"):
             return network.route_to(host) == network.address_of(host)
 
-    def memory(self, run: Run, plan: LaunchPlan) -> float | None:
-        return memory_here(run, processes_of(run))  # assumes equal machines
+    def _ranks_here(self, plan: LaunchPlan) -> int:
+        """Number of ranks on this machine, as on each."""
+        return plan.processes // node_range(self.options(plan.launch).machines)[1]
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
-        check_gpus(run, processes_of(run))
+    def memory(self, plan: LaunchPlan) -> float | None:
+        return memory_here(plan.run, self._ranks_here(plan))  # assumes equal machines
+
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+        check_gpus(plan.launch, self._ranks_here(plan))
         for name, value in plan.variables.items():
             os.environ.setdefault(name, value)
-        options = self.options(run)
+        options = self.options(plan.launch)
         try:
-            return _start(run, plan, options, words)
+            return _start(plan, self._ranks_here(plan), options, words)
         except network.NetworkError as caught:
             raise RunError(
                 caught.code,
@@ -147,7 +151,7 @@ def node_range(value: int | str) -> tuple[int, int]:
     return int(fewest), int(most or fewest)
 
 
-def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequence[str]) -> int:
+def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: Sequence[str]) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from lockstep.checkpoint.manifest import newest_first
@@ -155,7 +159,7 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
     from lockstep.launchers.processes.elastic_agent import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
-    prestart(run)
+    prestart(plan.launch, processes)
     variables = dict(plan.variables)
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)
@@ -177,16 +181,16 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)
-    node = Node(socket.gethostname(), address, processes_of(run), options.node_rank, holds)
+    node = Node(socket.gethostname(), address, processes, options.node_rank, holds)
     limits = Limits(options.join_timeout_s, options.last_call_timeout_s, options.keep_alive_timeout_s)
 
     def newest() -> int:
-        return next((manifest.step for _, manifest in newest_first(run.folder)), 0)
+        return next((manifest.step for _, manifest in newest_first(plan.folder)), 0)
 
     try:
         rendezvous = ElasticRendezvous(host, port, fewest, most, node, limits, newest, key)
-        data = (plan.job or Job.of(run).with_data()).data
-        rendezvous.admit(facts(run, data.key))
+        data = (plan.job or Job.of(plan.run).with_data()).data
+        rendezvous.admit(facts(plan.run, data.key))
     except RendezvousConnectionError as caught:
         raise RunError(
             "LS7434",
@@ -198,5 +202,5 @@ def _start(run: Run, plan: LaunchPlan, options: Torchrun.Options, words: Sequenc
             f"launch.rendezvous: the rendezvous at {host}:{port} failed: {caught}; give all machines one "
             "secret, and a port that only this job uses",
         ) from None
-    sent = run if plan.job is None else plan.job.dump()
-    return run_agent(run, processes_of(run), rendezvous, entry, (sent, tuple(words), variables), say)
+    sent = plan.run if plan.job is None else plan.job.dump()
+    return run_agent(plan, processes, rendezvous, entry, (sent, tuple(words), variables), say)

@@ -125,7 +125,7 @@ class Pipeline(ShardedRecovery):
             raise RunError(
                 "LS4241", "strategy.name: pipeline needs two processes or more; use single, or launch.processes=2"
             )
-        if share_gpus(run):
+        if share_gpus(run.launch):
             raise RunError(
                 "LS4242",
                 "launch.processes_per_gpu: pipeline stages send from GPU to GPU, which gloo cannot do; remove "

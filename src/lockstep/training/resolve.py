@@ -47,7 +47,7 @@ class Starter(Protocol):
     def loses_ranks(cls, launch: LaunchSection) -> bool:
         """Whether a job on one machine can continue without single ranks, according to its keys."""
 
-    def check(self, run: Run, plan: Any) -> None:
+    def check(self, plan: Any) -> None:
         """Refuse errors that can be detected before anything is started. Errors: `RunError`."""
 
 
@@ -99,14 +99,14 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
 
             zero_agreement.check(run, processes)  # reports all its errors in one message
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
-            machine.launcher.check(run, machine.plan)
+            machine.launcher.check(machine.plan)
             if scope in (Scope.DATA, Scope.START) and not machine.launcher.submits:
                 _refuse_missing_gpu(run)
 
 
 def _refuse_missing_gpu(run: Run) -> None:
     """Refuse to start ranks on GPUs that are not there; `lockstep plan` serves other machines. Errors: `RunError`."""
-    if run.launch.device == "cuda" and not gpus_of(run):
+    if run.launch.device == "cuda" and not gpus_of(run.launch):
         raise RunError(
             "LS5250",
             "launch.device: cuda, but this machine has no CUDA device that torch can use; set launch.device=cpu, or "
@@ -320,7 +320,7 @@ def _refuse_sharding(job: Job) -> None:
     from lockstep.strategies.abilities import ChoosesByMemory, Recomputes
 
     run, strategy = job.run, job.strategy
-    if not run.sdc_check.every or not job.processes or gpus_of(run):
+    if not run.sdc_check.every or not job.processes or gpus_of(run.launch):
         return
     if not issubclass(strategy, ChoosesByMemory) or not strategy.needs_memory_to_resolve(run):
         return
@@ -356,7 +356,7 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
     from lockstep.config import processor
 
     why: dict[str, str | None] = {
-        f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run) else None,
+        f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run.launch) else None,
         "model.compile": "its code is made for the processor" if run.model.compiled else None,
         "model.quantization": "its kernels are chosen by the processor" if run.model.quantization else None,
         f"optim.name: {run.optim.name}": "its kernels are chosen by the processor"
@@ -382,7 +382,7 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
 
     notes = hub.check(run) if scope == Scope.START else []
     notes += remote_sync.check(run)
-    check_output(run)
+    check_output(run.folder)
     return tuple(notes)
 
 
@@ -435,7 +435,7 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
 
     before = next((each for _, each in candidates(run.folder) if isinstance(each, Manifest)), None)
     then = None if before is None else before.arithmetic.get("model.compile")
-    if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run))):
+    if run.model.compile == "auto" and (then is False or (then != "whole" and not gpus_of(run.launch))):
         return with_compile(run, False), []
     from torch import device
 

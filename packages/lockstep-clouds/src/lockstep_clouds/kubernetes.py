@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
@@ -64,12 +65,12 @@ class Kubernetes(SubmittedJob):
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def plan(self, run: Run) -> LaunchPlan:
-        options = self.options(run)
+        options = self.options(run.launch)
         each = processes_of(run, options)
         processes = options.machines * each
         run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
-        run = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
-        objects = manifests(run, options)
+        sized = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})
+        objects = manifests(sized, options)
         file = str(run.folder / "launch/kubernetes.yaml")
         notes = [
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
@@ -83,20 +84,20 @@ class Kubernetes(SubmittedJob):
         spec = command["spec"]["template"]["spec"]
         if options.kubeflow:
             spec = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        return LaunchPlan(processes, spec["containers"][0]["command"], files={file: dump(objects)}, notes=notes)
+        return LaunchPlan(run, processes, spec["containers"][0]["command"], files={file: dump(objects)}, notes=notes)
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
-        options = self.options(run)
-        kind, name = kind_of(options.kubeflow), name_of(run)
+    def submit(self, plan: LaunchPlan) -> JobRecord | None:
+        options = self.options(plan.launch)
+        kind, name = kind_of(options.kubeflow), name_of(plan.run)
         facts = {"kind": kind, "namespace": options.namespace, "context": options.context or ""}
         record = job_record.here("kubernetes", plan.processes, job=name, facts=facts)
         allowed(facts)
-        state = self.state(run, record)
+        state = self.state(plan.folder, record)
         if state.word == "done":
             Console(True).say(f"{kind} {name} is complete")
-            self.complete(run, record)
+            self.complete(plan, record)
             return None
         write_files(plan)
         if state.word != "gone":  # an earlier attempt: it cannot be changed, and its results are on the volume
@@ -107,12 +108,12 @@ class Kubernetes(SubmittedJob):
     def label(self, record: JobRecord) -> str:
         return f"{record.facts['kind']} {record.job} of the namespace {record.facts['namespace']}"
 
-    def complete(self, run: Run, record: JobRecord) -> None:
-        Console(True).say(f"the model is in {output_of(run)}/export on the claim {self.options(run).pvc}")
+    def complete(self, plan: LaunchPlan, record: JobRecord) -> None:
+        Console(True).say(f"the model is in {output_of(plan.run)}/export on the claim {self.options(plan.launch).pvc}")
 
     # -- a job that was launched -------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: JobRecord) -> State:
+    def state(self, folder: Path, record: JobRecord) -> State:
         description = kubectl(
             record.facts, "get", record.facts["kind"], str(record.job), "-o", "json", "--ignore-not-found"
         ).strip()
@@ -120,9 +121,9 @@ class Kubernetes(SubmittedJob):
             return State("gone", f"there is no {record.facts['kind']} {record.job} in {record.facts['namespace']}")
         return state_from(json.loads(description))
 
-    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
+    def logs(self, folder: Path, record: JobRecord, follow: bool) -> Iterator[str]:
         """Lines of all pods that the cluster still has, each prefixed with the pod's name."""
-        while follow and (state := self.state(run, record)).word == "waiting":
+        while follow and (state := self.state(folder, record)).word == "waiting":
             if state.text:
                 yield f"waiting: {state.text}"
             time.sleep(self.every_s)
@@ -145,7 +146,7 @@ class Kubernetes(SubmittedJob):
             process.terminate()
             process.wait()
 
-    def stop(self, run: Run, record: JobRecord) -> str:
+    def stop(self, folder: Path, record: JobRecord) -> str:
         kubectl(record.facts, "patch", record.facts["kind"], str(record.job), "--type=merge", "-p", SUSPEND)
         return f"{record.facts['kind']} {record.job} suspended: its pods write a checkpoint and end"
 

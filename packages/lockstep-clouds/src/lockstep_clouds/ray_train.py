@@ -56,21 +56,21 @@ class Ray(Launcher):
         )
 
     def plan(self, run: Run) -> LaunchPlan:
-        options = self.options(run)
+        options = self.options(run.launch)
         workers = options.workers or processes_of(run)
         run.check_shared(workers, f"launch.workers: {workers} workers")
         if run.launch.device == "cuda" and run.launch.processes_per_gpu > 1:
             raise RunError("LS7360", "launch.processes_per_gpu: Ray gives each worker its own GPU; remove it")
         notes = [
             f"{name}({', '.join(f'{k}={v!r}' for k, v in values.items())})"
-            for name, values in ray_arguments(run, options).items()
+            for name, values in ray_arguments(run, workers, options).items()
         ]
         notes.append(f"cluster: {options.address or 'one that Ray starts on this machine'}; every node must see OUTPUT")
-        return LaunchPlan(workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
+        return LaunchPlan(run, workers, [sys.executable, "-c", RANK, str(run.folder / "run.yaml")], notes=notes)
 
-    def check(self, run: Run, plan: LaunchPlan) -> None:
+    def check(self, plan: LaunchPlan) -> None:
         """Check that the address accepts connections: Ray itself would retry for minutes."""
-        address = self.options(run).address
+        address = self.options(plan.launch).address
         if address in (None, "auto", "local"):
             return
         try:
@@ -78,7 +78,7 @@ class Ray(Launcher):
         except network.NetworkError as caught:
             raise unanswered(address, str(caught)) from None
 
-    def start(self, run: Run, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
+    def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # paths of the run file are relative to this folder
         os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
         try:
@@ -87,11 +87,11 @@ class Ray(Launcher):
             raise RunError(
                 "LS7361", "launch.name: ray needs Ray Train, which is not installed: pip install 'lockstep-train[ray]'"
             ) from None
-        options = self.options(run)
+        options = self.options(plan.launch)
         mine = connect(options.address)
         board: Any = ray.remote(num_cpus=0)(RayBoard).remote()
         config = {
-            "path": str((run.folder / "run.yaml").resolve()),
+            "path": str((plan.folder / "run.yaml").resolve()),
             "folder": os.getcwd(),
             "job": list(words),
             "board": board,
@@ -99,7 +99,7 @@ class Ray(Launcher):
         }
         before = {n: signal.signal(n, _asking(board)) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
         try:
-            status = fit(ray_arguments(run, options), config)
+            status = fit(ray_arguments(plan.run, plan.processes, options), config)
             return status if status is not None else outcome(ray.get(board.statuses.remote()))
         finally:
             for number, handler in before.items():
@@ -108,12 +108,12 @@ class Ray(Launcher):
                 ray.shutdown()
 
 
-def ray_arguments(run: Run, options: Any) -> dict[str, dict[str, Any]]:
+def ray_arguments(run: Run, workers: int, options: Any) -> dict[str, dict[str, Any]]:
     """Arguments of Ray Train's classes."""
     gpu = run.launch.device == "cuda"
     return {
         "ScalingConfig": {
-            "num_workers": options.workers or processes_of(run),
+            "num_workers": workers,
             "use_gpu": gpu,
             "resources_per_worker": {"CPU": options.cpus} | ({"GPU": 1} if gpu else {}),
             "placement_strategy": options.placement,

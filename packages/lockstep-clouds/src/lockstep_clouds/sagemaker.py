@@ -88,7 +88,7 @@ class Sagemaker(SubmittedJob):
     # -- the plan ----------------------------------------------------------------------------------------------------
 
     def plan(self, run: Run) -> LaunchPlan:
-        options = self.options(run)
+        options = self.options(run.launch)
         check_keys(run, options)
         each = processes_of(run, options.instance)
         processes = options.machines * each
@@ -120,7 +120,7 @@ class Sagemaker(SubmittedJob):
             str(run.folder / "launch/requirements.txt"): requirements([*options.requirements, *distributions_of(run)]),
         }
         command = ["/bin/sh", "-c", COMMAND]
-        return LaunchPlan(processes, command, request["Environment"], files, notes, facts_of(request))
+        return LaunchPlan(run, processes, command, request["Environment"], files, notes, facts_of(request))
 
     def _parcel(self, run: Run, options: Any) -> Parcel:
         launch = run.launch.model_copy(update={"processes": processes_of(run, options.instance)})
@@ -131,32 +131,32 @@ class Sagemaker(SubmittedJob):
 
     # -- doing it ----------------------------------------------------------------------------------------------------
 
-    def submit(self, run: Run, plan: LaunchPlan) -> JobRecord | None:
-        options = self.options(run)
+    def submit(self, plan: LaunchPlan) -> JobRecord | None:
+        options = self.options(plan.launch)
         session = aws.session(aws.region_of(options.region))
         client = session.client("sagemaker")
-        request = json.loads(plan.files[str(run.folder / "launch/create_training_job.json")])
+        request = json.loads(plan.files[str(plan.folder / "launch/create_training_job.json")])
         former = self._former(client, request)
         facts = {"region": session.region_name}
         record = job_record.here("sagemaker", plan.processes, job=former or request["TrainingJobName"], facts=facts)
         if former is not None:
-            self.complete(run, record)
+            self.complete(plan, record)
             return None
         write_files(plan)
-        self._upload(run, plan, session, options)
+        self._upload(plan, session, options)
         self._create(client, request)
         return record
 
     def label(self, record: JobRecord) -> str:
         return f"training job {record.job}"
 
-    def complete(self, run: Run, record: JobRecord) -> None:
-        if not (run.folder / "export/config.json").exists():
+    def complete(self, plan: LaunchPlan, record: JobRecord) -> None:
+        if not (plan.folder / "export/config.json").exists():
             session = aws.session(record.facts["region"])
             description = describe(session.client("sagemaker"), str(record.job)) or {}
-            fetch(session.client("s3"), description["ModelArtifacts"]["S3ModelArtifacts"], run.folder)
-            job_record.note(run.folder, status=0, ended=time.time())
-        Console(True).say(f"{self.label(record)} is complete; the model is in {run.folder}/export")
+            fetch(session.client("s3"), description["ModelArtifacts"]["S3ModelArtifacts"], plan.folder)
+            job_record.note(plan.folder, status=0, ended=time.time())
+        Console(True).say(f"{self.label(record)} is complete; the model is in {plan.folder}/export")
 
     def _former(self, client: Any, request: dict[str, Any]) -> str | None:
         """Return the last job of this run if it is complete; else set the name of the next attempt in `request`."""
@@ -170,10 +170,10 @@ class Sagemaker(SubmittedJob):
             request["TrainingJobName"] = f"{base}-{tries}"
         return None
 
-    def _upload(self, run: Run, plan: LaunchPlan, session: Any, options: Any) -> None:
-        parcel = self._parcel(run, options)
+    def _upload(self, plan: LaunchPlan, session: Any, options: Any) -> None:
+        parcel = self._parcel(plan.run, options)
         texts = {Path(p).name: text for p, text in plan.files.items() if not p.endswith(".json")}
-        prefix, s3 = prefix_of(run, options), session.client("s3")
+        prefix, s3 = prefix_of(plan.run, options), session.client("s3")
         aws.upload(s3, f"{prefix}/source", {"source.tar.gz": archive(texts, parcel.modules)})
         aws.upload(s3, f"{prefix}/data", parcel.data)
 
@@ -189,26 +189,26 @@ class Sagemaker(SubmittedJob):
 
     # -- a job that was launched ---------------------------------------------------------------------------------------
 
-    def state(self, run: Run, record: JobRecord) -> State:
+    def state(self, folder: Path, record: JobRecord) -> State:
         client = aws.session(record.facts["region"]).client("sagemaker")
         description = describe(client, str(record.job))
         if description is None:
             return State("gone", f"AWS has no training job {record.job} in {record.facts['region']}")
         return state_from(description)
 
-    def logs(self, run: Run, record: JobRecord, follow: bool) -> Iterator[str]:
+    def logs(self, folder: Path, record: JobRecord, follow: bool) -> Iterator[str]:
         session = aws.session(record.facts["region"])
         client = session.client("logs")
         next_tokens: dict[str, str] = {}
         while True:
-            live = follow and self.state(run, record).live
+            live = follow and self.state(folder, record).live
             # read after the state, so that the last lines are included
             yield from new_lines(client, str(record.job), next_tokens)
             if not live:
                 return
             time.sleep(self.every_s)
 
-    def stop(self, run: Run, record: JobRecord) -> str:
+    def stop(self, folder: Path, record: JobRecord) -> str:
         from botocore.exceptions import BotoCoreError, ClientError
 
         client = aws.session(record.facts["region"]).client("sagemaker")

@@ -127,7 +127,7 @@ def job(words: list[str]) -> int:
 
     run = load(words[0], [])
     launcher = start.launcher_of(run)
-    return launcher.start(run, launcher.plan(run), (MEASURE, words[1]))
+    return launcher.start(launcher.plan(run), (MEASURE, words[1]))
 
 
 # -- device file -------------------------------------------------------------------------------------------------------

@@ -35,11 +35,11 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from lockstep.checkpoint.manifest import newest_whole
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
-from lockstep.config.run import Run
 from lockstep.distributed import job_record, network
 from lockstep.distributed.lost_contact import MARKER
 from lockstep.distributed.membership import SOON_S, MemberAddress
 from lockstep.distributed.signals import Interrupts, handled
+from lockstep.launchers.launcher import LaunchPlan
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.launchers.processes.watch_ranks import Machines, Ranks, RanksAmongMachines, lives
@@ -63,7 +63,7 @@ GRACE_S, NO_GRACE_S = 30, 2
 
 
 def run_agent(
-    run: Run,
+    plan: LaunchPlan,
     processes: int,
     rendezvous: ElasticRendezvous,
     entry: Callable[..., None],
@@ -79,18 +79,18 @@ def run_agent(
         entrypoint=entry,
         args=tuple(arguments),
         rdzv_handler=rendezvous,  # type: ignore[arg-type]
-        max_restarts=run.launch.max_restarts,
+        max_restarts=plan.launch.max_restarts,
         monitor_interval=0.1,
     )
-    agent = Agent(spec, rendezvous, run, say)
-    rendezvous.continues = run.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
+    agent = Agent(spec, rendezvous, plan, say)
+    rendezvous.continues = plan.launch.on_rank_failure == "continue" and max(processes, rendezvous.most) > 1
     spec.monitor_interval = 0.01 if rendezvous.continues else 0.1  # `Ranks` polls itself
     # torch elastic would forward signals unchanged, ignore how ranks end, and wait even for ended ones
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
     status = FAILED
     with handled(agent.hear):
         try:
-            status = _seen_to_end(run, agent, rendezvous)
+            status = _seen_to_end(plan.folder, agent, rendezvous)
             return status
         finally:
             agent.over = True  # nothing to interrupt any more
@@ -104,11 +104,11 @@ def run_agent(
                 marker.unlink(missing_ok=True)
 
 
-def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
+def _seen_to_end(folder: Path, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     try:
         result = agent.run()
     except SignalException:
-        status = _unheard(run, agent)
+        status = _unheard(folder, agent)
         rendezvous.end(FAILED if status == FAILED else STOPPED, "stopped on request")
         rendezvous.leave_together(GRACE_S)
         return status
@@ -153,15 +153,15 @@ def _seen_to_end(run: Run, agent: Agent, rendezvous: ElasticRendezvous) -> int:
     if result.is_failed():
         return next((f.exitcode for f in result.failures.values() if f.exitcode == BAD), FAILED)
     status = max((status or 0 for status in result.return_values.values()), default=DONE)
-    return _unheard(run, agent) if status == STOPPED and not agent.saved else status
+    return _unheard(folder, agent) if status == STOPPED and not agent.saved else status
 
 
-def _unheard(run: Run, agent: Agent) -> int:
+def _unheard(folder: Path, agent: Agent) -> int:
     """Return the exit status of a job that was stopped before its ranks handled signals. Errors: `KeyboardInterrupt`
     for a job that does not train, such as `lockstep verify`, which cannot be resumed."""
     if not agent.trains:
         raise KeyboardInterrupt
-    if newest_whole(run.folder) is not None:
+    if newest_whole(folder) is not None:
         return STOPPED
     error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
     # this status lets job.sbatch requeue the job
@@ -176,10 +176,12 @@ class Agent(LocalElasticAgent):
     _room = "", 0  # (room that this machine joins, number of machines that formed the job)
     _in = _dead = ""  # room of this machine's ranks; abandoned room
 
-    def __init__(self, spec: WorkerSpec, rendezvous: ElasticRendezvous, run: Run, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, rendezvous: ElasticRendezvous, plan: LaunchPlan, say: Callable[[str], None]
+    ) -> None:
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
-        self._shutdown_timeout = int(run.launch.timeout_s)  # not a parameter before torch 2.13
-        self.rendezvous, self.job, self.say, self.memory = rendezvous, run, say, Memory()
+        self._shutdown_timeout = int(plan.launch.timeout_s)  # not a parameter before torch 2.13
+        self.rendezvous, self.plan, self.say, self.memory = rendezvous, plan, say, Memory()
         self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it only records some steps
         self.verdict: int | None = None  # exit status taken over from another machine
         self.saved = False  # whether ranks or another machine stopped with a checkpoint
@@ -413,9 +415,11 @@ class Agent(LocalElasticAgent):
         """Describe what follows the end of all ranks of this machine."""
         if not (left := self._remaining_restarts):
             return "no restarts left"
-        if newest_whole(self.job.folder) is not None:
+        if newest_whole(self.plan.folder) is not None:
             where = "restarting from the last checkpoint"
-        elif self.rendezvous.place or self.job.remote_dir is not None:  # it may be on another machine or the remote
+        elif (
+            self.rendezvous.place or self.plan.run.remote_dir is not None
+        ):  # it may be on another machine or the remote
             where = "restarting from the last checkpoint, if there is one"
         else:
             where = "there is no checkpoint yet; training begins from the start"

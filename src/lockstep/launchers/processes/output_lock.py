@@ -202,12 +202,12 @@ class Lock:
 
 
 @contextmanager
-def owned(run: Run, say: Callable[[str], None]) -> Iterator[Lock]:
+def owned(folder: Path, say: Callable[[str], None]) -> Iterator[Lock]:
     """Context manager that holds the lock of OUTPUT for this process and its children. Errors: `RunError` if another
     job has it, or the folder has foreign files."""
-    check_output(run)
-    check_ours(run)
-    lock = take(run.folder, say)
+    check_output(folder)
+    check_ours(folder)
+    lock = take(folder, say)
     os.environ[VARIABLE] = lock.holder.token
     try:
         yield lock
@@ -402,9 +402,9 @@ def _space() -> str:
 _HARMLESS = ("lost+found", "log.txt", "launch", "job.sbatch", "train.out", "train.err")
 
 
-def check_ours(run: Run) -> None:
+def check_ours(folder: Path) -> None:
     """Check that OUTPUT is empty or a run's, with a replaceable export. Errors: `RunError`, naming foreign files."""
-    folder, export = run.folder, run.folder / "export"
+    export = folder / "export"
     if not folder.is_dir():
         return
     if export.is_symlink() or (export.exists() and not export.is_dir()):

@@ -62,12 +62,12 @@ def gather_option(run: Run) -> str | None:
         return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check_options` refuses other values
     if _FSDP & set(options) or not run.strategy.exact:
         return MICRO_BATCH
-    return STEP if share_gpus(run) else None
+    return STEP if share_gpus(run.launch) else None
 
 
 def check_not_shared(run: Run) -> None:
     """Refuse FSDP on GPUs shared by several ranks, because its collectives would use gloo. Errors: `RunError`."""
-    if share_gpus(run):
+    if share_gpus(run.launch):
         raise RunError(
             "LS4073",
             "launch.processes_per_gpu: FSDP gathers and reduces on separate CUDA streams, which gloo does not order; "

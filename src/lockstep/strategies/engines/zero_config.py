@@ -83,7 +83,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
             "strategy.tensor_leaves: at stage 3 DeepSpeed puts nodes of its own around what a layer returns, which "
             "leaves do not go through; use strategy.name=fsdp2 or zero2, which have the same bits, or leave it out",
         )
-    if share_gpus(run):
+    if share_gpus(run.launch):
         raise RunError(
             "LS4141",
             "launch.processes_per_gpu: DeepSpeed needs one GPU per process; use strategy.name=fsdp2, which "
