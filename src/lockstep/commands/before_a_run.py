@@ -119,7 +119,7 @@ def without_effect(job: Job, launcher: Launcher) -> list[str]:
     from lockstep.distributed.hardware import gpus_of
     from lockstep.training import model_stats
 
-    on_cpu = job.run.launch.device == "cpu" or not (launcher.submits or gpus_of(job.run))
+    on_cpu = job.run.launch.device == "cpu" or not (launcher.submits or gpus_of(job.run.launch))
     return model_stats.without_effect(job, model_stats.steps_of(job), job.processes, on_cpu)
 
 
