@@ -102,9 +102,10 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_writes_to_weights_of_fsdp2_are_seen(alone: None, tmp_path: Path) -> None:
-    """A write to a DTensor counts in its own version, not in that of its part: other code than the optimizer was not
-    seen to write to sharded weights."""
+@pytest.mark.parametrize("write", [lambda weight: weight.mul_(0.5), lambda weight: torch._foreach_mul_([weight], 0.5)])
+def test_writes_to_weights_of_fsdp2_are_seen(alone: None, tmp_path: Path, write: Callable[[Any], object]) -> None:
+    """A write to a DTensor counts in its own version, not in that of its part, and one of a `_foreach` function in
+    neither: other code than the optimizer was not seen to write to sharded weights."""
     from torch.distributed.fsdp import fully_shard
 
     def script() -> None:
@@ -116,7 +117,7 @@ def test_writes_to_weights_of_fsdp2_are_seen(alone: None, tmp_path: Path) -> Non
             nn.functional.cross_entropy(model(torch.randn(8, 4)), torch.randint(0, 2, (8,))).backward()
             optimizer.step()
             with torch.no_grad():
-                model.weight.mul_(0.5)
+                write(model.weight)
 
     (found,) = findings(traced(tmp_path, script))
     assert "weights-written" in str(found)

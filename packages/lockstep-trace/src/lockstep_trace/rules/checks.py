@@ -111,6 +111,10 @@ def _gradient(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: in
     names = [n for n in own[0] if all(n in v for v in (*received, *own))]
     if not names or any(received[0][n].sketch is None for n in names):
         return
+    if any(s.closure and (s.backwards or 0) > c["backwards"] for s, c in rows):
+        what = f"the gradient of step {step} was not compared: the optimizer computes several in a step"
+        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        return
     if any(len(s.clips or ()) > 1 for s, _ in rows):
         what = f"the gradient of step {step} was not compared: it is clipped more than once"
         yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
@@ -279,8 +283,9 @@ def _mixed(reference: Mapping[str, Any], step: int) -> Finding:
     what += f"first {_place(reference)}"
     if reference.get("batch_norm"):
         return Finding("check-rows", f"{what}: statistics of the batch", "as batch norm does", step, INFO)
-    if reference.get("time_first") and not reference["loaded"]:
-        cause = "as a module with batch_first=False does if the first dimension is time"
+    if not reference["loaded"]:
+        cause = "nothing shows that rows are examples: no loader gave so many, and the loss has no target for each; a "
+        cause += "first dimension of time has positions, and recurrent layers and attention mix it"
         return Finding("check-rows", what, cause, step, INFO)
     cause = (
         "an output depends on the place of its row in the batch: look for positions or masks along the first dimension"

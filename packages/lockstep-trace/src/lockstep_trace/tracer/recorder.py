@@ -38,7 +38,7 @@ from .schedules import Schedules
 from .settings import Settings
 from .state_loads import StateLoads
 from .strays import Strays
-from .versions import written
+from .versions import watch_foreach, written
 from .writer import Writer
 
 if TYPE_CHECKING:
@@ -161,6 +161,8 @@ class Recorder:
             self.roots = [ref for ref in self.roots if ref() is not None]
             self.roots.append(weakref.ref(module))
             self.token_looks = self.loss_looks = 0
+            if any(placement.is_dtensor(p) for p in module.parameters()):
+                watch_foreach()
             self._names = ({}, [])
             self.write(
                 "model",

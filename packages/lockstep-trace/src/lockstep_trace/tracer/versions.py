@@ -5,11 +5,13 @@ In: parameters and their gradients. Out: references that show later whether a gr
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import placement
@@ -51,10 +53,51 @@ def local_shape(parameter: Any) -> Any:
 def version(tensor: Any) -> int:
     """Return torch's version counter of a tensor. Writes through `tensor.data` are not counted.
 
-    A DTensor counts writes through itself, and its part those of FSDP through the part; `_foreach` writes count in
-    neither."""
-    counted = (tensor, tensor.to_local()) if placement.is_dtensor(tensor) else (tensor,)
-    return sum(int(getattr(tensor, "_version", 0)) for tensor in counted)
+    A DTensor counts writes through itself, and its part those of FSDP through the part; writes of `_foreach` functions
+    count in neither, and are counted by `watch_foreach`."""
+    if not placement.is_dtensor(tensor):
+        return int(getattr(tensor, "_version", 0))
+    ref, writes = _WRITES.get(id(tensor), (None, 0))
+    counted = sum(int(getattr(part, "_version", 0)) for part in (tensor, tensor.to_local()))
+    return counted + (writes if ref is not None and ref() is tensor else 0)
+
+
+_WRITES: dict[int, tuple[weakref.ref[Any], int]] = {}  # writes of `_foreach` functions to DTensors, by id
+
+
+def watch_foreach() -> None:
+    """Count writes of torch's `_foreach` functions to DTensors, once there are any."""
+    for name in dir(torch):
+        original = getattr(torch, name) if name.startswith("_foreach_") and name.endswith("_") else None
+        if original is not None and not hasattr(original, "lockstep_wrapped"):
+            setattr(torch, name, _counting(original))
+
+
+def _counting(original: Any) -> Any:
+    @functools.wraps(original)
+    def write(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(tensors, *args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for tensor in tensors:
+                if placement.is_dtensor(tensor):
+                    _wrote(tensor)
+        return result
+
+    write.lockstep_wrapped = True  # type: ignore[attr-defined]
+    return write
+
+
+def _wrote(tensor: Any) -> None:
+    key = id(tensor)
+    ref, writes = _WRITES.get(key, (None, 0))
+    if ref is None or ref() is not tensor:
+        ref, writes = weakref.ref(tensor, lambda old: _forget(key, old)), 0
+    _WRITES[key] = ref, writes + 1
+
+
+def _forget(key: int, ref: Any) -> None:
+    if key in _WRITES and _WRITES[key][0] is ref:
+        del _WRITES[key]
 
 
 def written(parameter: Any) -> tuple[int, int]:

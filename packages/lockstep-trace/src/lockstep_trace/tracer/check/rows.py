@@ -191,7 +191,7 @@ def _real(call: ModuleCall, size: int) -> tuple[Tensor, str] | None:
     """Return which positions hold an example's own tokens, bool [B, T], and how that is known; None without padding.
 
     `mask`: an input called attention_mask says so. `run`: rows of an integer input end, or begin, in runs of different
-    lengths of one value that occurs nowhere else in them."""
+    lengths of one value that occurs nowhere else in them, two rows at least."""
     mask = call.kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == size and not mask.is_floating_point():
         real = mask.bool().cpu()
@@ -208,6 +208,8 @@ def _real(call: ModuleCall, size: int) -> tuple[Tensor, str] | None:
             run = (ids == value).flip(1).long().cumprod(1).sum(1)
             inner = (ids == value).sum(1) - run
             if bool(inner.any()) or int(run.max()) < 2 or len(run.unique()) < 2 or int(run.max()) == ids.shape[1]:
+                continue
+            if int((run > 1).sum()) < 2:  # one row alone: another value ends each row, as numbers of documents do
                 continue
             real = torch.arange(ids.shape[1])[None] < (ids.shape[1] - run)[:, None]
             return (real.flip(1) if left else real), "run"
