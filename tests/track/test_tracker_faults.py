@@ -151,18 +151,23 @@ def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_pat
     assert b"a sample" in file.read_bytes()
 
 
-def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(tmp_path: Path) -> None:
+def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tracker opens in a separate thread, for which training does not wait."""
+    from lockstep.track.mlflow import MLflow
     from lockstep.track.tensorboard import TensorBoard
     from lockstep.track.wandb import WandB
 
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     for folder in ("theirs", "out"):
         (tmp_path / folder).mkdir()
-    for kind in (TensorBoard, WandB):
-        tracker = kind(tiny(f"output={tmp_path / 'out'}"), None, 0, None)
+    for kind in (TensorBoard, WandB, MLflow):
+        tracker = kind(tiny(f"output={tmp_path / 'out'}"), kind.Options(), 0, None)
         (tmp_path / "out" / kind.packages[0]).symlink_to(tmp_path / "theirs")
-        with pytest.raises(OSError, match=f"{kind.packages[0]} was replaced by a link"):
-            tracker.open()
+        for use in (tracker.open, lambda each=tracker: each.log(1, "train", {})):
+            with pytest.raises(OSError, match=f"{kind.packages[0]} was replaced by a link"):
+                use()
     assert list((tmp_path / "theirs").iterdir()) == []
 
 

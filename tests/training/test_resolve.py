@@ -31,7 +31,15 @@ def test_a_job_holds_what_was_decided_and_is_frozen() -> None:
     assert not of("strategy.name=ddp", "strategy.exact=false").same_bits
     padded = of("data.padding=batch", "model.attention=eager", "precision=bf16")
     assert (padded.padding, padded.attention) == ("data.padding is batch", "eager")
-    assert "computes in bf16" in padded.summary()
+    assert "computes in bf16 with float32 weights;" in padded.summary()
+    lora = ("model.adapter={r: 2}", "model.dtype=bfloat16")
+    for keys, weights in (
+        (lora, "fp32 with float32 weights of the adapter over a base in bfloat16"),
+        ((*lora, "model.quantization=nf4"), "fp32 with float32 weights of the adapter over a base in 4 bits"),
+        (("model.dtype=bfloat16", "precision=bf16"), "bf16 with bfloat16 weights and float32 master weights"),
+        (("model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"), "bf16 with bfloat16 weights"),
+    ):
+        assert f"computes in {weights};" in Job.of(tiny(*keys)).summary()
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.processes = 3  # type: ignore[misc]
 

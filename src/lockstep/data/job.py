@@ -274,15 +274,23 @@ class Job:
 
     def summary(self) -> str:
         """Describe the resolved options on one line."""
-        weights = "bfloat16" if self.run.model.trained_in_bfloat16 else "float32"
         parts = [
             self.strategy.__name__,
             f"attention {self.attention}",
-            f"computes in {self.run.precision} with {weights} weights",
+            f"computes in {self.run.precision} with {self._weights()}",
             "no padding" if self.padding is None else f"computes padding ({self.padding})",
             "the bits of one process" if self.same_bits else "equal to one process within rounding",
         ]
         return "; ".join(parts)
+
+    def _weights(self) -> str:
+        """Describe the formats of the weights."""
+        run, model = self.run, self.run.model
+        if model.trained_in_bfloat16:
+            return f"bfloat16 weights{' and float32 master weights' * run.optim.master_weights}"
+        if not model.adapter:
+            return "float32 weights"
+        return f"float32 weights of the adapter over a base in {'4 bits' if model.quantization else model.dtype}"
 
     def dump(self) -> str:
         """Serialize the job as JSON. Errors: `RunError` for a run that contains a secret."""

@@ -254,7 +254,11 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         f"ends ({counts['tokens']:,} tokens) are cut off"
         + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"
         * (counts["nothing"] > 0)
-        + f". A larger {counts['key']} keeps more"
+        + (
+            f". The model has positions for {counts['positions']:,} tokens"
+            if counts.get("positions") is not None and counts["positions"] <= counts["most"]
+            else f". A larger {counts['key']} keeps more"
+        )
         for split, counts in facts.get("cut_texts", {}).items()
     ]
     messages += [

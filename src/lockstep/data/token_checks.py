@@ -37,12 +37,13 @@ class Limit(NamedTuple):
     special: int  # special tokens among them
     texts: int = 1  # texts that share the rest
     sequences: int = 1  # of an example, each truncated by itself
+    positions: int | None = None  # most tokens that the model has positions for
 
 
 def check_limits(limits: Sequence[Limit]) -> None:
     """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library does not truncate below the
     number of special tokens, and at exactly that number keeps only these."""
-    for key, tokens, special, texts, _ in limits:
+    for key, tokens, special, texts, *_ in limits:
         if tokens < special + texts:
             each = "the text" if texts == 1 else f"each of the {texts} texts"
             raise RunError(
@@ -149,6 +150,8 @@ def _alike(
     why, what = "", "use a tokenizer that knows these texts"
     if limit is not None and cut:
         why, what = f", as every text is cut to {limit.tokens} tokens", f"raise {limit.key}"
+        if limit.positions is not None and limit.positions <= limit.tokens:
+            what = f"use a model with positions for more than {limit.positions} tokens, or other texts"
     elif different > left and (keys := _unwritten(rows.select(range(len(sample))), list(values), left)):
         why = f", as they differ only in what the chat template does not write ({', '.join(map(repr, keys))})"
         if left == 1:

@@ -174,12 +174,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                 rows[options.rejected],
                 strict=True,
             ):
-                both = [
-                    _cut(*tokens_of(tok, options, prompt, answer, row), run.data.max_length, split, row)
-                    for answer in answers
-                ]
+                both = [_cut(*tokens_of(tok, options, prompt, answer, row), run, split, row) for answer in answers]
                 if both[0][0] == both[1][0]:
-                    raise _same_tokens(answers, both[0][2], run.data.max_length, f"row {row} of {split}")
+                    raise _same_tokens(answers, both[0][2], run, f"row {row} of {split}")
                 for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                     encoded[name].append([token for part in parts for token in part])
                 encoded["chosen"].append(len(both[0][0]))
@@ -258,13 +255,16 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, where: str) -> RunError:
+def _same_tokens(answers: Sequence[Any], truncated: bool, run: Run, where: str) -> RunError:
     """The error for two answers of a pair that no model can tell apart."""
     if truncated:
+        from lockstep.tasks.models import models
+
+        most = run.data.max_length
         return RunError(
             "LS3004",
-            f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); raise "
-            "data.max_length, or remove the row",
+            f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); "
+            f"{models.longer(run, 'data.max_length', most)}, or remove the row",
         )
     chosen, rejected = (str(answer)[:60] for answer in answers)
     return RunError(
@@ -274,15 +274,18 @@ def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, where: str)
     )
 
 
-def _cut(ids: list[int], targets: list[int], most: int, split: str, row: int) -> tuple[list[int], list[int], bool]:
-    """Tokens and targets of a prompt with its answer, truncated to `most`, and whether they were truncated. Errors:
-    `RunError` if the prompt leaves no room for the answer."""
+def _cut(ids: list[int], targets: list[int], run: Run, split: str, row: int) -> tuple[list[int], list[int], bool]:
+    """Tokens and targets of a prompt with its answer, truncated to `data.max_length`, and whether they were truncated.
+    Errors: `RunError` if the prompt leaves no room for the answer."""
+    most = run.data.max_length
     first = next((place for place, target in enumerate(targets) if target != IGNORED), len(targets))
     if first >= most:
+        from lockstep.tasks.models import models
+
         raise RunError(
             "LS3005",
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
-            f"an answer; raise data.max_length to {first + 2} or more, or set data.filter",
+            f"an answer; {models.longer(run, 'data.max_length', most, first + 2)}, or set data.filter",
         )
     return ids[:most], targets[:most], len(ids) > most
 

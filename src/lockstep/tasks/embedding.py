@@ -180,8 +180,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        key, tokens, special, texts, _ = super().limits(run, options, read_by)["input_ids"]
-        return {"input_ids": Limit(key, tokens, special, texts, sequences=len(options.columns))}
+        limit = super().limits(run, options, read_by)["input_ids"]
+        return {"input_ids": limit._replace(sequences=len(options.columns))}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

@@ -240,8 +240,11 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        from lockstep.tasks.models import models
+
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
-        ends = {split: left for split, left in ends.items() if left}
+        positions = {"positions": models.most_tokens(data.run)} if any(ends.values()) else {}
+        ends = {split: left | positions for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
         return {"texts": texts} | ({"cut_texts": ends} if ends else {})
 

@@ -196,9 +196,11 @@ class TextTask(Task):
     def check_tokens(cls, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
         that carry no information; notes those that carry little. Errors: `RunError`."""
-        from lockstep.tasks.models import token_rows
+        from lockstep.tasks.models import models, token_rows
 
-        run, limits = data.run, cls.limits(data.run, data.options, read_by)
+        run, fits = data.run, None if cls.head is None else models.most_tokens(data.run)
+        limits = cls.limits(run, data.options, read_by)
+        limits = {name: limit._replace(positions=fits) for name, limit in limits.items()}
         cls.check_lengths(run, split, columns)
         if cls.head is not None:
             token_rows.check_split(run, cls.head, read_by, split, columns)

@@ -300,10 +300,13 @@ class TokenClassification(PerToken):
     def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         file, counts = super().encode_split(data, split, folder, tok, key)
         if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
+            from lockstep.tasks.models import models
+
+            most = data.run.data.max_length
             raise RunError(
                 "LS3362",
                 f"task.words: no word of the {split} split of {data.name} has a token within data.max_length "
-                f"({data.run.data.max_length}); raise it",
+                f"({most}); {models.longer(data.run, 'data.max_length', most)}",
             )
         return file, counts
 

@@ -14,11 +14,13 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from lockstep.config import error_messages as messages
+from lockstep.config.folder_inside import FolderInside
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
@@ -43,8 +45,12 @@ class MLflow(Tracker):
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
         # MLflow chooses its id in `open`, which takes seconds; a checkpoint that is written meanwhile holds a token
         super().__init__(run, options, after, run_id or f"{TOKEN}-{secrets.token_hex(8)}")
+        self._places = [FolderInside(run.folder, name) for name in ("mlflow.db", "mlflow")]
 
     def open(self) -> str:
+        elsewhere = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self._places = [] if elsewhere else self._places
+        self._refuse_link()
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
 
@@ -52,7 +58,7 @@ class MLflow(Tracker):
             logging.getLogger(name).setLevel(logging.WARNING)  # only the console writes to the terminal
 
         folder = self.run.folder.resolve()
-        uri = self.options.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder}/mlflow.db"
+        uri = elsewhere or _database(folder)
         self._client: Any = MlflowClient(uri)
         self._last_steps: dict[str, int] = {}  # metric -> last step in the store, for a resumed run
         experiment = self._client.get_experiment_by_name(self.options.experiment)
@@ -75,6 +81,12 @@ class MLflow(Tracker):
         self._parameters()
         return f"{uri}, run {self.run_id}"
 
+    def _refuse_link(self) -> None:
+        """Raise `OSError` if the store in OUTPUT now links elsewhere: MLflow opens its files by name."""
+        for place in self._places:
+            if (fault := place.redirected()) is not None:
+                raise OSError(fault)
+
     def _parameters(self) -> None:
         from mlflow.entities import Param
 
@@ -91,6 +103,7 @@ class MLflow(Tracker):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         from mlflow.entities import Metric
 
+        self._refuse_link()
         now = int(time.time() * 1000)
         own = {allowed(name): value for name, value in named(split, numbers).items()}
         fresh = {k: v for k, v in own.items() if step > self._last(k) and math.isfinite(v)}
@@ -109,11 +122,26 @@ class MLflow(Tracker):
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Log one file per evaluation."""
+        self._refuse_link()
         text = {"columns": ["step", *samples[0]], "data": [[step, *sample.values()] for sample in samples]}
         self._client.log_dict(self.run_id, text, f"samples/step-{step:06d}.json")
 
     def close(self, end: End) -> None:
         self._client.set_terminated(self.run_id, STATUS[end])
+
+
+def _database(folder: Path) -> str:
+    """The store in OUTPUT. A new one is renamed when complete: MLflow makes its tables one by one, in seconds, and
+    cannot use a store whose making was interrupted."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    file, aside = folder / "mlflow.db", folder / ".mlflow.db.partial"
+    if not file.exists():
+        aside.unlink(missing_ok=True)
+        store = SqlAlchemyStore(f"sqlite:///{aside}", (folder / "mlflow").as_uri())
+        store.engine.dispose()
+        os.replace(aside, file)
+    return f"sqlite:///{file}"
 
 
 def allowed(name: str) -> str:

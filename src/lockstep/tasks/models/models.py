@@ -106,6 +106,22 @@ def positions_of(config: Any) -> int | None:
     return int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0)
 
 
+def most_tokens(run: Run) -> int | None:
+    """Maximum number of tokens that the run's model has positions for; None if unlimited, or if it cannot be read."""
+    with suppress(RunError):
+        return min((fits for part in texts(load_config(run)) if (fits := positions_of(part)) is not None), default=None)
+    return None
+
+
+def longer(run: Run, key: str, now: int, least: int | None = None) -> str:
+    """Advice for texts that do not fit into the `now` tokens of the key `key`: raise it, to at least `least`, or what
+    else to do where the model has no positions for more."""
+    fits = most_tokens(run)
+    if fits is not None and fits < (now + 1 if least is None else least):
+        return f"shorten the texts, or take a model with positions for more than {fits:,} tokens"
+    return f"raise {key}" if least is None else f"raise {key} to {least} or more"
+
+
 def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
     """Lower the default of the length key `key` to the model's number of positions; return the run and a note if it was
     lowered. A value that the user wrote is left to `check`, which refuses it."""
@@ -115,10 +131,8 @@ def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
         name, _, inner = key.partition(".")
         section = getattr(run, name)
         length = getattr(section, inner)
-        fits = min(
-            (fits for part in texts(load_config(run)) if (fits := positions_of(part)) is not None), default=length
-        )
-        if 2 <= fits < length:
+        fits = most_tokens(run)
+        if fits is not None and 2 <= fits < length:
             note = f"{key} is {fits}, because the model has positions for {fits} tokens; its default is {length}"
             return run.model_copy(update={name: section.model_copy(update={inner: fits})}), [note]
     return run, []
