@@ -274,7 +274,7 @@ JUDGES = (
 
 def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
     """First of these `BESIDE` runs that differs from the plain reference."""
-    from lockstep.proof.against_plain import differences
+    from lockstep.proof.against_plain import train_beside_plain
     from support import task_runs
     from support.harness import tiny
 
@@ -283,7 +283,7 @@ def by_plain(copy: Copy, names: tuple[str, ...]) -> Verdict:
             more, at = ["strategy.name=single", *BESIDE[name]], Path(folder, name)
             try:
                 run = tiny(*more, output=str(at)) if name == "tiny" else task_runs.make(at, name, *more)
-                verdict = differences(run, steps=3)
+                verdict = train_beside_plain(run, steps=3)
             except Exception as caught:
                 return True, f"{name}: {type(caught).__name__}: {' '.join(str(caught).split())[:200]}"
             print(name, verdict.uncovered, verdict.differences, flush=True)

@@ -55,7 +55,7 @@ def measured(run: Run) -> dict[str, Any]:
     if run.precision != "fp32":  # basis of the tolerances
         rounded = plain_check.half_precision(sides, groups, plain)
         found |= {"loss by half precision": rounded.loss, "gradient by half precision": rounded.gradient}
-    found["stopped"] = [str(each) for each in plain_check.differences(sides, strategy)][:2]
+    found["stopped"] = [str(each) for each in plain_check.plain_differences(sides, strategy)][:2]
     strategy.close()
     return found
 

@@ -99,15 +99,15 @@ def test_a_task_is_as_plain_computes_it_and_a_fault_is_found(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(kind, folder)
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     FAULTS[kind](monkeypatch)
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 def test_a_frozen_weight_that_decays_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of("classification", folder, "model.freeze=[transformer.wte.*]")
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     whole = ReplicatedStrategy.train_step
 
@@ -118,7 +118,7 @@ def test_a_frozen_weight_that_decays_is_found(folder: Path, monkeypatch: pytest.
         return whole(strategy, batch, rate)
 
     monkeypatch.setattr(ReplicatedStrategy, "train_step", decaying)
-    assert any("wte.weight changes" in line for line in against_plain.differences(run).differences)
+    assert any("wte.weight changes" in line for line in against_plain.train_beside_plain(run).differences)
 
 
 def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,16 +126,16 @@ def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypat
     entries = {"d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "encoder_layers": 1, "decoder_layers": 1}
     entries |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     run = run_of("translation", folder, f"model={json.dumps({'type': 'fsmt', 'config': entries})}")
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     monkeypatch.setattr(model_configs, "FROM_END_TOKEN", ())
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
     """Marian configures its decoder's vocabulary in a separate entry, whose default is 58,101."""
     run = run_of("prompts", folder, f"model={json.dumps(MARIAN)}")
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
@@ -182,7 +182,7 @@ def test_an_evaluation_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     score: Callable[..., Any] = OneLabel.score
     more = lambda sums: {**sums, "loss": sums["loss"] * 1.001}  # noqa: E731
     monkeypatch.setattr(OneLabel, "score", lambda self, *a: more(score(self, *a)))
-    found = against_plain.differences(tiny(output=str(tmp_path)))
+    found = against_plain.train_beside_plain(tiny(output=str(tmp_path)))
     assert [line.partition(" of ")[0] for line in found.differences] == ["evaluation: loss"]
     assert "loss" in found.scores
 
@@ -226,11 +226,11 @@ def test_scores_are_those_of_the_fields_libraries(
         pytest.importorskip(LIBRARIES[kind], reason="needs the extra compared")
     task, names = SCORED[kind]
     run = run_of(kind, folder)
-    found = against_plain.differences(run, 1)
+    found = against_plain.train_beside_plain(run, 1)
     assert (found.differences, {*found.scores}) == ([], names)
     wrong = next(iter(sorted(names - {"loss"}, reverse=True)))
     worse(wrong, 0.02)(monkeypatch, task)
-    assert [line.partition(" of ")[0] for line in against_plain.differences(run, 1).differences] == [
+    assert [line.partition(" of ")[0] for line in against_plain.train_beside_plain(run, 1).differences] == [
         f"evaluation: {wrong}"
     ]
 
@@ -262,7 +262,7 @@ def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
         table.writerows(rows)
     keys = {"source": "rows.jsonl", "max_length": 32, "drop_missing": True, **keys}
     run = tiny(data=keys | {"source": str(tmp_path / keys["source"])}, output=str(tmp_path / "out"))
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
@@ -276,11 +276,11 @@ def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: p
     write(tmp_path / "validation.jsonl", [row | {"label": 0} for row in train[:8]])
     data = {"source": str(tmp_path), "max_length": 32, "decontaminate": True}
     run = tiny(data=data, output=str(tmp_path / "out"))
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     monkeypatch.setattr("lockstep.plain.job.WHOLE", "")
     with pytest.raises(RuntimeError, match="size of tensor"):
-        against_plain.differences(run)
+        against_plain.train_beside_plain(run)
 
 
 def mixture(folder: Path, task: str) -> Run:
@@ -309,23 +309,25 @@ def mixture(folder: Path, task: str) -> Run:
 def test_sources_of_a_mixture_are_read(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each source has its own keys; texts of two sources never share a block, and a share of each is held out."""
     run = mixture(tmp_path, kind)
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     read = rows.read_source
     monkeypatch.setattr(rows, "read_source", lambda data, *a: read({**data, "filter": {}}, *a))
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 @pytest.mark.processes
 def test_a_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = streamed(shards(tmp_path / "shards"), f"output={tmp_path / 'out'}")
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     packed = streamed(shards(tmp_path / "shards"), f"output={tmp_path / 'lm'}", model=TASKS["packed"]["model"], **LM)
-    assert str(against_plain.differences(packed).uncovered).startswith("data.stream: blocks hold texts of one chunk")
+    assert str(against_plain.train_beside_plain(packed).uncovered).startswith(
+        "data.stream: blocks hold texts of one chunk"
+    )
     read = rows.read
     monkeypatch.setattr(rows, "read", lambda *a: {split: some[::-1] for split, some in read(*a).items()})
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 @pytest.mark.parametrize("kind", ["mean", pytest.param("net", marks=pytest.mark.slow)])
@@ -334,11 +336,11 @@ def test_a_module_is_as_its_functions_say(kind: str, tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     code, functions = {"mean": (MEAN, ()), "net": (NET, NET_FUNCTIONS)}[kind]
     run = job(tmp_path, code, functions=functions)
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     summed: Callable[..., Any] = Calling.summed
     monkeypatch.setattr(Calling, "summed", lambda self, *a: summed(self, *a) * 1.001)
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])
@@ -360,7 +362,7 @@ def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
 
 
 def test_what_is_not_covered_is_said(tmp_path: Path) -> None:
-    found = against_plain.differences(tiny("optim.name=lion", output=str(tmp_path)))
+    found = against_plain.train_beside_plain(tiny("optim.name=lion", output=str(tmp_path)))
     assert (found.differences, len(found.steps)) == ([], 1)
     assert str(found.uncovered).startswith("optim.name")
 

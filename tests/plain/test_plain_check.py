@@ -35,7 +35,7 @@ from lockstep.tasks.modules import wrapped_module
 from lockstep.tasks.task import Task, make_task
 from lockstep.training import export_check, plain_check, plain_sides
 from lockstep.training.errors import TrainingFailed
-from lockstep.training.plain_check import cause, differences
+from lockstep.training.plain_check import cause, plain_differences
 from lockstep.training.plain_sides import sides_of
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
@@ -71,14 +71,14 @@ TINY_OF: dict[str, Any] = {"name": "adapted"}
 def looked_at(run: Run) -> tuple[Task, Strategy, list[plain_check.PlainDifference]]:
     """Return a built run, and the differences found."""
     task, strategy = build(run, World(run))
-    return task, strategy, differences(sides_of(task, strategy), strategy)
+    return task, strategy, plain_differences(sides_of(task, strategy), strategy)
 
 
 def blamed(run: Run) -> str:
     """Return the message about a run that must be stopped."""
     task, strategy = build(run, World(run))
     sides = sides_of(task, strategy)
-    found = differences(sides, strategy)
+    found = plain_differences(sides, strategy)
     assert found
     for each in found:
         assert "as this run computes it" in str(each)
@@ -125,7 +125,7 @@ def test_a_family_that_was_stopped_without_reason_passes(family: str, monkeypatc
     task, strategy, found = looked_at(run)
     assert found == []
     monkeypatch.setattr(type(task), "loss_sum", scaled(type(task).loss_sum))
-    assert differences(sides_of(task, strategy), strategy)
+    assert plain_differences(sides_of(task, strategy), strategy)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_model_that_changed_since_it_was_built_is_found() -> None:
         lambda m, a, found: (found[0] * 1.01, None)
     )
     sides = sides_of(task, strategy)
-    assert differences(sides, strategy)
+    assert plain_differences(sides, strategy)
     assert "since it was built" in cause(sides, strategy)
 
 
@@ -264,7 +264,7 @@ def test_a_loss_term_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) 
     task, strategy = build(run, World(run))
     vars(task.objective)["options"] = task.objective.options.model_copy(update={"label_smoothing": 0.0})  # type: ignore[attr-defined]
     sides = sides_of(task, strategy)
-    assert differences(sides, strategy)[0].what == "the loss"
+    assert plain_differences(sides, strategy)[0].what == "the loss"
 
 
 @pytest.mark.parametrize("shift", [1, -1])
@@ -291,7 +291,7 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
         return replace(found, gradient={name: (norm, -along) for name, (norm, along) in found.gradient.items()})
 
     monkeypatch.setattr(plain_check, "own_numbers", turned)
-    assert "along the weight" in differences(sides, strategy)[0].what
+    assert "along the weight" in plain_differences(sides, strategy)[0].what
 
 
 def test_tokens_that_are_others_are_named() -> None:
@@ -299,7 +299,7 @@ def test_tokens_that_are_others_are_named() -> None:
     task, strategy = build(short, World(short))
     whole = type(task)(replace(task.job, run=run))  # as a stale cache entry would
     sides = sides_of(whole, strategy)
-    assert differences(sides, strategy)
+    assert plain_differences(sides, strategy)
     assert "The tokens of example" in cause(sides, strategy)
 
 
@@ -309,10 +309,10 @@ def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE, "precision=bf16")
     task, strategy = build(run, World(run))
     sides = sides_of(task, strategy)
-    assert differences(sides, strategy) == []
+    assert plain_differences(sides, strategy) == []
     block = strategy.model.get_submodule("transformer.h.0.mlp")
     block.register_forward_hook(lambda module, inputs, found: found * 1.1)
-    assert differences(sides, strategy)[0].of.endswith("in bf16")
+    assert plain_differences(sides, strategy)[0].of.endswith("in bf16")
 
 
 def checked(run: Run) -> tuple[str, str]:
@@ -440,7 +440,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
     before = state()
     with plain_check.undrawn(torch.device("cpu")):
-        assert differences(sides_of(task, strategy), strategy) == []
+        assert plain_differences(sides_of(task, strategy), strategy) == []
     assert state() == before
 
 

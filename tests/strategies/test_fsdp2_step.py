@@ -124,7 +124,7 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
 
 def decided(run: Run, processes: int, memory: int) -> str:
     assert strategy_class(run).needs_memory_to_resolve(run)
-    return FSDP2.resolve_options(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
+    return FSDP2.choose_options(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:
@@ -140,7 +140,7 @@ def ranks_of_unlike_memory(world: World, run: Run) -> str:
     task, strategy = build(run, world)
     strategy.close()
     model_stats.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
-    return model_stats.resolve_options(Job.of(run, world.size), task, world).run.strategy.options["gather"]
+    return model_stats.resolve_by_memory(Job.of(run, world.size), task, world).run.strategy.options["gather"]
 
 
 @pytest.mark.processes

@@ -308,9 +308,9 @@ def test_a_fault_of_a_loss_is_found_by_trl(name: str, tmp_path: Path, monkeypatc
     task: Any = {"preference": Preference, "reward": Reward}[kind]
     monkeypatch.setattr(losses, "logsigmoid", None)
     calls = counted(monkeypatch)
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps), bool(calls)) == ([], None, 2, True)
     judged: Callable[..., Any] = task._judged
     wrong = lambda scores: scores | {"loss": 1.001 * scores["loss"]}  # noqa: E731
     monkeypatch.setattr(task, "_judged", lambda self, *a: wrong(judged(self, *a)))
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences

@@ -300,13 +300,13 @@ def test_verify_calls_the_loss_of_sentence_transformers(tmp_path: Path, monkeypa
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     run = make(tmp_path, "pairs", "data.padding=batch")
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     right = MultipleNegativesRankingLoss.compute_loss_from_embeddings
     monkeypatch.setattr(
         MultipleNegativesRankingLoss, "compute_loss_from_embeddings", lambda self, *given: 1.001 * right(self, *given)
     )
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

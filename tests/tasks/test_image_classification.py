@@ -364,13 +364,13 @@ def test_folders_of_classes_are_compared_with_the_plain_reference(
 ) -> None:
     """Before the first step and by `verify`."""
     run = job(folders, tmp_path)
-    found = against_plain.differences(run)
+    found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
     by_scikit_learn = {"accuracy", "macro_f1"} if find_spec("sklearn") else set()
     assert {"loss"} | by_scikit_learn <= {*found.scores}
     summed: Any = image_classification.ImageClassification.loss_sum
     monkeypatch.setattr(image_classification.ImageClassification, "loss_sum", lambda self, *a: summed(self, *a) / 2)
-    assert against_plain.differences(run).differences
+    assert against_plain.train_beside_plain(run).differences
 
 
 def test_images_that_are_all_one_picture_are_noted(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from lockstep_trace.step_record import (
     MicroBatchValue,
     StepRecord,
     compare_records,
-    differences,
     factors_of,
     print_of,
     prints_of,
     read_records,
+    record_differences,
     write_records,
 )
 from support.messages import raises
@@ -89,41 +89,45 @@ CHANGES = {
 
 
 def test_the_first_difference_is_the_first_in_the_order_of_computation() -> None:
-    assert differences(record(), record()) == []
+    assert record_differences(record(), record()) == []
     for kind, values in CHANGES.items():
-        assert [d.kind for d in differences(record(), record(**values))] == [kind]
+        assert [d.kind for d in record_differences(record(), record(**values))] == [kind]
     kinds = list(CHANGES)
     assert sorted(kinds, key=causes.ORDER.index) == kinds
     every = {k: v for values in CHANGES.values() for k, v in values.items()}
-    assert [d.kind for d in differences(record(computed=()), record(**every))] == [k for k in kinds if k != "output"]
+    assert [d.kind for d in record_differences(record(computed=()), record(**every))] == [
+        k for k in kinds if k != "output"
+    ]
 
 
 def test_what_a_micro_batch_computes_comes_before_the_sum_of_the_losses() -> None:
     """Whose order of summation may differ: it is no cause of what differs elsewhere."""
     results = {"loss": 0.25, "grad_norm": 2.5, "hash": "0"}
-    assert [d.kind for d in differences(record(), record(**results))] == ["norm", "loss sum"]
+    assert [d.kind for d in record_differences(record(), record(**results))] == ["norm", "loss sum"]
     leaf = replace(record().computed[3], print=print_of(torch.zeros(2)))
-    kinds = [d.kind for d in differences(record(), record(**results, computed=(*record().computed[:3], leaf)))]
+    kinds = [d.kind for d in record_differences(record(), record(**results, computed=(*record().computed[:3], leaf)))]
     assert kinds == ["leaf gradient", "norm", "loss sum"]
 
 
 def test_every_kind_has_words_and_those_that_are_computed_a_cause() -> None:
     for kind, values in CHANGES.items():
-        assert str(differences(record(), record(**values))[0])
+        assert str(record_differences(record(), record(**values))[0])
         assert kind in causes.OF_KIND or kind in ("gradient", "weights", "optimizer")  # a sum has a pattern
     assert set(causes.OF_KIND) <= set(causes.ORDER)
 
 
 def test_what_one_record_lacks_is_not_compared_and_what_it_should_have_is_missing() -> None:
-    assert differences(record(), StepRecord(1)) == []
-    (lost,) = differences(record(), record(gradients={"a": record().gradients["a"]}))
+    assert record_differences(record(), StepRecord(1)) == []
+    (lost,) = record_differences(record(), record(gradients={"a": record().gradients["a"]}))
     assert (lost.kind, lost.name, lost.missing) == ("gradient", "b", "second")
-    (added,) = differences(record(gradients={"a": record().gradients["a"]}), record())
+    (added,) = record_differences(record(gradients={"a": record().gradients["a"]}), record())
     assert (added.name, added.missing) == ("b", "first")
     half = {"before": {"a": record().before["a"]}}  # optimizer state that is made in the first step
-    assert differences(record(), record(**half)) == differences(record(**half), record()) == []
+    assert record_differences(record(), record(**half)) == record_differences(record(**half), record()) == []
     fewer = record(computed=(*record().computed[1:], replace(record().computed[0], micro_batch=1)))
-    assert [(d.kind, d.micro_batch, d.missing) for d in differences(record(), fewer)] == [("inputs", 0, "second")]
+    assert [(d.kind, d.micro_batch, d.missing) for d in record_differences(record(), fewer)] == [
+        ("inputs", 0, "second")
+    ]
 
 
 def test_records_are_compared_step_by_step() -> None:
@@ -137,8 +141,10 @@ def test_records_are_compared_step_by_step() -> None:
 
 def test_numbers_without_a_json_form_and_signs_of_zero_are_told_apart() -> None:
     nan, inf, zero, minus = (StepRecord.of_numbers(1, loss, 1.0) for loss in (math.nan, math.inf, 0.0, -0.0))
-    assert differences(nan, nan) == []
-    assert [d.kind for d in differences(nan, inf)] == [d.kind for d in differences(zero, minus)] == ["loss"]
+    assert record_differences(nan, nan) == []
+    assert (
+        [d.kind for d in record_differences(nan, inf)] == [d.kind for d in record_differences(zero, minus)] == ["loss"]
+    )
 
 
 def test_the_print_covers_dtype_shape_and_every_bit() -> None:

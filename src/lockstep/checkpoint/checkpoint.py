@@ -326,7 +326,9 @@ class Checkpoints:
             }
             self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
             notes += [f"{where} was downloaded, and verified"] if away else []
-            notes += manifests.differences(self.run, self.world, name, manifest, strategy.gives_bits(self.run))
+            notes += manifests.differences_of_saving_run(
+                self.run, self.world, name, manifest, strategy.gives_bits(self.run)
+            )
             return manifest.step, notes
         if faults:
             raise manifests.none_usable(self.run, faults)
@@ -344,7 +346,7 @@ class Checkpoints:
         checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
         for name, manifest in self.world.broadcast(checkpoints):
             if (fault := self._loaded(strategy, name, manifest)) is None:
-                return manifest.step, notes + manifests.differences(
+                return manifest.step, notes + manifests.differences_of_saving_run(
                     self.run, self.world, name, manifest, strategy.gives_bits(self.run)
                 )
             notes.append(f"{name} is not used: {fault}")

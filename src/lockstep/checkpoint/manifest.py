@@ -382,7 +382,7 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
     return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file))
 
 
-def differences(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
+def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
     """Describe differences from the saving run that can change bits: strategy, device type, threads, versions. `bits`:
     whether this run is bitwise equal to a single process."""
     notes = []

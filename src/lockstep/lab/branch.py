@@ -37,7 +37,7 @@ from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
-from lockstep_trace.step_record import by_step, differences
+from lockstep_trace.step_record import by_step, record_differences
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _compared(output: Path, run: Run, begun: int, step: int) -> int:
     """Check that the recomputed steps `begun` + 1 to `step` equal the recorded ones."""
     then, now = (by_step(fingerprints.recorded(folder)) for folder in (output, run.folder))
     for each in range(begun + 1, step + 1):
-        if each in then and each in now and differences(then[each], now[each]):
+        if each in then and each in now and record_differences(then[each], now[each]):
             error(
                 coded(
                     "LS8062",

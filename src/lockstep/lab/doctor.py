@@ -275,7 +275,7 @@ def probe(world: World, folder: Path, seconds: float = 3.0) -> dict[str, Any]:
         "size": world.size,
         "hosts": Counter(rank["host"] for rank in everyone),
         "devices": Counter(rank["device"] for rank in everyone),
-        "differs": differences(everyone),
+        "differs": differing_settings(everyone),
     }
     if world.size > 1:
         latency, took = all_reduce(world, _SMALL, seconds), all_reduce(world, _LARGE, seconds)
@@ -315,7 +315,7 @@ def of_rank(world: World) -> dict[str, Any]:
     return facts | {name: machine_info.version(name) for name in machine_info.PACKAGES}
 
 
-def differences(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def differing_settings(everyone: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """List the settings that differ between ranks: name, value by rank and host, and the reason if a difference breaks
     exactness."""
     differing = []

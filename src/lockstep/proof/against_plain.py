@@ -91,7 +91,7 @@ class PlainComparison:
     scores: list[str] = field(default_factory=list)  # names of compared evaluation metrics
 
 
-def differences(run: Run, steps: int = 2) -> PlainComparison:
+def train_beside_plain(run: Run, steps: int = 2) -> PlainComparison:
     """Train a few steps in this process under `single`, and compare them with plain. Errors: `RunError`."""
     from lockstep.distributed.world import World
     from lockstep.training.resolve import for_rank

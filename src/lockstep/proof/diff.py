@@ -24,9 +24,9 @@ from lockstep_trace.step_record import (
     StepRecord,
     by_step,
     compare_records,
-    differences,
     factors_of,
     read_records,
+    record_differences,
 )
 
 JOB = "lockstep.proof.replay_rank.record_modules"
@@ -166,12 +166,12 @@ def _tell_first_difference(console: Console, step: int, a: ComputeStep, b: Compu
     """Print the first value that differs between two ways to compute a step; return whether there is one. If the
     weights before the step differ already, look at the step before."""
     mine, theirs = a(step), b(step)
-    differing = differences(mine, theirs)
+    differing = record_differences(mine, theirs)
     while step > 1 and differing and differing[0].kind == "start weights":
         step -= 1
         console.say(f"the weights before this step differ already; recomputing step {step} ...")
         mine, theirs = a(step), b(step)
-        differing = differences(mine, theirs) or differing
+        differing = record_differences(mine, theirs) or differing
     if not differing:
         return False
     console.say(f"first differing value: {where}step {step}, {differing[0]}")

@@ -23,7 +23,7 @@ from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep_trace.plurals import quantity
-from lockstep_trace.step_record import Difference, StepRecord, by_step, differences, read_records
+from lockstep_trace.step_record import Difference, StepRecord, by_step, read_records, record_differences
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -154,7 +154,7 @@ def first_mismatch(now: Sequence[StepRecord], then: Sequence[StepRecord], skips:
         for which, each in (("recomputed", record), ("recorded", former)):
             if (fault := each.fault(skips)) is not None:
                 return f"step {record.step}, {which}: {fault}"
-        differing = differences(former, record)
+        differing = record_differences(former, record)
         if differing and record.hash is None:
             return f"{what_of(differing)} of the checkpoint of step {record.step} are not those of that step"
         if differing:

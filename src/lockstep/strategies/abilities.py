@@ -31,7 +31,7 @@ class ChoosesByMemory(Strategy):
         return False
 
     @classmethod
-    def resolve_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
+    def choose_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
         """Return the run with the option set. `parameters`, `trained`: counts of the model; `memory`: bytes per process
         on the device with the least. The choice never changes results."""
         return job.run

@@ -303,7 +303,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @override
     @classmethod
-    def resolve_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
+    def choose_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
         """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
         run, processes, bytes_of = job.run, job.processes, ShardedOptimizer.bytes_held(job)
         rest = sum(bytes_of.values()) - bytes_of["weights"] + ShardedOptimizer.partial_sums(run, processes)

@@ -116,7 +116,7 @@ def counts(model: nn.Module) -> tuple[int, int]:
     return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def resolve_options(job: Job, task: Task, world: World) -> Job:
+def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
     """Return the job with the strategy options that depend on the machines' memory filled in; equal on every rank.
     Collective."""
     run, cls = job.run, job.strategy
@@ -124,7 +124,7 @@ def resolve_options(job: Job, task: Task, world: World) -> Job:
         return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
     here = replace(job, processes=world.size)
-    return job.having(cls.resolve_options(here, *counts(freeze(run, task.model(empty=True))), memory))
+    return job.having(cls.choose_options(here, *counts(freeze(run, task.model(empty=True))), memory))
 
 
 def check_names(job: Job) -> None:
@@ -321,7 +321,7 @@ def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float 
     """Estimated bytes by kind, and a note on options chosen for them."""
     run, processes, cls, note = job.run, job.processes, job.strategy, ""
     if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
-        run = cls.resolve_options(job, every, trained, capacity(pick_device(run, 0), processes))
+        run = cls.choose_options(job, every, trained, capacity(pick_device(run, 0), processes))
         job = job.having(run)
         note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     partial = job.strategy.partial_sums(run, processes)

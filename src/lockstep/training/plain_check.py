@@ -55,7 +55,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
     if (text := _of_examples(sides)) is not None:
         return text
     try:
-        anew = not differences(_sides(sides, "", sides.run.model_dump(mode="json")), strategy)
+        anew = not plain_differences(_sides(sides, "", sides.run.model_dump(mode="json")), strategy)
     except Exception:  # the model cannot be built a second time
         anew = False
     if anew:
@@ -66,7 +66,7 @@ def cause(sides: Sides, strategy: Strategy) -> str:
     tried = []
     for key, values in _without(sides.task):
         try:
-            agrees = not differences(_sides(sides, key, values), strategy)
+            agrees = not plain_differences(_sides(sides, key, values), strategy)
         except Exception:  # the run requires this option
             continue
         tried.append(key)
@@ -233,7 +233,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     try:
         sides = sides_of(session.task, strategy, first_micro_batch(session))
         with preserved(sides.model, strategy.effects.written):
-            differing = differences(sides, strategy)
+            differing = plain_differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
         return True, f"not compared with a plain computation: {caught}"
     except OtherTokens as caught:
@@ -283,7 +283,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
     return first
 
 
-def differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
+def plain_differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences beyond rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[PlainDifference] = []
     inside = strategy.engine_casts and sides.run.precision == "bf16"

@@ -333,7 +333,7 @@ def _refuse_sharding(job: Job) -> None:
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
     memory = capacity(device("cpu"), min(here, job.processes))
-    chosen = job.having(strategy.resolve_options(job, *counts(freeze(run, make_task(job).model(empty=True))), memory))
+    chosen = job.having(strategy.choose_options(job, *counts(freeze(run, make_task(job).model(empty=True))), memory))
     if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run)):
         raise shards_this_model(run)
 

@@ -25,7 +25,7 @@ from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.model_stats import resolve_options
+from lockstep.training.model_stats import resolve_by_memory
 from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
 
@@ -99,7 +99,7 @@ def build_session(
     task = make_task(job)
     # a joining rank is built together with its new group
     later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
-    fitted = job if later else resolve_options(job, task, world)  # depends on the memory of all machines
+    fitted = job if later else resolve_by_memory(job, task, world)  # depends on the memory of all machines
     if fitted.run.model.compile == "whole":
         from lockstep.strategies.engines import region
 

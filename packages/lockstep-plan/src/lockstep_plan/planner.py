@@ -76,7 +76,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     model = freeze(run, task.model(empty=True))
     sizes = counts(model)
     if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
-        run = job.strategy.resolve_options(job, *sizes, int(device.memory_bytes))
+        run = job.strategy.choose_options(job, *sizes, int(device.memory_bytes))
         job = job.having(run)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compiled:

@@ -191,7 +191,7 @@ class Difference:
         return f"{of}{texts[self.kind]}"
 
 
-def differences(a: StepRecord, b: StepRecord) -> list[Difference]:
+def record_differences(a: StepRecord, b: StepRecord) -> list[Difference]:
     """Return the first difference of each kind, in the order of `causes.ORDER`; of what micro-batches compute, one."""
     differing = [
         *_of_names("start weights", a.step, a.before, b.before, shared=True),
@@ -211,7 +211,7 @@ def compare_records(a: Iterable[StepRecord], b: Iterable[StepRecord]) -> list[Di
     """Return the differences of the first step that both recorded with different values, or an empty list."""
     there = {record.step: record for record in b}
     for record in sorted(a, key=lambda record: record.step):
-        if record.step in there and (differing := differences(record, there[record.step])):
+        if record.step in there and (differing := record_differences(record, there[record.step])):
             return differing
     return []
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep_trace.read import ABOUT
-from lockstep_trace.tracer.fingerprint import differences, measure, whole, width_of
+from lockstep_trace.tracer.fingerprint import measure, subtracted, whole, width_of
 from lockstep_trace.tracer.placement import dtype_name
 from lockstep_trace.tracer.records import packed
 from lockstep_trace.tracer.writer import FORMAT
@@ -150,7 +150,7 @@ class StepWriter:
             "grads": packed(list(gradients.values())),
             "before": packed([self._before[n][:2] for n in names]),
             "weights": packed([after[n][:2] for n in names]),
-            "updates": packed(differences([after[n] for n in names], [self._before[n] for n in names])),
+            "updates": packed(subtracted([after[n] for n in names], [self._before[n] for n in names])),
             "buffers": packed(list(buffers.values())),
             "buffers_of": [(n, list(step.weights[n].shape), dtype_name(step.weights[n])) for n in buffers],
         }

@@ -215,7 +215,7 @@ def _alike(vectors: list[Tensor]) -> list[list[int]]:
     return list(alike.values())
 
 
-def differences(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+def subtracted(after: list[Tensor], before: list[Tensor]) -> list[Tensor]:
     """Return the vector of each difference: fingerprints modulo 2^64 and sketches subtracted; the sum of squares as
     estimated by the sketch."""
     results: dict[int, Tensor] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import placement
-from .fingerprint import Block, differences, heads, measure, whole
+from .fingerprint import Block, heads, measure, subtracted, whole
 from .layouts import SketchedLayout
 from .records import Since
 from .versions import local_shape, written
@@ -74,7 +74,7 @@ def before_step(
     else:  # with a sketch if the last step may not be recorded, or weights were written to since
         weights = measured_locals(locals_, sketch=modified or layout.sketches is None or not often)
         if layout.sketches is not None and modified:
-            written_to = heads(differences(weights, layout.sketches))
+            written_to = heads(subtracted(weights, layout.sketches))
     if layout.sketches is None:
         layout.sketches = start = weights
         shards = _contents([t for (t, b, _) in locals_ if b.size != b.shape])
@@ -100,7 +100,7 @@ def after_step(
     layout.sketches = after
     layout.versions = [written(p) for p in parameters]
     record["none"], record["partial"] = before.absent, before.partial
-    vectors = {"before": heads(before.weights), "weights": heads(after), "updates": differences(after, earlier)}
+    vectors = {"before": heads(before.weights), "weights": heads(after), "updates": subtracted(after, earlier)}
     if before.written is not None:
         vectors["written"] = before.written
     if before.start is not None:
