@@ -96,6 +96,18 @@ def old_probabilities_of_new_weights(wrong: bool, epochs: int = 2) -> None:
             optimizer.step()
 
 
+def a_function_of_all_pairs(wrong: bool, weights: Tensor | None = None) -> None:
+    """A Huber-like loss by hand, of targets that a loader gives with their inputs."""
+    model = nn.Linear(12, 1)
+    optimizer = sgd(model, 1e-3)
+    for x, y in DataLoader(TensorDataset(X, X[:, 0] + X[:, 1]), 12):
+        optimizer.zero_grad()
+        out = model(x) if wrong else model(x).squeeze(1)
+        apart = (1 + (out - y) ** 2).sqrt() - 1
+        (apart if weights is None else apart * weights).mean().backward()
+        optimizer.step()
+
+
 PIXELS = torch.rand(48, 6, 8, generator=torch.Generator().manual_seed(3)) * 0.6
 
 
@@ -136,6 +148,7 @@ NOISE: dict[Callable[[bool], None], str] = {
     seeded_in_each_step: "seeded-again",
     an_average_with_swapped_factors: "average-follows",
     old_probabilities_of_new_weights: "ratio-of-one",
+    a_function_of_all_pairs: "loss-broadcast",
     inputs_on_another_scale: "inputs-on-another-scale",
     examples_as_time: "examples-as-time",
 }
@@ -153,6 +166,10 @@ def samples_of_predictions() -> None:
             for x, y in batches(1):
                 step(model, optimizer, x, y)
             _evaluated(model, [X[:6] + 9] * times)
+
+
+def pairs_that_are_weighted() -> None:
+    a_function_of_all_pairs(True, torch.eye(12))
 
 
 def ratios_of_one_epoch() -> None:
@@ -194,6 +211,7 @@ def draws_that_are_repeated() -> None:
 
 SIMILAR = (
     samples_of_predictions,
+    pairs_that_are_weighted,
     ratios_of_one_epoch,
     averages_that_are_right,
     rows_that_are_frames,

@@ -225,9 +225,10 @@ def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report losses written by hand that spread predictions over targets, and probabilities given to kl_div.
 
     The mean of all (output i - target j)^2 is that of (output i - mean target)^2 and a constant: which target belongs
-    to which output has no effect, which no correct program wants. Absolute differences of all pairs, other weights of
-    pairs, and a sum weighted by probabilities may be meant. kl_div takes log-probabilities: given what a softmax
-    returns it is no divergence. What a layer returns may be the logarithm of a rate."""
+    to which output has no effect, which no correct program wants. So it is for any function of differences, where the
+    targets come in the batch of a loader, which gives each example its own. Else absolute differences of all pairs,
+    other weights of pairs, and a sum weighted by probabilities may be meant. kl_div takes log-probabilities: given what
+    a softmax returns it is no divergence. What a layer returns may be the logarithm of a rate."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -235,16 +236,20 @@ def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
     kinds: dict[str, list[tuple[Step, str]]] = {}
     for step in steps:
         for note in step.notes or ():
-            kind, _, size = note.rpartition(" ") if note.startswith("spread") else (note, "", "")
+            over = note == "spread over targets"
+            kind, _, size = note.rpartition(" ") if note.startswith("spread") and not over else (note, "", "")
             kinds.setdefault(kind, []).append((step, size))
     if "kl_div of probabilities" in kinds or "kl_div of logits" in kinds:
         kinds.pop("kl of probabilities", None)
+    if "spread over targets" in kinds:
+        kinds = {k: v for k, v in kinds.items() if k not in ("spread", "spread squares")}
     for kind, rows in kinds.items():
         if kind in HANDMADE and len({s.step for s, _ in rows}) >= PATIENCE:
             yield _handmade(kind, *rows[0])
 
 
 HANDMADE = {
+    "spread over targets": "loss-broadcast",
     "spread squares": "loss-broadcast",
     "spread": "loss-broadcast",
     "kl of probabilities": "loss-of-probabilities",
@@ -254,8 +259,13 @@ HANDMADE = {
 
 
 def _handmade(kind: str, step: Step, size: str) -> Finding:
-    otherwise, decides, proved = "", "", kind in ("spread squares", "kl_div of probabilities")
-    if kind.startswith("spread"):
+    proofs = ("spread squares", "spread over targets", "kl_div of probabilities")
+    otherwise, decides, proved = "", "", kind in proofs
+    if kind == "spread over targets":
+        what = "the loss compares each output [N, 1] with the targets [N] of all examples of the batch, and each pair "
+        what += "counts alike: which target belongs to which example has no effect"
+        cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
+    elif kind.startswith("spread"):
         what = f"the loss is of {size} x {size} differences: an output [{size}, 1] less targets [{size}]"
         cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
         if kind == "spread squares":

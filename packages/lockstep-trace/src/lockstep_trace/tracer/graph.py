@@ -87,7 +87,7 @@ def loss_function(node: Any) -> LossFunction:
         step = name_of(before[0])
         if step == "Expand" and not chain:
             node = before[0]
-            expanded = [list(getattr(node, "_saved_self_sym_sizes", [])), _shape(node)]
+            expanded = [list(getattr(node, "_saved_self_sym_sizes", [])), shape_of(node)]
         if step not in VIEWS and step != "Expand":
             chain.append(step)
             if normalized is None and step in ("LogSoftmax", "Softmax"):
@@ -134,9 +134,9 @@ def _gathered(loss: Any) -> list[int] | None:
             continue
         name = name_of(node)
         if name in ("Mm", "Addmm") and rows is None:
-            rows = _shape(node)
+            rows = shape_of(node)
         if "AllGather" in name or name == "Cat":
-            count = (_shape(node) or [0])[0]
+            count = (shape_of(node) or [0])[0]
             place = rank if name != "Cat" else _own_place(node, world, rank)
             if rows is None or place is None or count not in rows or count % world:
                 return None
@@ -166,7 +166,7 @@ def _own_place(cat: Any, world: int, rank: int) -> int | None:
 
 def _normalized(node: Any, viewed: bool) -> list[Any]:
     """Return [dimension, shape] of a softmax whose output is used in its own shape, else an empty list."""
-    shape = _shape(node)
+    shape = shape_of(node)
     dim = getattr(node, "_saved_dim", None)
     if viewed or dim is None or not shape:
         return []
@@ -193,7 +193,7 @@ def handmade(loss: Any) -> list[str]:
             if len(factors) == 2 and None in factors and softmax:
                 notes.append("kl of probabilities")
         if name in SIMPLE:
-            queue.extend((n, (*above, (name, _shape(node), getattr(node, "_saved_exponent", None)))) for n in before)
+            queue.extend((n, (*above, (name, shape_of(node), getattr(node, "_saved_exponent", None)))) for n in before)
     return list(dict.fromkeys(notes))
 
 
@@ -202,9 +202,9 @@ SIMPLE = ("Mean", "Sum", "Div", "Mul", "Add", "Sub", "Pow", "Abs", "Neg")
 
 def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
     """Return the note of a difference [N, N] of an output [N, 1] and a constant, or an empty list."""
-    shape = _shape(node)
+    shape = shape_of(node)
     n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
-    if n < 2 or not above or _shape(under) != [n, 1]:
+    if n < 2 or not above or shape_of(under) != [n, 1]:
         return []
     kind, _, exponent = above[-1]
     layer = name_of(under) in ("Addmm", "Mm")
@@ -222,7 +222,8 @@ def is_mean(loss: Any) -> bool:
     return name_of(node) == "Mean" or (name_of(node) in KINDS and getattr(node, "_saved_reduction", None) == 1)
 
 
-def _shape(node: Any) -> list[int]:
+def shape_of(node: Any) -> list[int]:
+    """Return the shape of a node's result."""
     metadata = getattr(node, "_input_metadata", None)
     return list(metadata[0].shape) if metadata else []
 

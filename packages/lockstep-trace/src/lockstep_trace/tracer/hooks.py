@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import fsdp1, observers, sequences, workers, wrappers
+from .all_pairs import columns
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
+from .recorder import TOKEN_LOOKS as LOOKS
 from .recorder import Recorder
 from .writer import warn
 
@@ -455,6 +457,7 @@ def _wrap_next(hooks: Hooks, kind: Any) -> None:
             raise
         if recorder is not None and name is not None:
             recorder.loader, recorder.batch = name, getattr(self, "lockstep_batches", 0)
+            recorder.columns = columns(batch) if recorder.loss_looks < LOOKS else []
             self.lockstep_batches = recorder.batch + 1
         return batch
 

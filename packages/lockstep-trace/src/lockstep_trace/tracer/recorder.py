@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, ratios, sequences, workers
+from .all_pairs import compares_all
 from .attention import attention_counts
 from .averages import Averages
 from .check.checker import Checker
@@ -67,6 +68,7 @@ class Recorder:
         self.noise = EvaluationNoise(self.write)
         self.averages = Averages()
         self.sequence_looks, self.ranged = sequences.LOOKS, 0
+        self.columns: list[Tensor] = []  # of the loader's last batch, at first losses
         self.ratio_looks: float = ratios.FIRST  # each that finds none takes one of them
         self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
         self.modes = ModelModes()
@@ -237,6 +239,8 @@ class Recorder:
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
                 self.since.notes += handmade(loss)
+                pairs = compares_all(loss, self.columns) if self.columns else None
+                self.since.pairs += [] if pairs is None else [pairs]
                 self.since.born += self.born.in_graph(self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
                     self.since.attention.append(look)
