@@ -93,7 +93,7 @@ def test_a_limit_that_cuts_every_text_to_the_same_prefix_is_refused(folder: Path
     with raises("LS2442", "data.max_length", "18 different texts", "the same 6 tokens", "raise data.max_length"):
         notes_of(run_on(folder, labelled(texts), "data.max_length=6"))
     with raises("LS2442", "use a model with positions for more than 6 tokens"):
-        notes_of(run_on(folder, labelled(texts), "data.max_length=6", "model.config.n_positions=6"))
+        notes_of(run_on(folder, labelled(texts), "data.max_length=6", "model.config.max_position_embeddings=6"))
     assert notes_of(run_on(folder, labelled(texts), "data.max_length=8")) == []
 
 

@@ -256,7 +256,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         * (counts["nothing"] > 0)
         + (
             f". The model has positions for {counts['positions']:,} tokens"
-            if counts.get("positions") is not None and counts["positions"] <= counts["most"]
+            if "positions" in counts
             else f". A larger {counts['key']} keeps more"
         )
         for split, counts in facts.get("cut_texts", {}).items()

@@ -243,7 +243,8 @@ class LanguageModeling(PerToken, Generates):
         from lockstep.tasks.models import models
 
         ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
-        positions = {"positions": models.most_tokens(data.run)} if any(ends.values()) else {}
+        fits = models.most_tokens(data.run) if any(ends.values()) else None
+        positions = {} if fits is None or fits > data.options.block_size else {"positions": fits}
         ends = {split: left | positions for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
         return {"texts": texts} | ({"cut_texts": ends} if ends else {})
