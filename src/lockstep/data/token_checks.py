@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +30,8 @@ _NEARLY_ALL = 0.9  # of the rows, or of the tokens
 _TOKENS_OF_SHARE = 100  # minimum number of tokens for reporting the most frequent one
 
 
-class Limit(NamedTuple):
+@dataclass(frozen=True)
+class Limit:
     """Maximum number of tokens of a sequence."""
 
     key: str  # key of the run file
@@ -43,7 +45,8 @@ class Limit(NamedTuple):
 def check_limits(limits: Sequence[Limit]) -> None:
     """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library does not truncate below the
     number of special tokens, and at exactly that number keeps only these."""
-    for key, tokens, special, texts, *_ in limits:
+    for limit in limits:
+        key, tokens, special, texts = limit.key, limit.tokens, limit.special, limit.texts
         if tokens < special + texts:
             each = "the text" if texts == 1 else f"each of the {texts} texts"
             raise RunError(

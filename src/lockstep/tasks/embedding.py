@@ -8,6 +8,7 @@ format of sentence-transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -181,7 +182,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     @classmethod
     def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         limit = super().limits(run, options, read_by)["input_ids"]
-        return {"input_ids": limit._replace(sequences=len(options.columns))}
+        return {"input_ids": replace(limit, sequences=len(options.columns))}
 
     @classmethod
     def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:

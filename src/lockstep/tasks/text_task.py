@@ -200,7 +200,7 @@ class TextTask(Task):
 
         run, fits = data.run, None if cls.head is None else models.most_tokens(data.run)
         limits = cls.limits(run, data.options, read_by)
-        limits = {name: limit._replace(positions=fits) for name, limit in limits.items()}
+        limits = {name: replace(limit, positions=fits) for name, limit in limits.items()}
         cls.check_lengths(run, split, columns)
         if cls.head is not None:
             token_rows.check_split(run, cls.head, read_by, split, columns)
