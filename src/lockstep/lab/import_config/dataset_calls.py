@@ -29,6 +29,9 @@ own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` a
 _several = without("write several sources by hand in data.sources", "data.source", "data.sources", "data.train")
 
 
+_SPLITS = {"dev": "validation", "valid": "validation", "eval": "validation"}  # of data_files -> here
+
+
 def load(call: Call, at: Reading) -> None:
     """Read `load_dataset`."""
     arguments = at.script.arguments(call, ("path", "name"))
@@ -90,7 +93,7 @@ def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
         at.set(call, "data.train", files)
     elif isinstance(files, dict):
         for name, value in files.items():
-            split = {"dev": "validation", "valid": "validation", "eval": "validation"}.get(name, name)
+            split = _SPLITS.get(name, name)
             if split in ("train", "validation", "test"):
                 at.set(call, f"data.{split}", value)
             else:
@@ -368,15 +371,18 @@ def _labels(function: Scope, at: Reading) -> None:
 def of_trainer(call: Call, at: Reading) -> None:
     """Read the splits passed to a Trainer."""
     arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    files = {} if "data.source" in at.draft.keys else dict(at.draft.keys)  # of data_files, by split
     train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():
-        at.set(call, "data.train", train)
+        at.set(call, "data.train", files.get(f"data.{_SPLITS.get(train, train)}", train))
     tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
             at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the training split", False)
         elif tested != "train" or "data.validation_fraction" not in at.draft.keys:
-            at.set(call, "data.validation", tested)
+            at.set(call, "data.validation", files.get(f"data.{_SPLITS.get(tested, tested)}", tested))
+            if tested == "test" and "data.test" in files and "data.test" not in at.draft.by_hand:
+                del at.draft.keys["data.test"]  # its file is the one that the script validates on
 
 
 HANDLERS = {

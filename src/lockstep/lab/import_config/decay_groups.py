@@ -95,8 +95,24 @@ class DecayGroups:
         tests = [self._condition(each, name, weight) for each in part.ifs]
         return lambda n, d: all(test(n, d) for test in tests)
 
-    def _named_parameters(self, node: ast.expr) -> None:
-        """Check that an iterable is all of a model's weights with their names."""
+    def _named_parameters(self, node: ast.expr, depth: int = 0) -> None:
+        """Check that an iterable is all of a model's weights with their names, also by a dictionary: nanoGPT's
+        `{n: p for n, p in model.named_parameters()}.items()`."""
+        holder = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if isinstance(holder, ast.Name) and ast.unparse(node).endswith(".items()") and depth < 8:
+            value = self.script.bound(holder)
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and len(value.args) == 1:
+                self._named_parameters(value.args[0], depth + 1)
+                return
+            if not isinstance(value, ast.DictComp) or len(value.generators) != 1:
+                raise NotRead
+            part = value.generators[0]
+            names = [ast.unparse(each) for each in getattr(part.target, "elts", ())]
+            alike = names == [ast.unparse(value.key), ast.unparse(value.value)] and not part.is_async
+            if not alike or any(ast.unparse(each) != f"{names[1]}.requires_grad" for each in part.ifs):
+                raise NotRead
+            self._named_parameters(part.iter, depth + 1)
+            return
         if isinstance(node, ast.Name):
             node = self.script.bound(node) or node
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and len(node.args) == 1:

@@ -73,7 +73,9 @@ class Statements:
     inputs: ModelInputs = field(default_factory=ModelInputs)
     contexts: list[ast.expr] = field(default_factory=list)  # contexts around the processing of a batch
     walked: bool = False  # whether the loop over batches was visited
+    trained: bool = False  # whether the statements visited are repeated by the loop over epochs, or follow training
     divisor: Any = None  # of the loss
+    loss_is_known: bool = False  # whether backward() is called on a loss that was understood
     guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
 
     def __post_init__(self) -> None:
@@ -108,6 +110,7 @@ class Statements:
         self._path(backward[0].node)
         top = [self.script.tree] if not self.drivers or None in self.drivers.values() else []
         for scope in (*top, *(f for f in self.drivers.values() if f is not None)):
+            self.trained = False
             self._around_loop(scope.body)
         if not top:
             self._around_loop(self.script.tree.body)
@@ -196,8 +199,10 @@ class Statements:
                 self._around_loop(node.body if self._taken(node) else node.orelse)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._clears(node.value):
+                continue  # gradients are clear here: each step clears them, and `ends` looks at what an epoch leaves
             elif not self._trains(node):
-                self.quiet.statement(node, self._constant() if self.epoch_loop is not None else frozenset())
+                self.quiet.statement(node, self._constant() if self.trained else frozenset())
             elif isinstance(node, ast.For):
                 self._epochs(node)
             elif isinstance(node, ast.With):
@@ -208,6 +213,7 @@ class Statements:
                 self._around_loop([*node.body, *node.finalbody])
             elif isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
                 self.quiet.statement(node, frozenset({getattr(f, "name", "") for f in self.drivers.values()}))
+                self.trained = True
             else:
                 test = getattr(node, "test", node)
                 self._gap(test, "it decides whether and how long training runs", "steps", "epochs")
@@ -237,7 +243,7 @@ class Statements:
         )
         if not is_range or self.epoch_loop is not None or node.orelse:
             self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
-        self.epoch_loop = node
+        self.epoch_loop, self.trained = node, True
         self._around_loop(node.body)
 
     def _check_modes(self) -> None:
@@ -344,8 +350,27 @@ class Statements:
             return "scheduler" if "sched" in ast.unparse(call.func.value).lower() else "step"
         return kinds.get(name)
 
+    def _clears(self, call: ast.Call) -> bool:
+        """Return whether a call is `zero_grad()` of the optimizer or of the whole model."""
+        if not isinstance(call.func, ast.Attribute) or call.func.attr != "zero_grad" or call.args:
+            return False
+        holder: ast.expr | None = call.func.value
+        if not isinstance(holder, ast.Name):
+            return False
+        if holder.id in self._models():
+            return True
+        for _ in range(8):  # optimizer = prepared
+            value = self.script.bound(holder, last=True) if isinstance(holder, ast.Name) else holder
+            if value is None or isinstance(value, ast.Call):
+                break
+            holder = value
+        prepared = isinstance(value, ast.Call) and self.script.origin_of(value.func).endswith(".prepare")
+        return value in self.optimizers or prepared or value is None
+
     def _update(self, call: ast.Call, depth: int) -> None:
         kind = self._event(call)
+        if kind == "zero" and not self._clears(call):
+            self._gap(call)
         if kind == "backward":
             self._backward(call)
         if kind == "step" and not self._is_optimizer(call):
@@ -369,7 +394,7 @@ class Statements:
                 call, "backward() is not called on the loss alone" if not call.keywords else _UNKNOWN, "task.loss"
             )
         else:
-            self.divisor = role[1]
+            self.divisor, self.loss_is_known = role[1], True
 
     def _guard(self, node: ast.If, depth: int) -> None:
         """Read the condition around a step, `if (i + 1) % 4 == 0:`, or Accelerate's."""
@@ -607,6 +632,8 @@ class Statements:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _check_events(self) -> None:
+        if any(c.origin == "deepspeed.initialize" for c in self.script.calls):
+            return  # refused by its line: its engine clips, clears and counts as its configuration says
         kinds = [kind for kind, _, _ in self.events]
         loop: Any = self.batch_loop
         accelerate = any(c.name == "accumulate" for c in self.script.calls)
@@ -638,7 +665,8 @@ class Statements:
             )
         if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
             self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
-        self._check_divisor(line)
+        if self.loss_is_known:
+            self._check_divisor(line)
 
     def _check_divisor(self, line: int) -> None:
         every = self.accumulated or 1

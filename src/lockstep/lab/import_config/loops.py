@@ -452,9 +452,11 @@ class Loop(Reading):
                 self.draft.set(key, int(value) if value == int(value) else value, name)
                 self.draft.read.append(f"{name} = {value:g} -> {key}")
         for name in NAMES["accumulation"]:
-            if self.accumulated == 1 and (times := number(self._constant(name))):
+            if self.accumulated == 1 and (times := number(self._constant(name)) or self._shared_out(name)):
                 self.accumulated = int(times)
                 self.draft.read.append(f"{name} = {times:g} -> micro_batches")
+            elif self.accumulated == 1 and len(self.script.bindings.get((id(None), name), [])) > 1:
+                self.draft.unclear(name, loading.RUNS, "micro_batches", "batch_size")
         if self.batch is None and (size := number(self._constant("batch_size"))):
             self.batch = int(size)
 
@@ -475,6 +477,20 @@ class Loop(Reading):
     def _constant(self, name: str) -> Any:
         values = self.script.bindings.get((id(None), name), [])
         return self.script.known(values[0]) if len(values) == 1 else None
+
+    def _shared_out(self, name: str) -> int | None:
+        """Return the steps of a process where the script divides those of the job: nanoGPT's
+        `gradient_accumulation_steps //= ddp_world_size`."""
+        values = self.script.bindings.get((id(None), name), [])
+        changes = [
+            n for n in ast.walk(self.script.tree) if isinstance(n, ast.AugAssign) and ast.unparse(n.target) == name
+        ]
+        by = ast.unparse(changes[0].value).lower() if len(changes) == 1 else ""
+        whole = number(self.script.known(values[0])) if values else None
+        known = isinstance(changes[0].op, ast.FloorDiv) and "world_size" in by if changes else False
+        if not known or whole is None or any(each is not None for each in values[1:]):
+            return None
+        return int(whole) // (self.processes or 1)
 
     def _count(self, key: str, node: ast.expr | None, first: int, line: int) -> None:
         value = number(self.script.known(node))
@@ -569,7 +585,22 @@ class Loop(Reading):
 
 
 def _all_weights(script: Script, node: ast.expr | None) -> bool:
-    """Return whether an argument is `model.parameters()`, also of a wrapped model, but not of a part of one."""
+    """Return whether an argument is `model.parameters()`, also of a wrapped model, but not of a part of one, nor a
+    condition on anything but `requires_grad`: weights without it are frozen elsewhere, or refused there."""
+    if isinstance(value := script.bound(node) if isinstance(node, ast.Name) else None, ast.ListComp):
+        node = value  # a list; a generator or filter that has a name may be used up
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and len(node.args) == 1 and not node.keywords:
+        node = node.args[0]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "filter" and len(node.args) == 2:
+        test = node.args[0]
+        name = test.args.args[0].arg if isinstance(test, ast.Lambda) and len(test.args.args) == 1 else ""
+        trained = isinstance(test, ast.Lambda) and ast.unparse(test.body) == f"{name}.requires_grad"
+        return trained and _all_weights(script, node.args[1])
+    if isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
+        part, name = node.generators[0], ast.unparse(node.elt)
+        tests = {ast.unparse(each) for each in part.ifs}
+        alike = ast.unparse(part.target) == name and tests <= {f"{name}.requires_grad"}
+        return alike and _all_weights(script, part.iter)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
         return False
     owner: ast.expr | None = node.func.value

@@ -157,7 +157,8 @@ class Script:
                 self._target(target, node.value, scope, sure)
                 if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".parse_known_args"):
                     self._namespaces.add(ast.unparse(getattr(target, "elts", [target])[0]))
-                if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(_PARSERS):
+                parsed = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+                if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).endswith(_PARSERS):
                     self._dataclasses |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._target(node.target, node.value, scope, sure)

@@ -1,0 +1,114 @@
+"""`lockstep init --from`: functions that train, what they are called with, and values that a script changes."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from support.moving_scripts import TRAINER, USUAL, moved, refused
+from support.trainer_variants import changed
+
+TRAIN = """def train(args, model, loader, device):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+    for epoch in range(args.epochs):
+        optimizer.zero_grad()
+        for i, batch in enumerate(loader):
+            batch = {k: v.to(device) for k, v in batch.items()}
+            loss = model(**batch).loss / 4
+            loss.backward()
+            if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                optimizer.step()
+                model.zero_grad()
+        console.print(loss.item())
+"""
+MAIN = """
+import argparse
+import torch
+from datasets import load_dataset
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, default_data_collator
+
+
+{train}
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained("acme/encoder")
+    data = load_dataset("acme/reviews").map(lambda b: tokenizer(b["text"], truncation=True, max_length=64))
+    loader = DataLoader(data["train"], batch_size=8, shuffle=True, collate_fn=default_data_collator)
+    device = torch.device("cpu")
+    model = AutoModelForSequenceClassification.from_pretrained("acme/encoder").train()
+    model.to(device)
+    train(args, model, loader, device)
+    model.save_pretrained("out")
+
+
+main()
+"""
+OTHERS = {
+    "another model is cleared": ("model.zero_grad()", "model.classifier.zero_grad()", "model.classifier.zero_grad()"),
+    "another condition": ("if p.requires_grad", "if p.dim() > 1", "if p.dim() > 1"),
+    "another model is saved": (
+        "    model.save_pre",
+        "    model = averaged(model)\n    model.save_pre",
+        "averaged(model)",
+    ),
+    "not divided": (".loss / 4", ".loss", "not divided by 4"),
+}
+
+
+def test_what_a_function_that_trains_is_called_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = MAIN.format(train=TRAIN)
+    for parameters in (
+        "[p for p in model.parameters() if p.requires_grad]",
+        "filter(lambda p: p.requires_grad, model.parameters())",
+        "list(model.parameters())",
+    ):
+        run = moved("a.py", text.replace("[p for p in model.parameters() if p.requires_grad]", parameters))
+        assert (run.batch_size, run.micro_batches, run.epochs, run.optim.name) == (32, 4, 3, "adamw")
+        (here / "moved.yaml").unlink()
+    for name, (old, new, wanted) in OTHERS.items():
+        assert wanted in refused("a.py", changed(text, (old, new)), capsys), name
+    said = refused("a.py", changed(text, ("model(**batch).loss / 4", "loss_of(model, batch) / 4")), capsys)
+    assert "not divided" not in said  # it is, in a line that was not understood
+
+
+def test_accumulation_that_processes_share(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = (
+        "while True:\n    for _ in range(accumulation_steps):\n        loss_of(net).backward()\n    optimizer.step()\n"
+    )
+    text = "import torch\nbatch_size = 4\nmax_iters = 60\naccumulation_steps = 8\nif ddp:\n    CHANGE\n"
+    text += f"optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)\n{loop}"
+    shared = text.replace("CHANGE", "accumulation_steps //= ddp_world_size")
+    for processes, micro_batches in ((1, 8), (4, 2 * 4)):
+        Path("a.py").write_text(shared)
+        assert main(["init", "moved.yaml", "--from", "a.py", "--partial", f"launch.processes={processes}"]) == 0
+        written = (here / "moved.yaml").read_text()
+        assert "batch_size: 32 " in written
+        assert f"micro_batches: {micro_batches} " in written
+        (here / "moved.yaml").unlink()
+    said = refused("a.py", text.replace("CHANGE", "accumulation_steps = other()"), capsys)
+    assert "not understood: accumulation_steps" in said
+
+
+def test_rows_and_settings_of_a_trainer_by_their_names(here: Path) -> None:
+    files = "data_files={'train': 'a.jsonl', 'test': 'b.jsonl'}"
+    for name in ("a", "b"):
+        (here / f"{name}.jsonl").write_text('{"review": "well", "stars": 1}\n{"review": "bad", "stars": 0}\n')
+    text = TRAINER.replace("ARGUMENTS", f"learning_rate=args_[0].rate, {USUAL}")
+    text = changed(
+        text,
+        ('load_dataset("acme/reviews", "small")', f'load_dataset("json", {files})'),
+        ("NAME = ", "@dataclass\nclass Own:\n    rate: float = 3e-4\n\nown = PARSED\nNAME = "),
+        ("args_[0]", "own"),
+    )
+    for parsed in (
+        "HfArgumentParser(Own).parse_args_into_dataclasses()[0]",
+        "HfArgumentParser((Own,)).parse_args_into_dataclasses(look_for_args_file=False)[0]",
+    ):
+        run = moved("train.py", text.replace("PARSED", parsed))
+        assert (run.data.train, run.data.validation, run.data.test) == ("a.jsonl", "b.jsonl", None)
+        assert run.optim.learning_rate == 3e-4
