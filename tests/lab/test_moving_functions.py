@@ -72,6 +72,10 @@ def test_what_a_function_that_trains_is_called_with(here: Path, capsys: pytest.C
         (here / "moved.yaml").unlink()
     for name, (old, new, wanted) in OTHERS.items():
         assert wanted in refused("a.py", changed(text, (old, new)), capsys), name
+    freeze = "    for n, p in model.named_parameters():\n        p.requires_grad = 'head' in n\n    optimizer ="
+    run = moved("a.py", changed(text, ("    optimizer =", freeze)), "model.freeze=[bert.*]")
+    assert run.model.freeze == ["bert.*"]
+    (here / "moved.yaml").unlink()
     said = refused("a.py", changed(text, ("model(**batch).loss / 4", "loss_of(model, batch) / 4")), capsys)
     assert "not divided" not in said  # it is, in a line that was not understood
 

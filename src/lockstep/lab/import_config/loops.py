@@ -597,10 +597,10 @@ def _all_weights(script: Script, node: ast.expr | None) -> bool:
         trained = isinstance(test, ast.Lambda) and ast.unparse(test.body) == f"{name}.requires_grad"
         return trained and _all_weights(script, node.args[1])
     if isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
-        part, name = node.generators[0], ast.unparse(node.elt)
-        tests = {ast.unparse(each) for each in part.ifs}
-        alike = ast.unparse(part.target) == name and tests <= {f"{name}.requires_grad"}
-        return alike and _all_weights(script, part.iter)
+        source, name = node.generators[0], ast.unparse(node.elt)
+        tests = {ast.unparse(each) for each in source.ifs}
+        alike = ast.unparse(source.target) == name and tests <= {f"{name}.requires_grad"}
+        return alike and _all_weights(script, source.iter)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
         return False
     owner: ast.expr | None = node.func.value

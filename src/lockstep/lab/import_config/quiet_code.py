@@ -72,7 +72,8 @@ class QuietCode:
                         self.gap(node, "it changes what the loss is made of")
                         return
                 elif not self._is_own_container(each, isinstance(node, ast.Assign)):
-                    self.gap(node, _MODEL)
+                    freezes = isinstance(each, ast.Attribute) and each.attr == "requires_grad"
+                    self.gap(node, _MODEL, *(("model.freeze",) if freezes else ()))
                     return
         if node.value is not None:
             self._expression(node.value)
