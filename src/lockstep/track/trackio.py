@@ -55,6 +55,7 @@ class Trackio(Tracker):
             auto_log_cpu=False,
         )
         self._last_step = self._trackio._next_step - 1  # last step of a continued run
+        self._there = self._names_at_last_step() if self.after and options.space is None else set()
         self._rows: list[dict[str, Any]] = []
         where = f"https://huggingface.co/spaces/{options.space}" if options.space else str(utils.TRACKIO_DIR)
         return f"run {self.run_id} in {where}; trackio show --project {options.project}"
@@ -62,7 +63,16 @@ class Trackio(Tracker):
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         if self.after and step < self._last_step:
             return  # a repeated step: the stored values stay
-        self._trackio.log(named(split, numbers), step=step)
+        there = self._there if step == self._last_step else set()  # a kill may have left a part of the last step
+        if values := {name: value for name, value in named(split, numbers).items() if name not in there}:
+            self._trackio.log(values, step=step)
+
+    def _names_at_last_step(self) -> set[str]:
+        """Names that the local store holds of the last step of a continued run."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        lines = SQLiteStorage.get_logs(self.options.project, self.run_id)
+        return {name for line in lines if line.get("step") == self._last_step for name in line}
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Log one table for the whole run, extended by each evaluation."""
