@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from support.proved_cases import PADDED
 from support.traced_cases import DATA, X, Y, batches, net, sgd, step
 
 
@@ -108,6 +110,29 @@ def a_function_of_all_pairs(wrong: bool, weights: Tensor | None = None) -> None:
         optimizer.step()
 
 
+def padding_that_is_learned(wrong: bool) -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=2, n_positions=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for ids in PADDED.split(6):
+        mask = (ids != 0).long()
+        labels = ids.clone() if wrong else ids.masked_fill(mask == 0, -100)
+        optimizer.zero_grad()
+        model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
+        optimizer.step()
+
+
+def two_optimizers_of_one_network(wrong: bool) -> None:
+    """Right: each network has its own."""
+    one, other = nn.Linear(12, 4), nn.Linear(4, 3)
+    optimizers = [sgd(one), sgd(one if wrong else other)]
+    for x, y in batches():
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        functional.cross_entropy(other(one(x)), y).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 PIXELS = torch.rand(48, 6, 8, generator=torch.Generator().manual_seed(3)) * 0.6
 
 
@@ -149,6 +174,8 @@ NOISE: dict[Callable[[bool], None], str] = {
     an_average_with_swapped_factors: "average-follows",
     old_probabilities_of_new_weights: "ratio-of-one",
     a_function_of_all_pairs: "loss-broadcast",
+    padding_that_is_learned: "padding-learned",
+    two_optimizers_of_one_network: "in-no-optimizer",
     inputs_on_another_scale: "inputs-on-another-scale",
     examples_as_time: "examples-as-time",
 }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.read import Rank, Step, Trace
+from lockstep_trace.rules.finding import SUSPICIOUS, WRONG, Finding, weakened
 
 LEAST = 8  # steps
 
@@ -53,7 +53,7 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
     It is proved on a CPU, whose generator the masks come from. Programs that repeat a draw on purpose do so within a
     step."""
     for rank in trace.ranks[:1]:
-        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn]
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn and _drops(s)]
         states = {s.drawn[0] for s in steps}
         cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
         if len(steps) >= LEAST and len(states) == 1 and cpu and not any(s.closure for s in steps):
@@ -63,8 +63,13 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
             yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
 
 
+def _drops(step: Step) -> bool:
+    return bool((step.mode or {}).get("dropout", [0, 0])[0])
+
+
 def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report ranks that draw the same random numbers for different examples, with dropout on.
+    """Report ranks that draw the same random numbers for different examples: the generator's state changes from step to
+    step, and is that of the other ranks.
 
     One seed on all ranks may be meant for the weights alone, and masks may be shared, so it is never proved."""
     if trace.world < 2:
@@ -75,12 +80,12 @@ def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
     equal = [each for each in equal if len({tuple(s.examples or ()) for s in each}) == len(each)]
     states = {each[0].drawn[0] for each in equal}
     cpu = bool(equal) and all(p.device == "cpu" for p in equal[0][0].layout.parameters)
-    if len(equal) < PATIENCE or len(states) < PATIENCE or not cpu:
+    if len(equal) < LEAST or len(states) < 0.9 * len(equal) or not cpu:
         return
     what = (
         f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward, "
     )
-    what += f"as in {len(equal)} steps, and dropout is on: ranks drop the same units of different examples"
+    what += f"as in {len(equal)} steps, and changes in each: ranks draw the same dropout and noise for their examples"
     cause = "seed by rank after the model is made: torch.manual_seed(seed + rank)"
     otherwise, decides = "one seed on all ranks on purpose", "whether noise is to be independent over ranks"
     yield Finding("equal-masks", what, cause, equal[0][0].step, SUSPICIOUS, otherwise, decides)

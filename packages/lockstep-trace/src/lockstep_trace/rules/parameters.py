@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -74,7 +75,25 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         cause = "make a list of what is given to the optimizer: a generator that was used up is an empty group"
         yield Finding("in-no-optimizer", what, cause, None, WRONG)
         return
+    if (twins := _twins(trace)) is not None:
+        what += f"; optimizers {twins[0]} and {twins[1]} take turns and hold the same parameters"
+        cause = "give each optimizer the parameters of its own model"
+        yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
+        return
     yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
+
+
+def _twins(trace: Trace) -> tuple[int, int] | None:
+    """Return two optimizers of the same parameters that take turns from the start, as two models' do. Another phase's
+    optimizer follows, and parameters that the script leaves alone make no second optimizer."""
+    rank = trace.ranks[0]
+    for one, other in itertools.combinations(rank.steps, 2):
+        a, b = ([s for _, s in sorted(rank.steps[o].items())] for o in (one, other))
+        names = [{p.name for p in steps[-1].layout.parameters} for steps in (a, b) if steps]
+        turns = len(a) >= PATIENCE <= len(b) and a[1].raw["at"] > b[0].raw["at"] and b[1].raw["at"] > a[0].raw["at"]
+        if turns and names[0] == names[1] and a[-1].raw["at"] > b[PATIENCE - 1].raw["at"]:
+            return one, other
+    return None
 
 
 def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:

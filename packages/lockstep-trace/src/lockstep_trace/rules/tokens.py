@@ -28,6 +28,7 @@ def tokens(trace: Trace, optimizer: int) -> Iterator[Finding]:
     ]
     yield from _shifted_twice(looks, rank.models)
     yield from _copied(looks)
+    yield from _padded(looks)
     yield from _mask(steps)
     yield from _ends(steps)
     yield from _attention(rank, optimizer)
@@ -73,6 +74,34 @@ def _copied(looks: list[Look]) -> Iterator[Finding]:
     cause = "a language model learns to copy its input: compare logits[:, :-1] with ids[:, 1:]"
     otherwise, decides = "an autoencoder", "whether an output sees the token at its own position"
     yield Finding("labels-not-shifted", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+
+
+def _padded(looks: list[Look]) -> Iterator[Finding]:
+    """Report a language model that learns padding: labels of positions whose attention_mask is 0, behind others whose
+    is, are the tokens there, and the loss counts them.
+
+    The mask says that these tokens are no content, and the loss that they are to be predicted, each from another one
+    that is none. Proved where the model shifts labels, as a language model does; another model may learn to repeat its
+    whole input. The first token behind a text may be its end."""
+    rows = [
+        (s, t, f)
+        for s, t, f in looks
+        if t.get("padded") and t["equal"] >= 0.5 * t["labels"] and f.get("targets") in (t["labels"], _behind(t))
+    ]
+    if len({s.step for s, _, _ in rows}) < PATIENCE:
+        return
+    step, look, function = rows[0]
+    what = f"step {step.step}: {look['padded']} of the loss's {function['targets']} targets are at positions whose "
+    what += "attention_mask is 0, behind others like that: padding is learned from padding"
+    cause = "give padded positions the label -100: labels.masked_fill(attention_mask == 0, -100)"
+    proved = all(t["first"] > 0 and f["targets"] == _behind(t) for _, t, f in rows)
+    otherwise, decides = "a model that repeats its whole input", "whether padding is to be predicted"
+    yield weakened(Finding("padding-learned", what, cause, step.step), proved, otherwise, decides)
+
+
+def _behind(look: Mapping[str, Any]) -> int:
+    """Return the number of labels behind the first position of each row."""
+    return int(look["labels"] - look["first"])
 
 
 def _mask(steps: list[Step]) -> Iterator[Finding]:

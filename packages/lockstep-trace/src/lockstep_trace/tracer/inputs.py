@@ -22,7 +22,7 @@ IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_k
 HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OF_LABELS, OF_ENDS = ("labels", "first", "equal", "next"), ("ends", "unlearned", "learned")
-TOKENS = ("hash", "count", *OF_LABELS, "holes", "kept", *OF_ENDS)  # of `_tokens`
+TOKENS = ("hash", "count", *OF_LABELS, "holes", "kept", *OF_ENDS, "padded")  # of `_tokens`
 LABELS = ("labels", "label", "label_ids", "start_positions")
 
 
@@ -100,7 +100,8 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
     """Return numbers about the token numbers [B, T] of a call, None without: an order-dependent hash of them and their
     count; of labels [B, T]: how many are not ignored, how many of these stand first in a row, equal the token at their
     position, and equal the next one; of a mask [B, T]: zeros between ones of a row, and ones at padding, which are
-    runs of one value at the ends of rows that stands nowhere else in them; and of both, `_ends`."""
+    runs of one value at the ends of rows that stands nowhere else in them; and of both, `_ends`, and labels that are
+    the token at masked positions behind masked ones."""
     named = dict(tensors)
     integers = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
     ids = named.get("input_ids", integers[0] if integers else None)
@@ -122,6 +123,8 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
         numbers[6:8] = [(~keep & before & after).sum(), (keep & padding).sum()]
         if labels is not None and labels.shape == ids.shape and not labels.is_floating_point():
             numbers[8:11] = _ends(ids, labels, keep)
+            inside = ~keep[:, 1:] & ~keep[:, :-1]  # the first padded position may end a text
+            numbers[11] = (inside & (labels == ids)[:, 1:] & (labels != -100)[:, 1:]).sum()
     return torch.stack([n.reshape(()) for n in numbers])
 
 

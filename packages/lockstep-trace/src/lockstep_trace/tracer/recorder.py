@@ -45,7 +45,7 @@ from .writer import Writer
 if TYPE_CHECKING:
     from .operations import Operations
 
-DRAWS = 16  # first steps in which the generator's state is looked at where dropout is on
+DRAWS = 16  # first steps in which the generator's state is looked at
 TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
@@ -129,7 +129,7 @@ class Recorder:
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
             self.since.mode = self.modes.mode(module)
-            if self.since.mode["dropout"][0] and min(self.steps, default=0) < DRAWS:
+            if min(self.steps, default=0) < DRAWS:
                 self.since.drawn.append(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
             if norms := self.modes.norms(module):
                 self.since.mode["frozen"] = self.norms.undone(module, norms)
