@@ -23,6 +23,7 @@ TRAIN = """def train(args, model, loader, device):
 """
 MAIN = """
 import argparse
+import math
 import torch
 from datasets import load_dataset
 from torch.utils.data import DataLoader
@@ -116,3 +117,19 @@ def test_rows_and_settings_of_a_trainer_by_their_names(here: Path) -> None:
         run = moved("train.py", text.replace("PARSED", parsed))
         assert (run.data.train, run.data.validation, run.data.test) == ("a.jsonl", "b.jsonl", None)
         assert run.optim.learning_rate == 3e-4
+
+
+def test_a_warm_up_is_as_long_as_the_script_rounds_it(here: Path) -> None:
+    rows = "".join(f'{{"text": "word {i}", "label": {i % 2}}}\n' for i in range(64))
+    (here / "a.jsonl").write_text(rows)
+    text = changed(
+        MAIN.format(train=TRAIN),
+        ('load_dataset("acme/reviews")', 'load_dataset("json", data_files={"train": "a.jsonl"})'),
+        ("    for epoch", "    total = args.epochs * math.ceil(len(loader) / 4)\n    sched = SCHEDULE\n    for epoch"),
+        ("                optimizer.step()\n", "                optimizer.step()\n                sched.step()\n"),
+        ("default_data_collator\n", "default_data_collator, get_scheduler\n"),
+    )
+    for share, warmup in (("int(0.3 * total)", 1), ("round(0.3 * total)", None), ("math.ceil(0.3 * total)", None)):
+        schedule = f"get_scheduler('linear', optimizer, {share}, total)"
+        optim = moved("a.py", text.replace("SCHEDULE", schedule)).optim
+        assert (optim.warmup_steps, optim.warmup_fraction) == ((warmup, 0.0) if warmup else (0, 0.3)), share

@@ -8,6 +8,7 @@ steps than the script, or if its rates end elsewhere; a note if only the data ca
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,9 +76,7 @@ class ScheduleEnd:
                 why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
-        batch = draft.keys.get("batch_size")
-        if steps is None and draft.rows is not None and batch and epochs and not draft.keys.get("task.packing"):
-            steps = max(1, round(epochs * -(-draft.rows // int(batch))))
+        steps = _steps(draft)
         if isinstance(length, int) and steps is not None:
             if length != steps:
                 why = f"the schedule is {length} steps long and the run {steps}; here it ends with the run"
@@ -114,6 +113,32 @@ class ScheduleEnd:
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
             return True
         return value is not None and self.loader is not None and value is self.loader
+
+
+def whole_warmup(draft: RunDraft, share: float, nearest: bool, line: int) -> None:
+    """Set the steps of a warm-up that the script rounds down, or to the nearest number; lockstep rounds a share up.
+    Add a note if the number of steps is unknown."""
+    if draft.is_given("optim.warmup_fraction") or draft.is_given("optim.warmup_steps"):
+        return
+    total = _steps(draft)
+    if total is None:
+        draft.notes.append(
+            f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than in line {line}, which "
+            "does not round up; optim.warmup_steps=N is exact"
+        )
+        return
+    steps = round(share * total) if nearest else int(share * total)
+    if steps != math.ceil(share * total):
+        del draft.keys["optim.warmup_fraction"]
+        draft.set("optim.warmup_steps", steps, f"{share:g} of {total} steps, line {line}")
+
+
+def _steps(draft: RunDraft) -> int | None:
+    """Return the optimizer steps of the run; None if its data are unknown."""
+    epochs, steps, batch = (draft.keys.get(key) for key in ("epochs", "steps", "batch_size"))
+    if steps is None and draft.rows is not None and batch and epochs and not draft.keys.get("task.packing"):
+        return max(1, round(epochs * -(-draft.rows // int(batch))))
+    return steps
 
 
 _ROUNDING = ("int", "round", "math.ceil", "math.floor")

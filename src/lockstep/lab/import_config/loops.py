@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.lab.import_config import attributes, loading, loop_module, loss_means, trainer_script
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
-from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
+from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
@@ -383,10 +383,8 @@ class Loop(Reading):
         if name != "constant" and "num_warmup_steps" in arguments.unknown and share is not None:
             self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
             if (node := self._assigned(arguments.nodes["num_warmup_steps"])) and "ceil" not in code_of(node):
-                self.draft.notes.append(
-                    f"optim.warmup_fraction is rounded up, so the warm-up may be one step longer than in line "
-                    f"{call.line}, which does not round up; optim.warmup_steps=N is exact"
-                )
+                nearest = "round(" in code_of(node)
+                self.draft.at_end.append(lambda draft: whole_warmup(draft, share, nearest, call.line))
         elif name != "constant" and "num_warmup_steps" in arguments.unknown:
             code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
             self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
