@@ -27,7 +27,7 @@ class Gossip(ReplicatedStrategy):
         if not self.run.strategy.exact:
             gradients = self.leaves.pop_all()
             for gradient in gradients:
-                self.world.sum(gradient)
+                self.world.all_reduce(gradient)
             return gradients
         if self.world.size == 1:
             return self.leaves.tree.root

@@ -65,7 +65,7 @@ def test_what_a_newer_torch_asks_of_a_group_becomes_its_option(monkeypatch: pyte
 
 def summed_column(world: World) -> list[list[float]]:
     matrix = torch.arange(12.0).view(4, 3)
-    world.sum(matrix[:, 0])
+    world.all_reduce(matrix[:, 0])
     return matrix.tolist()
 
 

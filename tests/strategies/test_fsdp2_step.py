@@ -171,7 +171,7 @@ def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None
     model = nn.ParameterDict({"matrix": nn.Parameter(matrix), "number": nn.Parameter(number)})
     squares = torch.zeros(())
     for rank in range(ranks):
-        world: Any = SimpleNamespace(rank=rank, size=ranks, sum=lambda tensor: tensor)
+        world: Any = SimpleNamespace(rank=rank, size=ranks, all_reduce=lambda tensor: tensor)
         weights = ShardedWeights(model, False, world, Any, Any)
         gradients = [p.detach() for p in weights.updated.values()]
         squares += weights.gradient(gradients).norm().square()

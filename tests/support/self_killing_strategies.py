@@ -96,9 +96,9 @@ class Striking:
             self.come_to("gradient")
         super().on_grad_ready(position, parameter)  # type: ignore[misc]
 
-    def sum_losses_and_uses(self, losses: Any, uses: Any, also: Any = ()) -> Any:
+    def all_reduce_totals(self, losses: Any, uses: Any, also: Any = ()) -> Any:
         self.come_to("agree")
-        found = super().sum_losses_and_uses(losses, uses, also)  # type: ignore[misc]
+        found = super().all_reduce_totals(losses, uses, also)  # type: ignore[misc]
         self.come_to("agreed")
         return found
 

@@ -68,7 +68,7 @@ class StateHash:
                 part = local(parts[name]).detach()
                 sums[places[name]] += hash_sum(part, tuple(parts[name].shape), tuple(chunk.offsets))
         if self._world.size > 1:
-            self._world.sum(sums)
+            self._world.all_reduce(sums)
         return dict(zip(self._names, sums.tolist(), strict=True))
 
 

@@ -39,7 +39,7 @@ from lockstep_trace.plurals import quantity
 KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "64"}
 
 
-def sum_in_place(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum a tensor with any strides over a group's ranks, in place, and return it. Collective."""
     if tensor.layout != torch.strided:
         dist.all_reduce(tensor, group=group)
@@ -224,10 +224,10 @@ class World:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over ranks, in place. Exact for integers, and if all but one rank hold zero. Collective."""
         if self.size > 1:
-            sum_in_place(tensor, self._control if tensor.device.type == "cpu" else None)
+            all_reduce(tensor, self._control if tensor.device.type == "cpu" else None)
         return tensor
 
     def asked_to_stop(self, by_clock: bool = True) -> bool:

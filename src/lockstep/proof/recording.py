@@ -148,7 +148,7 @@ class _Writer:
     def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
         """Record one step. Collective."""
         own = self.rank_step(batch)
-        targets = float(self.strategy.data_parallel.sum(torch.tensor(sum(own.targets), dtype=torch.float64)))
+        targets = float(self.strategy.data_parallel.all_reduce(torch.tensor(sum(own.targets), dtype=torch.float64)))
         ranks, weights = self.world.all_gather((self.strategy.data_parallel.rank, own)), self.weights()
         self.recorder.losses.clear()
         if self.trace is None:

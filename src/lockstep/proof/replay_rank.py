@@ -160,7 +160,7 @@ def _losses(session: Session, rows: np.ndarray) -> np.ndarray:
         sums = task.score(strategy.forward, task.collate(columns, chosen, 0).to(world.device))
         if len(chosen):
             losses[mine] = sums["loss"].double() / max(1, task.count_targets(columns, chosen))
-    return share.sum(losses).cpu().numpy()
+    return share.all_reduce(losses).cpu().numpy()
 
 
 def record_modules(job: Job, world: World, output: str, target_step: str) -> int:

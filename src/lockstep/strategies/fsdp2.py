@@ -63,7 +63,7 @@ from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import ReplicatedStrategy, first_inputs
-from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, summing
+from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -110,7 +110,7 @@ class ShardedWeights(TrainedWeights):
             Part(n, p, g, 1.0 if p.dim() else 1 / self._world.size, self.to_dtensor)
             for (n, p), g in zip(self.updated.items(), gradients, strict=True)
         ]
-        return Gradient(parts, list(self.named), self._world.sum)
+        return Gradient(parts, list(self.named), self._world.all_reduce)
 
     @override
     @torch.no_grad()
@@ -394,7 +394,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             if self.tensor > 1:
                 size, rank = self.world.size, self.world.rank
                 groups = [self.world.group(range(first, size, self.tensor)) for first in range(self.tensor)]
-                add = summing(groups[rank % self.tensor])
+                add = all_reduce_in(groups[rank % self.tensor])
                 self.data_parallel = DataShard(rank // self.tensor, size // self.tensor, add)
         return mesh
 
@@ -484,7 +484,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, counts = self.sum_losses_and_uses(losses, self.uses.counts, self.uses.signature())
+            losses, counts = self.all_reduce_totals(losses, self.uses.counts, self.uses.signature())
             self.uses.compare_orders(counts[-2:], self.data_parallel.size)
         return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, counts[:-2])
 
@@ -550,7 +550,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         over."""
         gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in self.weights.named.items()}
         parts = [Part(n, p, gradients[n], cuts(gradients[n]) / self.world.size) for n, p in self.weights.named.items()]
-        return Gradient(parts, list(self.weights.named), self.world.sum)
+        return Gradient(parts, list(self.weights.named), self.world.all_reduce)
 
     @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:

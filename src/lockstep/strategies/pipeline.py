@@ -26,7 +26,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
-from lockstep.distributed.world import World, sum_in_place
+from lockstep.distributed.world import World, all_reduce
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, cuts, pipelining
 from lockstep.strategies.engines.cuts import Cut
@@ -47,7 +47,7 @@ from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.single import call_on_cpu
-from lockstep.strategies.strategy import DataShard, summing
+from lockstep.strategies.strategy import DataShard, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
 
@@ -165,7 +165,7 @@ class Pipeline(ShardedRecovery):
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
-        self.data_parallel = DataShard(self.pipeline, self.pipelines, self.sum_over_pipelines)
+        self.data_parallel = DataShard(self.pipeline, self.pipelines, self.all_reduce_stage)
 
     @override
     @property
@@ -266,7 +266,7 @@ class Pipeline(ShardedRecovery):
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(weights.grad_counts.get(name, 0) for weights in self.stage_weights) for name in self.order]
-            losses, uses = self.sum_losses_and_uses(self.losses, own)
+            losses, uses = self.all_reduce_totals(self.losses, own)
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
 
     @override
@@ -326,15 +326,15 @@ class Pipeline(ShardedRecovery):
             for weights, gradients_of in zip(self.stage_weights, gradients, strict=True)
             for name, parameter in weights.parameters.items()
         ]
-        return Gradient(parts, self.order, summing(self.pipe))
+        return Gradient(parts, self.order, all_reduce_in(self.pipe))
 
     @override
-    def sum_of_step(self, tensor: Tensor) -> Tensor:
-        return self.world.sum(tensor)  # the last stages have the losses, every stage its weights' gradients
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self.world.all_reduce(tensor)  # the last stages have the losses, every stage its weights' gradients
 
-    def sum_over_pipelines(self, tensor: Tensor) -> Tensor:
+    def all_reduce_stage(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that run the same stage, in place. Collective."""
-        return sum_in_place(tensor, self.across) if self.pipelines > 1 else tensor
+        return all_reduce(tensor, self.across) if self.pipelines > 1 else tensor
 
     # -- the other methods -------------------------------------------------------------------------------------------
 

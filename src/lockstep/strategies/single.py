@@ -122,7 +122,7 @@ class ReplicatedStrategy(Recomputes):
                 self.totals.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses, uses = self.sum_losses_and_uses(losses, self.leaves.grad_counts)
+            losses, uses = self.all_reduce_totals(losses, self.leaves.grad_counts)
             self.leaves.free()
         return self.optimizer_step(batch, self.weights.gradient(gradients), learning_rate, losses, uses)
 
@@ -229,7 +229,7 @@ class ReplicatedStrategy(Recomputes):
             parameter.grad = None
 
     def attach_group(self) -> None:
-        self.data_parallel = DataShard(self.world.rank, self.world.size, self.world.sum)
+        self.data_parallel = DataShard(self.world.rank, self.world.size, self.world.all_reduce)
 
     @override
     def close(self) -> None:

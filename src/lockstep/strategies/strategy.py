@@ -26,7 +26,7 @@ from lockstep.data.job import WeightFormats as WeightFormats
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
-from lockstep.distributed.world import World, sum_in_place
+from lockstep.distributed.world import World, all_reduce
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact import held_state
@@ -53,13 +53,13 @@ class DataShard:
 
     rank: int
     size: int
-    sum: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
+    all_reduce: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
 
 
-def summing(group: dist.ProcessGroup) -> Any:
+def all_reduce_in(group: dist.ProcessGroup) -> Any:
     """Return a function that sums a tensor over the ranks of a group, in place."""
 
-    return lambda tensor: sum_in_place(tensor, group)
+    return lambda tensor: all_reduce(tensor, group)
 
 
 class Strategy(StrategyRules):
@@ -84,7 +84,7 @@ class Strategy(StrategyRules):
         """Record the topology; build nothing and communicate nothing."""
         self.job, self.run, self.world = job, job.run, world
         self.phases = StepTimer(world.device)
-        self.data_parallel = DataShard(world.rank, world.size, world.sum)
+        self.data_parallel = DataShard(world.rank, world.size, world.all_reduce)
         self.precision = Precision(job, world.device)
         self.totals = StepTotals(world.device, len(job.run.data.sources or ()))
 
@@ -116,17 +116,17 @@ class Strategy(StrategyRules):
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
         """Run one step: all micro-batches, one update."""
 
-    def sum_of_step(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the ranks with their own losses and gradients, in place. Collective."""
-        return self.data_parallel.sum(tensor)
+        return self.data_parallel.all_reduce(tensor)
 
-    def sum_losses_and_uses(
+    def all_reduce_totals(
         self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()
     ) -> tuple[Tensor, list[int]]:
         """Sum over ranks the losses of the step's micro-batches [M], the counts of micro-batches that gave each
         trainable parameter a gradient, and other counts. Collective. Errors: `RunError` on every rank if there is no
         gradient at all."""
-        losses, counts = self.totals.add_up(losses, [*uses, *also], self.sum_of_step)
+        losses, counts = self.totals.all_reduce(losses, [*uses, *also], self.all_reduce)
         if counts.pop():
             self.effects = self.check_side_effects(replace(self.effects, switched=frozenset(["weights"])))
         if not any(counts[: len(uses)]):
@@ -145,7 +145,7 @@ class Strategy(StrategyRules):
         with self.phases("optimizer"):
             norm, used = self.update.make(batch.step, gradient, learning_rate, losses, uses, self.observer)
         if self.statistics is not None:
-            self.statistics.finish(self.data_parallel.sum, used)
+            self.statistics.finish(self.data_parallel.all_reduce, used)
         return StepResult(losses.sum() / batch.targets, norm.to(self.world.device), used, self.totals.loss_sums_of)
 
     # -- dry run -----------------------------------------------------------------------------------------------------
@@ -199,7 +199,9 @@ class Strategy(StrategyRules):
         from lockstep.tasks.models import inference
 
         assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
-        return inference.by_forward(self.forward, lambda count: self.data_parallel.sum(count.float()), inputs, how)
+        return inference.by_forward(
+            self.forward, lambda count: self.data_parallel.all_reduce(count.float()), inputs, how
+        )
 
     def averaged(self) -> AbstractContextManager[bool]:
         """Return a context in which the model has the weights to evaluate and export, if they differ from the trained

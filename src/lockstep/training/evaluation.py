@@ -153,7 +153,7 @@ def sum_split(
         if texts and isinstance(task, Generates):
             scores |= task.score_texts(generate or strategy.generate, batch, columns, chosen)
         add_sums(task, sums, scores, places[mine * size : (mine + 1) * size], len(rows))
-    summed = {name: strategy.data_parallel.sum(value).cpu() for name, value in sorted(sums.items())}
+    summed = {name: strategy.data_parallel.all_reduce(value).cpu() for name, value in sorted(sums.items())}
     if texts and len(rows):
         add_sums(task, summed, task.score_split(strategy.forward, columns, rows, world.device), rows, len(rows))
     return summed

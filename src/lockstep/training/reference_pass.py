@@ -82,4 +82,4 @@ def _scores_of_split(world: World, task: UsesReference, strategy: Strategy, spli
             caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
             raise
         reference[torch.from_numpy(rows).to(world.device)] = scores[: len(rows)]
-    return strategy.data_parallel.sum(reference).cpu().numpy()
+    return strategy.data_parallel.all_reduce(reference).cpu().numpy()

@@ -186,7 +186,7 @@ def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
 
     for thing, name, value in (
         (task, "model", make),
-        (strategy.totals, "summed", sums),
+        (strategy.totals, "_in_one_message", sums),
     ):
         setattr(thing, name, value)
 

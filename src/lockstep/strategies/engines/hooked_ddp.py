@@ -163,10 +163,10 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         return gradients
 
     @override
-    def sum_losses_and_uses(
+    def all_reduce_totals(
         self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()
     ) -> tuple[Tensor, list[int]]:
-        losses, counts = super().sum_losses_and_uses(losses, uses, also)
+        losses, counts = super().all_reduce_totals(losses, uses, also)
         if self.ddp is not None and self.steady is not False and self.in_tree:
             self.steady = min(counts) == self.leaves.tree.leaves
             if not self.steady:

@@ -317,7 +317,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
             self._level(batch)
         with self.phases("reduction"):
             gradients = self.sums.finish()
-            losses, uses = self.sum_losses_and_uses(losses, self.sums.grad_counts)
+            losses, uses = self.all_reduce_totals(losses, self.sums.grad_counts)
         if self.stage == 3:
             self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
         parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
@@ -366,7 +366,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, uses = self.sum_losses_and_uses(losses, list(self.grad_counts.values()))
+            losses, uses = self.all_reduce_totals(losses, list(self.grad_counts.values()))
             self.update.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
@@ -383,7 +383,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
                 self.weights.refresh()
         norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.world.device)
         self.update.finite.check(batch.step, losses, norm)
-        self.statistics.finish(self.data_parallel.sum)
+        self.statistics.finish(self.data_parallel.all_reduce)
         return StepResult(losses.sum() / batch.targets, norm, loss_sums_of=self.totals.loss_sums_of)
 
     def run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor:

@@ -61,7 +61,7 @@ class CutGradient(Gradient):
     """A gradient of which each rank holds a flat slice of every parameter."""
 
     def __init__(self, parts: Sequence[Part], names: Sequence[str], cuts: FlatCuts, world: World) -> None:
-        super().__init__(parts, names, world.sum)
+        super().__init__(parts, names, world.all_reduce)
         self._cuts = cuts
 
     @override
@@ -91,7 +91,7 @@ class FlatCuts:
         """Return the whole fp32 tensor of which each rank passes a part [length of its cut]. Collective."""
         bits = torch.zeros(self.shapes[name].numel(), dtype=torch.int32, device=part.device)
         self.own[name].of(bits).copy_(part.detach().contiguous().view(torch.int32))
-        return self.world.sum(bits).view(torch.float32).view(self.shapes[name])  # all other ranks have zero bits
+        return self.world.all_reduce(bits).view(torch.float32).view(self.shapes[name])  # all other ranks have zero bits
 
 
 class CutSums(ABC):

@@ -61,11 +61,11 @@ class Statistics:
         if self.names:
             self._set(self._before)
 
-    def finish(self, sum_over_ranks: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
+    def finish(self, all_reduce: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
         """Set the step's statistics after its micro-batches; `used`: whether the update was applied. Every rank has
         zeros for other ranks' micro-batches, and adding zeros is exact. Collective."""
         if self.names:
-            gathered = sum_over_ranks(self._per_micro_batch)
+            gathered = all_reduce(self._per_micro_batch)
             examples = gathered[:, -1:]  # [M, 1]
             mean = (gathered[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
             self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no negative zeros
@@ -98,7 +98,7 @@ class StepTotals:
     def __init__(self, device: torch.device, sources: int) -> None:
         self._device, self._sources = device, sources
         self._by_source: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
-        self.loss_sums_of: Tensor | None = None  # float64 [S], set by `add_up`; None without per-example losses
+        self.loss_sums_of: Tensor | None = None  # float64 [S], set by `all_reduce`; None without per-example losses
         self.switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
 
     def start(self, count: int) -> Tensor:
@@ -139,30 +139,30 @@ class StepTotals:
         finally:
             self._by_source = before
 
-    def add_up(
-        self, losses: Tensor, counts: Sequence[int], sum_over_ranks: Callable[[Tensor], Tensor]
+    def all_reduce(
+        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, list[int]]:
         """Sum the losses of the step's micro-batches [M] and other counts over ranks; the last count returned is
         `switched`. Each rank fills in its own micro-batches and zeros elsewhere, so that adding is exact; losses by
         source are then added in the same order on every rank. Collective."""
-        losses, counts = self.summed(losses, [*counts, self.switched, len(self._by_source)], sum_over_ranks)
+        losses, counts = self._in_one_message(losses, [*counts, self.switched, len(self._by_source)], all_reduce)
         self.loss_sums_of = None
         if counts.pop() == len(losses):  # every micro-batch has per-example losses
             table = losses.new_zeros(len(losses), self._sources)  # [M, S]
             for index, sums in self._by_source.items():
                 table[index] = sums
-            self.loss_sums_of = sum_over_ranks(table).sum(0)
+            self.loss_sums_of = all_reduce(table).sum(0)
         self._by_source = {}
         return losses, counts
 
-    def summed(
-        self, losses: Tensor, counts: Sequence[int], sum_over_ranks: Callable[[Tensor], Tensor]
+    def _in_one_message(
+        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, list[int]]:
         """Sum losses and counts over ranks. The counts stay in host memory, so there is no device synchronization.
         Collective."""
         numbers = torch.tensor(counts, dtype=torch.float64)
         if losses.device.type == "cpu":  # in one message
-            losses, numbers = sum_over_ranks(torch.cat([losses, numbers])).split([len(losses), len(numbers)])
+            losses, numbers = all_reduce(torch.cat([losses, numbers])).split([len(losses), len(numbers)])
         else:
-            losses, numbers = sum_over_ranks(losses), sum_over_ranks(numbers)
+            losses, numbers = all_reduce(losses), all_reduce(numbers)
         return losses, [int(number) for number in numbers.tolist()]
