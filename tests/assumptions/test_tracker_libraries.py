@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.track.wandb_file import records
 from support.assumed import rests_on_it
-from support.wandb_file import records
 
 pytestmark = pytest.mark.slow  # imports each tracker
 

@@ -6,17 +6,19 @@ import os
 import re
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from lockstep.distributed.world import World
-from lockstep.track.trackers import Trackers
+from lockstep.track.tracker import Tracker
+from lockstep.track.trackers import Trackers, _Lane
+from lockstep.track.wandb_file import records
 from support.command import CommandJob
 from support.harness import run_on, tiny
 from support.places import ROOT
 from support.tracked import numbers, there
-from support.wandb_file import records
 
 FAILING = """
 import sys
@@ -169,6 +171,29 @@ def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(
             with pytest.raises(OSError, match=f"{kind.packages[0]} was replaced by a link"):
                 use()
     assert list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_a_sink_is_given_again_what_a_kill_made_it_lose(tmp_path: Path) -> None:
+    """W&B's file of an offline run lacks the last steps before a kill; metrics.jsonl has them."""
+
+    class Sink(Tracker):
+        plugin = "track"
+
+        def open(self) -> str:
+            self.stored, self.lines = 1, list[tuple[int, str, dict[str, float]]]()
+            return ""
+
+        def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
+            self.lines.append((step, split, numbers))
+
+    lines = [{"step": step, "split": "train", "loss": float(step), "text": "x"} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sink = Sink(tiny(f"output={tmp_path}"), None, 3, None)
+    lane = _Lane("sink", sink, {}, print, print)
+    lane.put("log", 4, "train", {"loss": 4.0})
+    lane.put("close", "done")
+    lane.finish(time.monotonic() + 10)
+    assert sink.lines == [(step, "train", {"loss": float(step)}) for step in (2, 3, 4)]
 
 
 def test_only_one_rank_writes(tmp_path: Path) -> None:

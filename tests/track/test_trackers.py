@@ -23,6 +23,7 @@ from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.trackers import Trackers
+from lockstep.track.wandb_file import records
 from lockstep.training import rank
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
 from support.documents import chapters
@@ -30,7 +31,6 @@ from support.harness import run_on, tiny
 from support.messages import raises
 from support.places import TESTS_PATH
 from support.tracked import numbers, there
-from support.wandb_file import records
 
 ALL = ["tensorboard", "wandb", "mlflow", "trackio"]
 Values = dict[str, dict[int, list[float]]]  # name -> step -> what was logged for it, as often as it was
@@ -194,6 +194,7 @@ def test_mlflow_finds_the_run_of_a_checkpoint_that_is_older_than_its_id(
 
     ones = {"create_run": create_run, "search_runs": search_runs, "update_run": lambda *_, **__: None}
     ones["get_experiment_by_name"] = lambda _: SimpleNamespace(experiment_id="1")
+    (tmp_path / "mlflow.db").touch()
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda _: SimpleNamespace(**ones)))
     kind: Any = plugins.find("track", "mlflow")
     monkeypatch.setattr(kind, "_parameters", lambda _: None)

@@ -60,6 +60,7 @@ class MLflow(Tracker):
         folder = self.run.folder.resolve()
         uri = elsewhere or _database(folder)
         self._client: Any = MlflowClient(uri)
+        self.stored = 0 if self.after else None  # `log` leaves out what is there
         self._last_steps: dict[str, int] = {}  # metric -> last step in the store, for a resumed run
         experiment = self._client.get_experiment_by_name(self.options.experiment)
         token = own = str(self.run_id)
@@ -133,10 +134,10 @@ class MLflow(Tracker):
 def _database(folder: Path) -> str:
     """The store in OUTPUT. A new one is renamed when complete: MLflow makes its tables one by one, in seconds, and
     cannot use a store whose making was interrupted."""
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
     file, aside = folder / "mlflow.db", folder / ".mlflow.db.partial"
     if not file.exists():
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
         aside.unlink(missing_ok=True)
         store = SqlAlchemyStore(f"sqlite:///{aside}", (folder / "mlflow").as_uri())
         store.engine.dispose()

@@ -29,6 +29,8 @@ class Tracker(ABC):
     class Options(Section):
         """The tracker's keys in the run file: `track.NAME`."""
 
+    stored: int | None = None  # set by `open`: last step in the sink of a continued run, if it may lack some; see `log`
+
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
         """`options`: an instance of `Options`. `after`: updates done before this process; later steps in the sink will
         be logged again. `run_id`: the sink's id of this run, from the checkpoint it resumes from, or None. A
@@ -60,7 +62,8 @@ class Tracker(ABC):
     @abstractmethod
     def log(self, step: int, split: str, numbers: dict[str, float]) -> None:
         """Log numbers of a split (`train`, `validation`, `test`) after `step` updates, or of all ranks (`system`).
-        Steps never decrease."""
+        Steps never decrease. After `open`, steps after `stored` and up to `after` are logged again, because a kill
+        loses what a sink holds back."""
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:  # noqa: B027 - not every sink holds texts
         """Log predictions for a few examples after `step` updates; all have the same columns."""

@@ -17,6 +17,7 @@ from lockstep.config import plugins
 from lockstep.config.redaction import one_line, printable, redact_all
 from lockstep.config.run import Run
 from lockstep.track.jsonl import Jsonl
+from lockstep.track.report import history
 from lockstep.track.tracker import End, Sample, Tracker
 
 MOST_WAITING = 10_000  # calls; a tracker further behind will not catch up
@@ -114,6 +115,7 @@ class _Lane:
         try:
             if place := self.tracker.open():
                 self._say(f"{self.name}: {place}")
+            self._log_missing()
             method = ""
             while method != "close" and not self._ended:
                 if self.tracker.run_id is not None:
@@ -123,6 +125,16 @@ class _Lane:
             self._ended = True
         except BaseException as caught:  # including SystemExit raised by a library
             self._give_up(f"failed: {reason(caught)}. Training goes on without it")
+
+    def _log_missing(self) -> None:
+        """Log what the sink of a continued run lacks of the steps before this process, from metrics.jsonl."""
+        stored, after = self.tracker.stored, self.tracker.after
+        if stored is None or stored >= after:
+            return
+        for line in history.lines_of(self.tracker.run.folder / "metrics.jsonl", ("step", "split")):
+            if stored < line["step"] <= after:
+                numbers = {k: v for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)}
+                self.tracker.log(line["step"], line["split"], numbers)
 
     def _give_up(self, why: str) -> None:
         if not self._ended:

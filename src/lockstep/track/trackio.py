@@ -55,6 +55,7 @@ class Trackio(Tracker):
             auto_log_cpu=False,
         )
         self._last_step = self._trackio._next_step - 1  # last step of a continued run
+        self.stored = self._last_step if self.after else None
         self._there = self._names_at_last_step() if self.after and options.space is None else set()
         self._rows: list[dict[str, Any]] = []
         where = f"https://huggingface.co/spaces/{options.space}" if options.space else str(utils.TRACKIO_DIR)

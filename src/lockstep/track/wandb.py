@@ -21,7 +21,9 @@ from lockstep.config.folder_inside import FolderInside
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
+from lockstep.track import wandb_file
 from lockstep.track.tracker import End, Sample, Tracker, named
+from lockstep.track.wandb_file import HEADER
 
 SECONDS_TO_CONNECT = 30.0
 
@@ -68,13 +70,20 @@ class WandB(Tracker):
 
     def _offline_note(self) -> str:
         own = Path(self._wandb.dir).parent
-        there = sorted(own.parent.glob(f"offline-run-*-{self.run_id}"))  # one per process, named by time
+        there = [file.parent for file in self._files()]  # one per process; a file without a record cannot be sent
         unsent = [folder for folder in there if folder != own and not any(folder.glob("*.wandb.synced"))]
         # in sequence: the steps of a run must be sent in order
         command = " && ".join(f"wandb sync {shlex.quote(str(folder))}" for folder in [*unsent, own])
         return f"run {self.run_id} is kept on disk; send it with: {command}"
 
+    def _files(self) -> list[Path]:
+        """Files of the offline processes of this run that hold a record, in order."""
+        folders = sorted((self.run.folder / "wandb").glob(f"offline-run-*-{self.run_id}"))  # named by time
+        return [file for folder in folders for file in folder.glob("*.wandb") if file.stat().st_size > HEADER]
+
     def _start(self, wandb: Any, mode: str) -> None:
+        if mode == "offline" and self.after:
+            self.stored = wandb_file.last_step(self._files())
         options = self.options
         self._wandb: Any = wandb.init(
             project=options.project,

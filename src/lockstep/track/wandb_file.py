@@ -1,21 +1,25 @@
 """Read W&B's file of an offline run: a .wandb file of protobuf records in LevelDB's log format.
 
-In: a file. Out: its records, in order. W&B's package no longer has a reader.
+In: a file. Out: its records, in order. W&B's package no longer has a reader. A kill loses the last block's records.
 """
 
+from __future__ import annotations
+
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 BLOCK, HEADER = 32768, 7  # bytes; a chunk's header: CRC-32, length, and whether a record begins or ends in it
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+FULL, LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
     """Yield `wandb.proto.wandb_internal_pb2.Record`s."""
     from wandb.proto import wandb_internal_pb2
 
+    new: Any = wandb_internal_pb2
     data, place, parts = path.read_bytes(), 0, b""
     assert data[:4] == b":W&B"
     place = HEADER
@@ -27,7 +31,18 @@ def records(path: Path) -> Iterator[Any]:
         parts += data[place + HEADER : place + HEADER + length]
         place += HEADER + length
         if kind in (FULL, LAST):
-            record = wandb_internal_pb2.Record()
+            record = new.Record()
             record.ParseFromString(parts)
             yield record
             parts = b""
+
+
+def last_step(files: Iterable[Path]) -> int:
+    """Last step of the history in these files, as far as they can be read; 0 for none."""
+    last = 0
+    for path in files:
+        with suppress(Exception):  # a torn record, or another version's format
+            for record in records(path):
+                if record.WhichOneof("record_type") == "history":
+                    last = max(last, record.history.step.num)
+    return last
