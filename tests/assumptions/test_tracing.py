@@ -254,3 +254,260 @@ def test_writes_of_a_dtensor_count_in_it_and_those_of_its_part_there() -> None:
     assert types == ["DTensor"]
     assert counts == [(1, 0), (1, 1), (1, 1)]
     assert sharded.to_local()[0, 0] == 8
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/attention.py",
+)
+def test_the_graph_of_a_cross_entropy_holds_its_targets() -> None:
+    """Cross entropy is a node NllLossBackward0 over LogSoftmaxBackward0, which hold targets, reduction (none 0, mean 1,
+    sum 2), ignored class and dimension, negative ones possibly plus 2**64; of images it is NllLoss2DBackward0."""
+    logits, targets = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
+    for number, reduction in enumerate(("none", "mean", "sum")):
+        node: Any = functional.cross_entropy(logits, targets, reduction=reduction).grad_fn
+        assert node.name() == "NllLossBackward0"
+        assert torch.equal(node._saved_target, targets)
+        assert node._saved_reduction == number
+        assert node._saved_ignore_index in (-100, 2**64 - 100)
+        softmax = node.next_functions[0][0]
+        assert (softmax.name(), softmax._saved_dim) == ("LogSoftmaxBackward0", 1)
+        assert list(softmax._input_metadata[0].shape) == [4, 3]
+    pixels = torch.zeros(2, 3, 4, 4, requires_grad=True)
+    image: Any = functional.cross_entropy(pixels, torch.zeros(2, 4, 4, dtype=torch.int64))
+    assert image.grad_fn.name() == "NllLoss2DBackward0"
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
+    "packages/lockstep-trace/src/lockstep_trace/rules/losses.py",
+)
+def test_the_graph_of_a_regression_holds_its_targets() -> None:
+    """The nodes of torch's losses of regression and binary classes are named after them, and hold targets and
+    reduction; l1_loss has no node of its own, but Mean, Abs and Sub, and Expand if shapes differ."""
+    outputs, targets = torch.full((4, 3), 0.5, requires_grad=True), torch.rand(4, 3)
+    losses = {
+        "MseLoss": functional.mse_loss,
+        "SmoothL1Loss": functional.smooth_l1_loss,
+        "HuberLoss": functional.huber_loss,
+        "BinaryCrossEntropy": functional.binary_cross_entropy,
+        "BinaryCrossEntropyWithLogits": functional.binary_cross_entropy_with_logits,
+    }
+    for name, loss in losses.items():
+        node: Any = loss(outputs, targets).grad_fn
+        assert node.name() == f"{name}Backward0"
+        assert torch.equal(node._saved_target, targets)
+        assert node._saved_reduction == 1
+    absolute: Any = functional.l1_loss(outputs[:, :1], targets, reduction="sum")
+    assert absolute.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[0][0].name() == "ExpandBackward0"
+    node, names = functional.l1_loss(outputs, targets).grad_fn, []
+    for _ in range(3):
+        names.append(node.name())
+        node = node.next_functions[0][0]
+    assert names == ["MeanBackward0", "AbsBackward0", "SubBackward0"]
+    power: Any = (outputs**2).grad_fn
+    assert (power.name(), power._saved_exponent) == ("PowBackward0", 2)
+    spread: Any = outputs[:, :1].expand(4, 3).grad_fn
+    assert (spread.name(), list(spread._saved_self_sym_sizes)) == ("ExpandBackward0", [4, 1])
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/attention.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
+)
+def test_the_graph_of_an_attention_holds_its_mask() -> None:
+    """A fused attention's node ScaledDotProduct... holds query, key, is_causal, and the mask or None; without fusion
+    there is a node Softmax or SafeSoftmax with the weights, and dropout of them is a Mul node with its mask."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = torch.randn(2, 2, 5, 8, requires_grad=True)
+    mask = torch.ones(2, 1, 5, 5).tril().bool()
+    for causal, given in ((True, None), (False, mask), (False, None)):
+        fused = functional.scaled_dot_product_attention(query, query, query, attn_mask=given, is_causal=causal)
+        node: Any = fused.grad_fn
+        assert node.name().startswith("ScaledDotProduct")
+        assert node._saved_query.shape == node._saved_key.shape == query.shape
+        assert node._saved_is_causal is causal
+        assert (node._saved_attn_mask is None) == (given is None)
+        if given is not None:
+            hidden = node._saved_attn_mask.expand(2, 2, 5, 5)
+            assert torch.equal(hidden if hidden.dtype == torch.bool else hidden > -30.0, mask.expand(2, 2, 5, 5))
+    with sdpa_kernel(SDPBackend.MATH):
+        apart: Any = functional.scaled_dot_product_attention(query, query, query, attn_mask=mask)
+    rows, known = [apart.grad_fn], dict[str, Any]()
+    while rows:
+        node = rows.pop()
+        known[node.name().partition("Backward")[0]] = node
+        rows.extend(before for before, _ in node.next_functions if before is not None)
+    weights = known["SafeSoftmax"]._saved_result
+    assert torch.equal(weights.view(2, 2, 5, 5) > 0, mask.expand(2, 2, 5, 5))
+    dropped: Any = functional.dropout(torch.softmax(torch.ones(3, 3, requires_grad=True), -1), 0.5).grad_fn
+    assert dropped.name() == "MulBackward0"
+    assert dropped._saved_self is None
+    assert dropped._saved_other.shape == (3, 3)
+    assert dropped.next_functions[0][0].name() == "SoftmaxBackward0"
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
+def test_the_collectives_read_and_write_these_arguments() -> None:
+    """The operators of torch's collectives have these names, with the tensors that they write first and those that they
+    read second, unless they are the same."""
+    apart = ("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_")
+    apart += ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
+    apart += ("gather_", "scatter_", "alltoall_", "alltoall_base_")
+    same = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send", "recv_", "recv_any_source_")
+    for name in (*apart, *same):
+        first, second, *_ = getattr(torch.ops.c10d, name).default._schema.arguments
+        assert "Tensor" in str(first.type)
+        assert ("Tensor" in str(second.type)) == (name in apart), name
+        assert first.name.startswith("output") == second.name.startswith("input") == (name in apart), name
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
+def test_a_mode_can_be_put_below_others() -> None:
+    """The stack of dispatch modes can be read from the lowest on, popped and pushed; a mode of a user has the
+    `_mode_key` None; the topmost sees an operation first."""
+    from torch.utils import _python_dispatch as dispatch
+
+    order: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            order.append(self.name)
+            return func(*args, **(kwargs or {}))
+
+    above, below = Mode("above"), Mode("below")
+    with above:
+        assert dispatch._get_current_dispatch_mode_stack() == [above]
+        assert getattr(above, "_mode_key", None) is None
+        assert dispatch._pop_mode() is above
+        dispatch._push_mode(below)
+        dispatch._push_mode(above)
+        torch.ones(1)
+        dispatch._pop_mode()
+        dispatch._pop_mode()
+        dispatch._push_mode(above)
+    assert order == ["above", "below"]
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+)
+def test_an_operation_in_backward_knows_its_node() -> None:
+    """During a backward, an operation's node is the current one, with the number that the next operation of the forward
+    had before it, and the node of a weight has the weight as `variable`; outside of a backward there is none."""
+    weight = torch.ones(2, requires_grad=True)
+    number = torch.autograd._get_sequence_nr()
+    doubled = weight * 2
+    nodes: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = torch._C._current_autograd_node()
+            nodes.append(node and (node.name(), getattr(node, "variable", None), node))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1)
+        doubled.backward(torch.ones(2))
+    assert nodes[0] is None
+    (multiplied,) = (each for each in nodes if each and each[0] == "MulBackward0")
+    assert multiplied[2]._sequence_nr() == number
+    leaves = [each for each in nodes if each and each[0].endswith("AccumulateGrad")]
+    assert all(each[1] is weight for each in leaves)
+    assert leaves
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "src/lockstep/strategies/engines/side_effects.py",
+)
+def test_hooks_are_in_these_attributes() -> None:
+    """Hooks are in attributes of modules and weights, which are empty or None without hooks: of modules in four, of all
+    modules in two of torch.nn.modules.module, of weights in two."""
+    import torch.nn.modules.module as everywhere
+
+    layer: Any = nn.Linear(1, 1)
+    kinds = {
+        "_forward_pre_hooks": layer.register_forward_pre_hook,
+        "_forward_hooks": layer.register_forward_hook,
+        "_backward_hooks": layer.register_full_backward_hook,
+        "_backward_pre_hooks": layer.register_full_backward_pre_hook,
+    }
+    for name, register in kinds.items():
+        assert not getattr(layer, name)
+        register(print)
+        assert list(getattr(layer, name).values()) == [print]
+    weight: Any = layer.weight
+    assert not weight._backward_hooks
+    assert not weight._post_accumulate_grad_hooks
+    handle = weight.register_hook(print)
+    weight.register_post_accumulate_grad_hook(print)
+    assert list(weight._backward_hooks) == [handle.id]
+    assert weight._post_accumulate_grad_hooks
+    assert not everywhere._global_forward_hooks
+    assert not everywhere._global_forward_pre_hooks
+    handles = [
+        everywhere.register_module_forward_hook(print),
+        everywhere.register_module_forward_pre_hook(print),
+    ]
+    assert len(everywhere._global_forward_hooks) == len(everywhere._global_forward_pre_hooks) == 1
+    for each in handles:
+        each.remove()
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py",
+)
+def test_a_scheduler_steps_once_when_it_is_made() -> None:
+    """A scheduler's constructor calls step() once, from `__init__` or `_initial_step`; `_last_lr` holds the rates of
+    its last step."""
+    import sys
+
+    from torch.optim import lr_scheduler
+
+    callers: list[set[str]] = []
+
+    class Watched(lr_scheduler.StepLR):
+        def step(self, *args: Any) -> None:
+            frame: Any = sys._getframe(1)  # or the one before it, in a process in which steps are wrapped
+            callers.append({frame.f_code.co_name, frame.f_back.f_code.co_name})
+            super().step(*args)
+
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    scheduler = Watched(optimizer, 1)
+    assert len(callers) == 1
+    assert callers[0] & {"__init__", "_initial_step"}
+    optimizer.step()
+    scheduler.step()
+    assert scheduler._last_lr == [group["lr"] for group in optimizer.param_groups] == [0.1]
+
+
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
+)
+def test_wrappers_hold_the_model_under_these_names() -> None:
+    """torch's wrappers hold the wrapped module under `_orig_mod` (compile), `module` (DataParallel),
+    `_checkpoint_wrapped_module` and `_fsdp_wrapped_module`; compile() of a module sets its `_compiled_call_impl`."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import _common_utils
+
+    layer: Any = nn.Linear(1, 1)
+    compiled: Any = torch.compile(layer)
+    assert type(compiled).__name__ == "OptimizedModule"
+    assert compiled._orig_mod is layer
+    assert next(compiled.named_parameters())[0] == "_orig_mod.weight"
+    assert nn.DataParallel(layer).module is layer
+    assert getattr(checkpoint_wrapper(layer), "_checkpoint_wrapped_module") is layer  # noqa: B009
+    assert _common_utils.FSDP_WRAPPED_MODULE == "_fsdp_wrapped_module"
+    assert layer._compiled_call_impl is None
+    layer.compile()
+    assert layer._compiled_call_impl is not None

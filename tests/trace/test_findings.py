@@ -146,6 +146,15 @@ def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, mon
     assert [f.code for f in proved(rows)] == (["labels-without-offset"] if way == "without the offset" else [])
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_an_absolute_loss_of_torch_that_spreads_is_noted() -> None:
+    layer, targets = nn.Linear(3, 1), torch.randn(8)
+    outputs = layer(torch.randn(8, 3))
+    assert graph.handmade(nn.functional.l1_loss(outputs, targets)) == ["spread 8"]
+    assert graph.handmade(nn.functional.l1_loss(outputs.squeeze(1), targets)) == []
+    assert graph.handmade(nn.functional.l1_loss(outputs, targets.unsqueeze(1))) == []
+
+
 @pytest.mark.parametrize("way", ["zeroed", "zeroed in place", "cut", "two factors of zeros"])
 def test_the_cause_of_zero_gradients_is_not_guessed(way: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))

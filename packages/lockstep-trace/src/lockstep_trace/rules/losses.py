@@ -15,7 +15,7 @@ from lockstep_trace.read import Step, Trace
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
-REGRESSIONS = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss")
+REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # l1_loss has no operation of its own: see `handmade`
 
 
 def means(trace: Trace, optimizer: int) -> Iterator[Finding]:

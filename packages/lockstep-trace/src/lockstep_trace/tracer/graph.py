@@ -26,7 +26,6 @@ KINDS = {
     "NllLoss": "cross entropy",
     "NllLoss2D": "cross entropy",
     "MseLoss": "squared error",
-    "L1Loss": "absolute error",
     "SmoothL1Loss": "smooth absolute error",
     "HuberLoss": "Huber loss",
     "BinaryCrossEntropy": "binary cross entropy",
@@ -204,6 +203,8 @@ def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
     """Return the note of a difference [N, N] of an output [N, 1] and a constant, or an empty list."""
     shape = shape_of(node)
     n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
+    if name_of(under) == "Expand" and under.next_functions[0][0] is not None:
+        under = under.next_functions[0][0]  # l1_loss expands both
     if n < 2 or not above or shape_of(under) != [n, 1]:
         return []
     kind, _, exponent = above[-1]
