@@ -222,6 +222,10 @@ def _texts(entry: Mapping[str, Any], draft: RunDraft) -> None:
         draft.drop("datasets: type", kind, _ALPACA, True, ("task.prompt", "task.messages", "task.text"))
     for key, column in (keys or {}).items():
         if key == "task.messages":
+            draft.notes.append(
+                "difference: axolotl learns a turn up to its end token; lockstep also what the template writes after "
+                "it, such as a newline"
+            )
             column = entry.get("field_messages", column)
         elif key == "task.text":
             column = entry.get("field", column)
