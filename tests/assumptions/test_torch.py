@@ -208,3 +208,35 @@ def test_a_gloo_group_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     timeout = named.pop("timeout")
     assert timeout.total_seconds() > 0
     assert all(hasattr(original._Options(), name) for name in named)
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py")
+def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed pickles each object that it sends by `_pickler` and unpickles it by `_unpickler` of
+    distributed_c10d, looked up at each call."""
+    import pickle
+
+    module: Any = torch.distributed.distributed_c10d
+    calls: list[str] = []
+
+    def pickler(file: Any) -> Any:
+        calls.append("pickle")
+        return pickle.Pickler(file)
+
+    def unpickler(file: Any) -> Any:
+        calls.append("unpickle")
+        return pickle.Unpickler(file)
+
+    monkeypatch.setattr(module, "_pickler", pickler)
+    monkeypatch.setattr(module, "_unpickler", unpickler)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        gathered: list[Any] = [None]
+        torch.distributed.all_gather_object(gathered, {"a": 1})
+        message: list[Any] = ["b"]
+        torch.distributed.broadcast_object_list(message)
+        assert gathered == [{"a": 1}]
+        assert calls[:2] == ["pickle", "unpickle"]
+        assert calls[2] == "pickle"
+    finally:
+        torch.distributed.destroy_process_group()

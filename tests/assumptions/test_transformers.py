@@ -209,3 +209,50 @@ def test_schedules_begin_with_warmup() -> None:
         optimizer.step()
         schedule.step()
     assert rates == [0, 0.5, 1, 0.5, 0]
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/layers.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
+    "src/lockstep/tasks/models/source_files.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/layouts.py",
+)
+def test_classes_of_models_declare_layers_ties_and_weights() -> None:
+    """Classes of models name the classes of their layers in `_no_split_modules`, modules kept in float32 in
+    `_keep_in_fp32_modules`, weights that files may lack or have in `_keys_to_ignore_on_load_...`, and tied ones in
+    `_tied_weights_keys`."""
+    from transformers import BartForConditionalGeneration, T5ForConditionalGeneration
+
+    kinds: Any = (GPT2LMHeadModel, LlamaForCausalLM, T5ForConditionalGeneration, BartForConditionalGeneration)
+    layers = [{"GPT2Block"}, {"LlamaDecoderLayer"}, {"T5Block"}, {"BartEncoderLayer", "BartDecoderLayer"}]
+    assert [set(kind._no_split_modules) for kind in kinds] == layers
+    assert all("lm_head.weight" in kind._tied_weights_keys for kind in kinds)
+    assert set(T5ForConditionalGeneration._keep_in_fp32_modules or ()) == {"wo"}
+    assert "final_logits_bias" in (BartForConditionalGeneration._keys_to_ignore_on_load_missing or ())
+    assert "encoder.version" in (BartForConditionalGeneration._keys_to_ignore_on_load_unexpected or ())
+
+
+@rests_on_it("src/lockstep/tasks/models/masks.py")
+def test_masks_are_made_by_functions_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """create_causal_mask calls `_preprocess_mask_arguments` of masking_utils, which calls
+    `find_packed_sequence_indices`, each looked up at the call."""
+    calls: list[str] = []
+    for name in ("_preprocess_mask_arguments", "find_packed_sequence_indices"):
+        original = getattr(masking_utils, name)
+
+        def noted(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(masking_utils, name, noted)
+    config = LlamaConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, attn_implementation="sdpa")
+    positions = torch.tensor([[0, 1, 0, 1]])
+    mask = masking_utils.create_causal_mask(
+        config=config,
+        inputs_embeds=torch.zeros(1, 4, 8),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=positions,
+    )
+    assert calls == ["_preprocess_mask_arguments", "find_packed_sequence_indices"]
+    assert mask[0, 0].tolist() == [[i >= j and i // 2 == j // 2 for j in range(4)] for i in range(4)]
