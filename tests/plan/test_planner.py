@@ -204,7 +204,7 @@ def test_a_plan_on_the_terminal_and_as_a_page(
     )
     grown = (run_file.parent / "grown.html").read_text()
     assert all(f"<td>{count}</td>" in grown for count in (2, 4))
-    assert "sent by a rank in a step, GB" in grown
+    assert "sent per rank and step, GB" in grown
     monkeypatch.setattr(planner, "simulate", lambda *_: [simulated(ops=ops, peak=79 * 10**9)])
     assert main(words) == 1
     assert "NO: out of memory" in capsys.readouterr().out

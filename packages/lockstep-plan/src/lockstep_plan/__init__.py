@@ -1,1 +1,1 @@
-"""Plan jobs without their machines: simulated ranks, and measured rates of a machine. Found by entry points."""
+"""Plan jobs without their machines: simulate ranks, and measure a machine's rates. Loaded through entry points."""

@@ -3,9 +3,9 @@
 In: a run, and numbers of processes. Out: a YAML file with rates by size, and the slowdown of ranks that share the
 machine. Each job runs in its own processes, through the run's launcher (`rates.py`).
 
-The file holds measurements of the run's own model with one process under `single`, of messages alone, and, for each of
-the `STRATEGIES` with two processes, of its computing besides operations and its waiting besides messages. Plans
-extrapolate to other numbers of processes and micro-batches.
+One process under `single` yields the rates of the run's own model; all processes together yield message rates and the
+slowdown; two processes under each of `STRATEGIES` yield its compute time beyond the operations and its waiting time
+beyond the messages. Plans extrapolate to other numbers of processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from lockstep_plan.fake_world import Simulated
 from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
 from lockstep_trace.plurals import quantity
 
-MEASURE = "lockstep_plan.rates.measure"  # the job of every rank
-FASTEST = 1e15  # bytes/s, if no slowdown could be measured
+MEASURE = "lockstep_plan.rates.measure"  # what every rank runs
+FASTEST = 1e15  # bytes/s of the links if only one process was measured
 
 Say = Callable[[str], None]
 
 
 def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folder: Path, say: Say) -> Device:
-    """Measure in rounds, and write `FOLDER/device.yaml`. Errors: `RunError` before anything starts if the run cannot be
-    measured, and for a failed job."""
+    """Measure `rounds` rounds, write `FOLDER/device.yaml` and return the device. Errors: `RunError` before any process
+    starts if the run cannot be measured; later if a job fails."""
     jobs = jobs_of(run, processes, folder)
     rates_of_rounds = []
     for number in range(rounds):
@@ -54,7 +54,7 @@ def calibrate(run: Run, processes: Sequence[int], steps: int, rounds: int, folde
 
 
 def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
-    """Return the jobs to measure, by number of processes: one, and the requested numbers. Errors: `RunError`."""
+    """Return the jobs to measure: number of processes (1 and each requested number) -> run. Errors: `RunError`."""
     if run.model.compiled or run.model.quantization is not None:
         key = "model.compile" if run.model.compiled else "model.quantization"
         raise RunError("LS8040", f"{key}: cannot be simulated or planned; calibrate without it")
@@ -65,18 +65,19 @@ def jobs_of(run: Run, processes: Sequence[int], folder: Path) -> dict[int, Run]:
 
 
 def measured(jobs: Mapping[int, Run], steps: int, say: Say) -> dict[int, Rates]:
-    """Run one round. Errors: `RunError` for a failed job."""
+    """Run all jobs once and return number of processes -> rates. Errors: `RunError` if a job fails."""
     rates = {}
     for count, job in jobs.items():
         rates[count] = one(job, steps)
-        say(f"{quantity(count, 'process')} at once: {rates[count].at_once_s:.3g} s a step of one")
+        say(f"{quantity(count, 'process')} at once: {rates[count].at_once_s:.3g} s per single-process step")
     return rates
 
 
 def simulated(
     jobs: Mapping[int, Run], rates_of_rounds: Sequence[Mapping[int, Rates]], say: Say
 ) -> dict[str, list[Simulated]]:
-    """Compose the device file from the steps of `single` and of the measured `STRATEGIES`. Errors: `RunError`."""
+    """Simulate a step of `single` and of each measured strategy: name -> one `Simulated` per rank. Errors:
+    `RunError`."""
     device = shape_of(rates_of_rounds)
     of = {"single": planner.simulate(Job.of(jobs[1], 1), device, say)}
     for name, way in STRATEGIES.items() if STRATEGIES_ON in jobs else ():
@@ -86,7 +87,7 @@ def simulated(
 
 
 def job_of(run: Run, count: int, folder: Path) -> Run:
-    """Return the run with `count` processes. Errors: `RunError`."""
+    """Return a copy of the run with `count` processes and its own output folder. Errors: `RunError`."""
     if run.launch.device == "cuda":
         raise RunError(
             "LS8041",
@@ -105,7 +106,7 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
 
 
 def one(run: Run, steps: int) -> Rates:
-    """Run one job of one round. Errors: `RunError` with its message."""
+    """Run one job of one round and return its rates. Errors: `RunError` with the job's message."""
     shutil.rmtree(run.folder, ignore_errors=True)
     write_run_yaml(run)
     child = Child("lockstep_plan.calibrate.job", [str(run.folder / "run.yaml"), str(steps)], run.folder, "job")
@@ -136,7 +137,8 @@ def job(words: list[str]) -> int:
 def shape_of(
     rates_of_rounds: Sequence[Mapping[int, Rates]], scale: float | dict[str, float] = 1.0, besides: float = 0.0
 ) -> Device:
-    """Return the device file: medians over rounds, with the time of a step beyond the sum of its operations."""
+    """Return the device with medians over rounds. `scale`: time of a step relative to the sum of its operations;
+    `besides`: seconds per micro-batch outside of all phases."""
     alone, most = [each[1] for each in rates_of_rounds], max(rates_of_rounds[0])
     shared = {n: link_of([each[n] for each in rates_of_rounds]) for n in sorted(rates_of_rounds[0]) if n > 1}
     nothing = {"bytes_per_s": FASTEST, "latency_s": 0.0}
@@ -145,7 +147,7 @@ def shape_of(
     crowding = {n: median(each[n].at_once_s for each in rates_of_rounds) / begun for n in sorted(rates_of_rounds[0])}
     when, cores = time.strftime("%Y-%m-%d"), available_cores()
     what = f"measured on {when}, {quantity(len(rates_of_rounds), 'round')}, {quantity(alone[0].threads, 'thread')}"
-    not_measured = f"not measured, taken as inside of a machine: put yours in for more than {most} processes"
+    not_measured = f"not measured, copied from links.inside; replace it to plan for more than {most} processes"
     return Device.model_validate(
         {
             "name": f"{processor()}, {quantity(cores, 'core')} for {quantity(most, 'process')}",
@@ -163,19 +165,19 @@ def shape_of(
             "step_scale": scale,
             "micro_batch_s": besides,
             "sources": {
-                "memory_bytes": f"the machine's, shared by {quantity(most, 'process')}",
+                "memory_bytes": f"memory of the machine, divided among {quantity(most, 'process')}",
                 "flops": f"{what}: matrix products of the sizes in a step of the run's model",
-                "memory_bytes_per_s": f"{what}: additions, by the bytes of one",
+                "memory_bytes_per_s": f"{what}: additions, by the bytes that one reads and writes",
                 "operation_s": f"{what}: an addition of four numbers",
                 "links.inside": f"{what}: all-to-all and all-gather of all ranks at once" if shared else "one process",
                 "links.between": not_measured,
-                "overlaps": "assumed: on a processor what travels and what computes share its cores",
-                "crowding": f"{what}: a step of one process on every rank at once, by the clock, beside step_scale's",
-                "step_scale": f"{what}: the phases of a step of one process, beside the sum of their operations",
-                "micro_batch_s": f"{what}: what is left of a step of one process, for each of its micro-batches",
-                "engine_s": f"{what}: the same of other strategies on two processes",
-                "wait_s": f"{what}: what is left of a step of two processes by the clock, for each of its messages",
-                "cores": "the machine's, for the run's threads each",
+                "overlaps": "assumed: on a CPU, communication and computation share the cores",
+                "crowding": f"{what}: single-process step on all ranks at once, relative to the step alone",
+                "step_scale": f"{what}: phases of a single-process step, relative to the sum of their operations",
+                "micro_batch_s": f"{what}: rest of a single-process step, per micro-batch",
+                "engine_s": f"{what}: time of a strategy on two processes beyond its operations, per micro-batch",
+                "wait_s": f"{what}: time of a step on two processes beyond its estimate, per message",
+                "cores": "cores of the machine divided by the run's threads per process",
             },
         }
     )
@@ -184,8 +186,8 @@ def shape_of(
 def device_of(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]]
 ) -> Device:
-    """Add the measured phases of a step of one process, relative to the sum of their operations. Time outside of any
-    phase counts per micro-batch, as does an engine's extra time."""
+    """Return the complete device: `shape_of`, with step_scale, micro_batch_s, engine_s and wait_s from comparing
+    measured steps with simulated ones. `every`: strategy -> its simulated ranks."""
     of = every["single"][0]
     plain = shape_of(rates_of_rounds).model_copy(update={"crowding": {}})
     summed = computed(Job.of(run, 1), of, plain)
@@ -193,7 +195,7 @@ def device_of(
     took = {name: median(each[1].phases.get(name, 0.0) for each in rates_of_rounds) for name in names}
     besides = max(0.0, took.pop("other", 0.0) - summed.pop("other", 0.0)) / max(1, rates_of_rounds[0][1].micro_batches)
     both = [each.get(name, 0.0) for each in (took, summed) for name in ("forward", "backward")]
-    # a pipeline's stages mix both
+    # the stages of a pipeline mix forward and backward
     took["forward+backward"], summed["forward+backward"] = sum(both[:2]), sum(both[2:])
     scale = {name: took[name] / s for name, s in summed.items() if s and took.get(name, 0.0) > 0}
     device = shape_of(rates_of_rounds, scale, besides)
@@ -204,7 +206,7 @@ def device_of(
 def engines(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
-    """Return each engine's extra seconds per micro-batch, beyond the operations of ranks with the measured slowdown."""
+    """Return engine -> compute seconds per micro-batch beyond its operations, without the slowdown of shared cores."""
     beyond, alone = {}, device.model_copy(update={"crowding": {}})
     for name in (name for name in ENGINES if name in every):
         job, count = Job.of(with_strategy(run, ENGINES[name]), STRATEGIES_ON), STRATEGIES_ON
@@ -222,7 +224,7 @@ def engines(
 def waits(
     run: Run, rates_of_rounds: Sequence[Mapping[int, Rates]], every: Mapping[str, Sequence[Simulated]], device: Device
 ) -> dict[str, float]:
-    """Return the seconds per message by which each strategy's step exceeds its plan, in wall-clock time."""
+    """Return strategy -> wall-clock seconds per message by which its measured step exceeds the estimate."""
     beyond = {}
     for name in (name for name in STRATEGIES if name in every):
         job = Job.of(with_strategy(run, STRATEGIES[name]), STRATEGIES_ON).with_data()
@@ -233,7 +235,7 @@ def waits(
 
 
 def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float, float]]:
-    """Return a rate by size: at each size the median over rounds."""
+    """Return (size, median rate over rounds), by size."""
     by_size: dict[float, list[float]] = {}
     for each in rounds:
         for size, rate in each:
@@ -242,7 +244,7 @@ def points(rounds: Sequence[Sequence[tuple[float, float]]]) -> list[tuple[float,
 
 
 def link_of(rounds: Sequence[Rates]) -> dict[str, Any]:
-    """Return the link of ranks that send at the same time."""
+    """Return the `Link` fields of ranks that all send at the same time."""
     latency = median(each.latency_s for each in rounds)
     return {"bytes_per_s": points([each.messages for each in rounds]), "latency_s": latency}
 
@@ -270,7 +272,7 @@ def check_finite(figures: Mapping[str, Any]) -> None:
 
 
 def flat(thing: Any, at: str = "") -> dict[str, float]:
-    """Yield every nested number with its path."""
+    """Return path -> value for every nested float."""
     if isinstance(thing, dict):
         parts = thing.items()
     elif isinstance(thing, list | tuple):
@@ -281,7 +283,7 @@ def flat(thing: Any, at: str = "") -> dict[str, float]:
 
 
 def _short(thing: Any) -> Any:
-    """Round to the measured precision of four digits."""
+    """Round all nested floats to four digits, the precision of the measurement."""
     if isinstance(thing, dict):
         return {key: _short(value) for key, value in thing.items()}
     if isinstance(thing, list | tuple):

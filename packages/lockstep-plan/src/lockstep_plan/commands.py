@@ -72,7 +72,7 @@ def run_bench(args: argparse.Namespace) -> int | None:
             )
     if joining():
         raise RunError(
-            "LS8090", "plan --calibrate starts the processes of each job itself; run it outside of torchrun and srun"
+            "LS8090", "bench --calibrate starts the processes of each job itself; run it outside of torchrun and srun"
         )
     processes = args.processes or before_a_run.upwards(run)
     if min(processes) < 1:

@@ -40,7 +40,7 @@ class DeviceLinks(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     inside: Link
     between: Link
-    shared: dict[int, Link] = {}  # ranks of a machine that send at once -> link of each within the machine
+    shared: dict[int, Link] = {}  # ranks that send at once on a machine -> link of each
 
 
 class Device(BaseModel):
@@ -54,11 +54,11 @@ class Device(BaseModel):
     flops: dict[Literal["fp32", "bf16", "fp16"], Rate]
     reaches: float = Field(1.0, gt=0)  # fraction of `flops` reached in training
     memory_bytes_per_s: Rate
-    operation_s: float = Field(ge=0)  # of an operation that touches no memory
-    view_s: float = Field(0.0, ge=0)  # of one that touches no memory
+    operation_s: float = Field(ge=0)  # fixed cost of an operation that computes or touches memory
+    view_s: float = Field(0.0, ge=0)  # cost of an operation that does neither, such as a view
     links: DeviceLinks
-    overlaps: bool  # whether messages travel while it computes
-    crowding: dict[int, float] = {}  # ranks of a machine that compute at once -> slowdown of each
+    overlaps: bool  # whether communication overlaps with computing
+    crowding: dict[int, float] = {}  # ranks that compute at once on a machine -> slowdown of each
     cores: int | None = Field(
         None, ge=1
     )  # per machine: with more ranks than cores, a waiting rank frees its core for another
@@ -93,7 +93,7 @@ class Device(BaseModel):
         return self.operation_s + max(computing, size / at(self.memory_bytes_per_s, size) if size else 0.0)
 
     def slower(self, ranks: int) -> float:
-        """Slowdown with `ranks` ranks in total, of which a machine's share compute at the same time."""
+        """Slowdown of each rank in a job of `ranks` ranks, because the ranks of a machine compute at the same time."""
         here = min(ranks, self.ranks_per_node)
         return at(sorted(self.crowding.items()), here) if self.crowding else 1.0
 

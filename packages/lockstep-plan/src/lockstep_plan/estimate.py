@@ -40,11 +40,11 @@ class Wire:
 class Estimate:
     """Estimate of a step of the whole job."""
 
-    seconds: dict[str, float]  # computing by phase; `messages`: added by communication; `waiting`: for slower ranks
+    seconds: dict[str, float]  # by phase; `messages`: communication not hidden; `waiting`: for slower ranks
     wire: list[Wire]
-    peak: int  # of the rank that needs most
+    peak: int  # bytes, of the rank that uses the most memory
     fits: bool
-    at: Simulated  # that rank
+    at: Simulated  # the rank that uses the most memory
 
     @property
     def step_s(self) -> float:
@@ -57,7 +57,7 @@ class Estimate:
 
 
 def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: StepLoader) -> Estimate:
-    """Estimate a step; the slowest and the largest of the simulated ranks stand for all."""
+    """Estimate one step of the job: the time of the slowest simulated rank, and the memory of the largest one."""
     largest = max(simulated, key=lambda each: each.peak)
     run, ranks = job.run, job.processes
     computing = [computed(job, each, device) for each in simulated]
@@ -86,7 +86,7 @@ def computed(job: Job, of: Simulated, device: Device) -> dict[str, float]:
     precision = precision_of(run)
     slower = device.slower(ranks)
     besides = device.micro_batch_s + device.engine_s.get(strategy_key(job), 0.0)
-    mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # then overlapping is mixed, too
+    mixed = any(phase == "forward+backward" for phase, *_ in of.ops)  # then the overlapped phase mixes both, too
     seconds = {"other": of.micro_batches * slower * besides} if besides else {}
     for phase, flops, size, count in of.ops:
         like = "forward+backward" if mixed and phase == "overlapped" else phase
@@ -106,8 +106,8 @@ def strategy_key(job: Job) -> str:
 
 
 def travelling(of: Simulated, computing: dict[str, float], device: Device, ranks: int) -> tuple[list[Wire], float]:
-    """Return the traffic of a step, and the seconds that it adds: all of it, or the part that computing does not hide
-    if the device overlaps both."""
+    """Return (traffic of a step, largest first; seconds that it adds to the step). If the device overlaps communication
+    with computing, only the part that computing does not hide is added."""
     wires: dict[tuple[str, bool], Wire] = {}
     by_phase: dict[str, float] = {}
     for phase, name, group, size, to, count in of.sent:
@@ -145,8 +145,8 @@ def parts(
 
 
 def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
-    """Estimate load imbalance from real lengths: the mean rank's work relative to the slowest one's, over evenly spaced
-    steps; and each rank's in the simulated step. Ranks of a pipeline wait differently: see `bubbles`."""
+    """Estimate load imbalance from real lengths, over evenly spaced steps. Returns (work of the mean rank, rank -> its
+    work), both relative to the slowest rank of each step. 1.0 for pipelines, which wait differently: see `bubbles`."""
     run, ranks = job.run, job.processes
     if job.strategy.stages_of(run, ranks) > 1 or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
@@ -169,8 +169,8 @@ def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
 
 
 def turns(run: Run, ranks: int) -> list[list[range]]:
-    """For FSDP, whose ranks gather together for every micro-batch: the micro-batch (or none) of each rank in each turn,
-    as the strategy assigns them."""
+    """Return [turn][rank] -> the micro-batch that FSDP assigns, as a range of one number or an empty one. In each turn
+    all ranks gather weights together."""
     copies, tensor = (int(run.strategy.options.get(key, 1)) for key in ("replicate", "tensor_parallel"))
     shards = ranks // (copies * tensor)
     blocks = [share(run.micro_batches, copy, copies) for copy in range(copies)]
@@ -185,8 +185,8 @@ def turns(run: Run, ranks: int) -> list[list[range]]:
 
 
 def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ranks: int) -> list[float]:
-    """Each rank's work relative to the time of a step: the work of the busiest rank, or, if ranks wait for each other
-    in turns, the sum over turns of the busiest rank's work."""
+    """Return each rank's work relative to the time of a step. That time is the work of the busiest rank or, with turns
+    (`together`), the sum over turns of the busiest rank's work."""
     dealt = together or [[share(len(work), rank, ranks) for rank in range(ranks)]]
     of_turns = np.array([[sum(work[k] for k in own if k < len(work)) for own in turn] for turn in dealt])  # [turns, W]
     shares: list[float] = (of_turns.sum(0) / (of_turns.max(1).sum() or 1.0)).tolist()
@@ -203,8 +203,9 @@ def bubbles(job: Job) -> float:
 
 
 def on_the_way(job: Job, wire: Sequence[Wire]) -> float:
-    """Seconds in which a stage of a pipeline of S stages waits for hidden states or gradients. S micro-batches are in
-    flight in both directions; with gpipe only the first and the last are waited for."""
+    """Seconds per step for which a pipeline stage waits for hidden states or gradients; 0 without a pipeline. With S
+    stages, S micro-batches are in flight in each direction; with gpipe a stage waits only for the first and the
+    last."""
     run, ranks = job.run, job.processes
     if (stages := job.strategy.stages_of(run, ranks)) == 1:
         return 0.0

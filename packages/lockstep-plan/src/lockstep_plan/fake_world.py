@@ -33,8 +33,8 @@ from lockstep.training.model_stats import counts
 from lockstep_plan import simulated
 from lockstep_plan.simulated import ENGINE, GRADIENTS, Ledger, Peak
 
-MOST = 8  # most micro-batches simulated per rank; the memory of more is added by formula
-MOST_OF_LARGE = 2  # same for a model of more than LARGE parameters, whose micro-batches are slow to simulate
+MOST = 8  # micro-batches simulated per rank at most; a formula adds the memory of further ones
+MOST_OF_LARGE = 2  # at most for a model of more than LARGE parameters, which is slow to simulate
 LARGE = 1_000_000_000
 PARTIAL = "partial sums"
 
@@ -65,7 +65,8 @@ class FakeWorld(World):
     """A rank without peers: a collective returns this rank's own values."""
 
     def on_machines(self, each: int) -> World:
-        """Join with `each` ranks per machine: sums are reduced within a machine first."""
+        """Assign `each` ranks to a machine, join the fake process group, and return this world. Strategies then reduce
+        sums within a machine first."""
         self.hosts = [f"machine-{rank // each}" for rank in range(self.size)]
         if self.size > 1:
             simulated.join(self.rank, self.size)
@@ -82,7 +83,7 @@ class FakeWorld(World):
 
 
 class Watched(StepTimer):
-    """Tells the ledger the phase of a step, and at each change the existing gradients."""
+    """Step timer that passes each change of phase to the ledger, with the gradients that exist at that time."""
 
     def __init__(self, ledger: Ledger, strategy: Strategy) -> None:
         super().__init__(torch.device("cpu"))
@@ -98,8 +99,9 @@ class Watched(StepTimer):
 
 
 def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
-    """Build this rank's strategy and run three steps. Needs its own process, because engines cache facts about the
-    other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default: all."""
+    """Simulate one rank: build its strategy and run three steps. Needs its own process, because engines cache facts
+    about the other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default:
+    all."""
     job = Job.of(run, ranks).with_data()
     every, trained = counts(freeze(run, make_task(job).model(empty=True)))
     less = fewer(job, MOST if every <= LARGE else MOST_OF_LARGE)
@@ -127,7 +129,8 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     overlapped = any(op.phase == "overlapped" for op in ledger.ops)
 
     def scale(phase: str) -> float:
-        """Factor of a phase. The last backward of a step has its own phase if messages travel during it."""
+        """Return micro-batches of the run per simulated one, for a phase. If messages overlap the last backward of a
+        step, that backward is the phase `overlapped` and counts once."""
         if phase == "backward" and overlapped and share > 1:
             return (share * more - 1) / (share - 1)
         return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
@@ -151,8 +154,8 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
 
 
 def fewer(job: Job, most: int = MOST) -> Run:
-    """Limit the run to `most` micro-batches per rank, with equal numbers of examples. A schedule that keeps all
-    micro-batches alive, or fills them in turns, gets as many as it needs."""
+    """Return the run limited to `most` micro-batches per rank, each with as many examples as before. Pipelines keep as
+    many micro-batches as their schedule needs (gpipe: all)."""
     run, ranks = job.run, job.processes
     if (stages := job.strategy.stages_of(run, ranks)) > 1:
         each = ranks // stages * max(most, 2 * stages * int(run.strategy.options.get("stages_per_rank", 2)))
@@ -167,13 +170,13 @@ def fewer(job: Job, most: int = MOST) -> Run:
 
 
 def own(run: Run, strategy: Strategy, ranks: int) -> Iterable[int]:
-    """This rank's micro-batches of the whole run."""
+    """Return the indices of the micro-batches that this rank computes in the run without the limit of `fewer`."""
     whole = type(strategy)(replace(strategy.job, run=run), strategy.world)
     return list(whole.own_micro_batches())
 
 
 def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
-    """Replace what needs data: weights, and the comparison of which weights all ranks used."""
+    """Replace functions that need data: the one that loads weights, and the one that sums losses over ranks."""
     leaves = strategy.run.micro_batches
     model = task.model
 
@@ -243,7 +246,8 @@ def _tokens(feed: StepLoader, step: int) -> float:
 
 
 def divided(peak: Peak, strategy: Strategy) -> dict[str, int]:
-    """Split the kinds of a peak: partial sums are told apart from the one gradient of this rank's parameters."""
+    """Return bytes by kind at the peak, with gradients beyond one fp32 gradient per parameter counted as partial
+    sums."""
     kinds = {kind: size for kind, size in peak.kinds.items() if size}
     one = 4 * sum(local(p).numel() for p in strategy.weights.named.values())
     waiting = kinds.get(GRADIENTS, 0) - one
@@ -260,7 +264,7 @@ def main(words: list[str]) -> int:
 
 
 def read(path: Path) -> Simulated:
-    """Read the result of a child."""
+    """Read the result that `main` wrote."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     ops = [tuple(op) for op in fields.pop("ops")]
     sent = [(phase, name, tuple(group), size, to, n) for phase, name, group, size, to, n in fields.pop("sent")]

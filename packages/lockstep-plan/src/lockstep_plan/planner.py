@@ -42,11 +42,11 @@ class Plan:
     refused: str | None = None
     padding: float = 1.0
     steps: int = 0
-    tokens: float = 0.0  # of a step, without padding; 0 for a task without tokens
-    operations: float = 0.0  # of a token's forward and backward; 0 if they are not known
+    tokens: float = 0.0  # per step, without padding; 0 for a task without tokens
+    operations: float = 0.0  # FLOP per token, forward and backward; 0 if unknown
 
     def mfu(self, device: Device) -> float:
-        """Model FLOPs utilization, of the device's stated rate; 0 if it is not known, and on CPUs."""
+        """Model FLOPs utilization, from 0 to 1, of the device's stated rate; 0 if unknown, and on CPUs."""
         if self.estimate is None or device.kind == "cpu":
             return 0.0
         rate = at(device.flops[precision_of(self.run)], math.inf) * self.processes  # type: ignore[index]
@@ -62,7 +62,7 @@ class Plan:
 
 
 def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None) -> Plan:
-    """Simulate a job. Errors: `RunError` if it cannot run, with the micro_batches that this many processes need."""
+    """Simulate a job. Errors: `RunError` if it cannot run; the message says how many micro_batches it needs."""
     if processes > run.micro_batches:
         least = power_of_two(processes)
         raise RunError(
@@ -178,8 +178,8 @@ def suggest(run: Run, processes: int, device: Device, say: Say) -> list[Plan]:
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Sort key. Of two fitting plans within 2 % of each other, the one with more micro-batches is better: it leaves
-    room to grow."""
+    """Sort plans, best first. Of fitting plans within 2 % of each other, one that allows for twice as many processes
+    comes first."""
     quick = min((p.estimate.step_s for p in plans if p.estimate is not None and p.fits), default=0.0)
 
     def order(plan: Plan) -> tuple[bool, bool, float, int]:

@@ -39,7 +39,7 @@ from lockstep_plan.fake_world import middle
 from lockstep_plan.simulated import Product, Products
 
 FILE = "rates.json"
-PRODUCTS = 16  # most sizes of matrix products: half an octave apart, those with the most work in a step
+PRODUCTS = 16  # matrix products measured at most: one per half octave of FLOP, those with the most work
 SIZES = (2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes read and written by an operation
 MESSAGES = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)  # bytes exchanged or gathered by all ranks
 LEAST_S = 0.02  # shortest duration of a sample
@@ -86,7 +86,7 @@ class Rates:
 
 
 class Alone(World):
-    """A world of one rank, whatever other ranks exist."""
+    """A world that contains only this rank, even in a job of several ranks."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -94,7 +94,7 @@ class Alone(World):
 
 
 class Clock(StepTimer):
-    """Seconds by phase, measured with any clock."""
+    """Step timer that adds up seconds by phase, measured by the function `now`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         super().__init__(torch.device("cpu"))
@@ -129,7 +129,8 @@ def seconds_of(work: Callable[[], Any], now: Callable[[], float], samples: int =
 
 
 def measure(job: Job, world: World, steps: str) -> int:
-    """Run the job. Collective. Returns the exit status."""
+    """Measure in every rank; rank 0 writes `OUTPUT/rates.json`. `steps`: steps per measurement. Collective. Returns the
+    exit status."""
     run = job.run
     join_ranks(job, world)
     rates = Rates(world.size, world.threads, run.precision, memory_bytes())
@@ -240,7 +241,8 @@ def spread(products: Iterable[Product]) -> list[Product]:
 
 
 def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
-    """Wall-clock seconds of a step that all ranks start together: the slowest rank, median of several."""
+    """Wall-clock seconds of a step that all ranks start together, on the slowest rank: median of `steps`.
+    Collective."""
     durations = []
     for _ in range(steps):
         world.barrier()
@@ -251,8 +253,8 @@ def at_once(world: World, step: Callable[[], Any], steps: int) -> float:
 
 
 def between_ranks(world: World, repeats: int) -> tuple[float, list[Point]]:
-    """Measure all-to-all and all-gather over all ranks, in equal rounds: latency of a message, and bytes per second by
-    size. Wall-clock time of the slowest rank."""
+    """Measure all-to-all and all-gather over all ranks, by the wall-clock time of the slowest rank. Returns (seconds of
+    latency per message, (bytes, bytes per second) by size). Collective."""
     ranks, durations = world.size, []
     for size in MESSAGES:
         count = size // 4 // ranks

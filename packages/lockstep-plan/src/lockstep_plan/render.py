@@ -17,7 +17,7 @@ from lockstep_plan.estimate import Estimate
 from lockstep_plan.planner import Plan
 from lockstep_trace.plurals import quantity
 
-KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "on the way", "buffers")
+KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "communication", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name
 LEAST_SHARE = 0.0005  # parts below this share of the whole are left out
 COLOUR = {kind: i for i, kind in enumerate(KINDS)}
@@ -40,14 +40,14 @@ def name_of(plan: Plan) -> str:
 
 
 def facts(plan: Plan, device: Device, price: float | None) -> dict[str, str]:
-    """Facts of one plan."""
+    """Return the rows (name -> text) that describe one plan."""
     assert plan.estimate is not None
     estimate, of = plan.estimate, plan.estimate.at
     machines = -(-plan.processes // device.ranks_per_node)
     waiting = estimate.seconds["waiting"] / estimate.step_s
     rows = {
         "simulated": f"{plan.processes:,} x {device.name} on {quantity(machines, 'machine')}, rank {of.rank} "
-        f"needs most",
+        f"uses the most memory",
         "strategy": f"{name_of(plan)}; {of.micro_batches} of {plan.run.micro_batches:,} micro-batches a rank",
         "model": f"{of.parameters / 1e6:,.1f}M parameters, {of.trained / 1e6:,.1f}M trained",
         "at rest": memory_line(of.at_rest),
@@ -85,7 +85,7 @@ def rate(plan: Plan, device: Device) -> dict[str, str]:
 
 
 def memory_line(kinds: dict[str, int]) -> str:
-    """Kinds of memory in the usual order, without negligible ones."""
+    """Format bytes by kind in the order of `KINDS`, without negligible kinds."""
     whole = sum(kinds.values()) or 1
     return ", ".join(f"{k} {size(kinds[k])}" for k in KINDS if kinds.get(k, 0) / whole >= LEAST_SHARE)
 
@@ -153,14 +153,14 @@ def plots(plans: Sequence[Plan], names: Sequence[str], device: Device) -> list[s
     has = f"the device has {size(device.memory_bytes)}"
     return [
         charts.bars(
-            f"memory of the rank that needs most, at its peak: {has}",
+            f"peak memory of the rank that uses the most; {has}",
             by_kind(estimates, True),
             kinds,
             format_value=size,
         ),
-        charts.bars("the same between two steps", by_kind(estimates, False), kinds, format_value=size),
+        charts.bars("memory of that rank between steps", by_kind(estimates, False), kinds, format_value=size),
         charts.bars(
-            "where the time of a step goes" + (", in shares" if len(estimates) > 1 else ""),
+            "time of a step by phase" + (", as shares" if len(estimates) > 1 else ""),
             times,
             {phase: f"c{i % charts.COLOURS}" for i, phase in enumerate(phases)},
             shares=True,
@@ -189,16 +189,16 @@ def growth(plans: Sequence[Plan]) -> list[str]:
             if wires:
                 sent[level].append((plan.processes, sum(wire.bytes for wire in wires) / 1e9))
                 messages[level].append((plan.processes, sum(wire.messages for wire in wires) / 1e3))
-    parts: Lines = {"a step": [(plan.processes, each.step_s) for plan, each in estimates]}
-    for name, phase in (("of it messages", "messages"), ("of it waiting", "waiting")):
+    parts: Lines = {"step": [(plan.processes, each.step_s) for plan, each in estimates]}
+    for name, phase in (("messages", "messages"), ("waiting", "waiting")):
         shares = [(plan.processes, each.seconds[phase], each.step_s) for plan, each in estimates]
         parts[name] = [(count, of_it) for count, of_it, whole in shares if of_it >= LEAST_SHARE * whole]
     hours: Lines = {"device-hours": [(plan.processes, plan.device_hours) for plan, _ in estimates]}
     charted = {
-        "memory of a rank at its peak, GB": kinds,
-        "seconds": parts,
-        "sent by a rank in a step, GB": sent,
-        "thousands of messages of a rank in a step": messages,
+        "peak memory of a rank, GB": kinds,
+        "seconds per step": parts,
+        "sent per rank and step, GB": sent,
+        "messages per rank and step, thousands": messages,
         "device-hours of the run": hours,
     }
     look = charts.ChartStyle("processes", doubling=True, colours=COLOUR)

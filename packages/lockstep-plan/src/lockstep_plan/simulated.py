@@ -32,7 +32,7 @@ from lockstep.distributed.torch_internals import values_of
 from lockstep.strategies.engines import zero_config
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
-ACTIVATIONS, TRAVELLING, ENGINE = "activations", "on the way", "buffers"
+ACTIVATIONS, TRAVELLING, ENGINE = "activations", "communication", "buffers"
 _OWNED = (WEIGHTS, GRADIENTS, OPTIMIZER)
 _PRIVATE_SDPA = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -64,7 +64,7 @@ class Peak:
     bytes: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
     phase: str = ""
-    micro_batch: int = 0  # of this rank, from 1; 0 if a schedule mixes them
+    micro_batch: int = 0  # of this rank, counted from 1; 0 if a schedule mixes them
     op: str = ""
 
 
@@ -103,7 +103,8 @@ class Storages(TorchDispatchMode):
                 self.count(tensor, TRAVELLING if travelling else None, func._schema.name)
 
     def count(self, tensor: Tensor, kind: str | None = None, op: str = "") -> None:
-        """Count a live storage. `kind`: its kind as now known, unless it is known to be kept."""
+        """Count the storage of a tensor as live. `kind`: its new kind; a kind that the strategy keeps is never replaced
+        by one that it does not."""
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
         if tensor.is_sparse:
@@ -261,13 +262,13 @@ def _is_group(thing: Any) -> bool:
     return "ProcessGroup" in str(thing._type())
 
 
-# -- tensors of a strategy
-# -----------------------------------------------------------------------------------------------
+# -- tensors of a strategy ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def without_numbers(ledger: Ledger, needs: Collection[str] = ()) -> Iterator[None]:
-    """A context in which tensors have no data, and all operations are recorded. `needs`: packages in use."""
+    """Context in which new tensors have no data and `ledger` records all operations. `needs`: packages that the
+    strategy uses."""
     with FakeTensorMode(allow_non_fake_inputs=True), ledger, nobody_disagrees("deepspeed" in needs):
         yield
 
@@ -286,12 +287,14 @@ def nobody_disagrees(deepspeed: bool, device: str = "cpu") -> Iterator[None]:
 
 
 def join(rank: int, ranks: int) -> None:
-    """Join a group as its only present rank: nothing is sent, and nothing waits."""
+    """Form a fake process group of `ranks` ranks in which only `rank` exists: collectives send nothing and never
+    wait."""
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
 class _Settled:
-    """`_apply` for a model without data: torch would swap parameters that others refer to."""
+    """Replacement of `Module._apply` for a model without data: torch's would replace parameters that other objects
+    hold."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -345,7 +348,7 @@ def on_meta(empty: Any) -> nn.Module:
 
 
 def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that a strategy keeps, by kind: called when it is built, and after a step."""
+    """Yield (kind, tensor) for all tensors that a strategy keeps between steps."""
     tensors = [*strategy.model.parameters(), *strategy.model.buffers()]
     yield from ((WEIGHTS, t) for t in tensors)
     yield from ((WEIGHTS, t.ds_tensor) for t in tensors if hasattr(t, "ds_tensor"))  # DeepSpeed's shards
@@ -360,7 +363,7 @@ def kept_by(strategy: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def summed_by(strategy: Any) -> Iterator[Tensor]:
-    """Gradients, and partial sums that wait for other ranks."""
+    """Yield gradients, and partial sums that are not yet reduced with those of other ranks."""
     yield from (p.grad for p in strategy.model.parameters() if p.grad is not None)
     holders = [strategy, getattr(strategy, "leaves", None), *_listed(strategy, "scatters"), *_listed(strategy, "held")]
     for tree in (getattr(holder, "tree", None) for holder in holders):
@@ -387,8 +390,8 @@ class Product:
         return self.flops * self.count
 
     def again(self) -> Callable[[], Any]:
-        """Return a function that computes one product. Its tensors are filled first, because arbitrary memory contents
-        may be slow."""
+        """Return a function that computes one product again. Its tensors are filled first, because products of
+        arbitrary memory contents (denormals) may be slow."""
         func, args, kwargs = self.call
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
