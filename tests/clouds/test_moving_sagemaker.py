@@ -126,7 +126,7 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
         "framework_version: 1.13.1 (launch.pytorch is one of 2.",
         "distribution: ",
         "nonsense: 1 (unknown argument)",
-        "instance_count: 1 (of jobs in the cloud)",
+        "instance_count: 1 (applies only to jobs in the cloud)",
     ):
         assert part in left(found)
 

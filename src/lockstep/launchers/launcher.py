@@ -170,7 +170,9 @@ class SubmittedJob(Launcher):
         Console(True).say(f"{self.label(record)} is submitted, as asked for in {', '.join(plan.files)}")
         if self.waits(plan.launch):
             return self.watch(plan, record)
-        Console(True).say(f"lockstep status|logs|stop {shlex.quote(str(plan.folder))} look after it{self.afterwards}")
+        Console(True).say(
+            f"to manage the job: lockstep status|logs|stop {shlex.quote(str(plan.folder))}{self.afterwards}"
+        )
         return 0
 
     def watch(self, plan: LaunchPlan, record: JobRecord) -> int:

@@ -1,1 +1,1 @@
-"""Launchers for managed machines: Kubernetes, Amazon SageMaker and Ray. Found by entry points."""
+"""Launchers for managed machines: Kubernetes, Amazon SageMaker and Ray. Loaded through entry points."""

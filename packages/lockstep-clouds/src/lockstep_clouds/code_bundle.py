@@ -78,14 +78,15 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
 
 
 def _row_names(local_files: list[Path], split: str) -> list[str]:
-    """Name files of rows; each keeps its extension."""
+    """Return remote names for files of rows, with their extensions."""
     if len(local_files) == 1:
         return [split + file_formats.ending(local_files[0])]
     return [f"{split}-{i:03d}{file_formats.ending(file)}" for i, file in enumerate(local_files)]
 
 
 def _side_names(local_files: list[Path], split: str) -> list[str]:
-    """Name parallel files; they keep the common part of their names, and their sides."""
+    """Return remote names for parallel files: files of one stem (`NAME.en`, `NAME.de`) share a new stem and keep their
+    language suffixes."""
     stems = list(dict.fromkeys(file.parent / row_files.named(file)[0] for file in local_files))
     names = []
     for file in local_files:
@@ -96,8 +97,8 @@ def _side_names(local_files: list[Path], split: str) -> list[str]:
 
 
 def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[str]]:
-    """Name files of label folders: folders are labels and stay, as does their order. Files of one label may come from
-    several folders."""
+    """Return (remote names of files, remote folders as patterns) for label folders. Folder names are labels, so they
+    and their order stay; several folders may have the same label."""
     folders = list(dict.fromkeys(file.parent for file in local_files))
     places = {folder: f"{split}/{i:03d}/{folder.name}" for i, folder in enumerate(folders)}
     return [f"{places[file.parent]}/{file.name}" for file in local_files], [
@@ -106,8 +107,8 @@ def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[s
 
 
 def inside(run: Run, machines: int, meet: str) -> LaunchSection:
-    """Return the launch keys inside a container: `local`, or `torchrun` if several machines meet at `meet`, host:port.
-    Each gets its `launch.node_rank` on its command line."""
+    """Return the `launch` section for inside a container: `local` for one machine, else `torchrun` with the rendezvous
+    address `meet` (host:port). The container's command line adds `launch.node_rank`."""
     own: dict[str, Any] = {name: getattr(run.launch, name) for name in type(run.launch).model_fields if name != "name"}
     if machines > 1:
         return LaunchSection(name="torchrun", **own, machines=machines, rendezvous=meet)  # type: ignore[call-arg]
@@ -126,10 +127,10 @@ def pairs(key: str, entries: list[str], what: str = "VARIABLE=value") -> dict[st
 
 
 def modules_of(run: Run) -> dict[str, Path]:
-    """Files of all user modules of a run: modules that the run file names by dotted path or entry point, and their
-    imports, if they are beside it or on PYTHONPATH and not among installed packages. They keep their names. A package
-    is included completely, with the distribution's metadata for an entry point. Errors: `RunError` for a missing
-    module."""
+    """Map remote name -> local file for the user's own modules: those that the run file names by dotted path or entry
+    point, and their imports. Includes modules beside the run file or on PYTHONPATH, but not installed packages. A
+    package is included completely, and for an entry point also its distribution's metadata. Errors: `RunError` if a
+    module is missing."""
     modules: dict[str, Path] = {}
     trackers = {f"track.to ({name})": plugins.path_of("track", name) for name in run.track.to}
     keys = user_code.named(run) | {key: name for key, name in trackers.items() if user_code.is_own(name)}
@@ -144,7 +145,7 @@ def modules_of(run: Run) -> dict[str, Path]:
             )
         for name, path in files.items():
             if {"site-packages", "dist-packages"} & set(path.parts):
-                continue  # installed there as a requirement
+                continue  # installed in the container as a requirement
             modules[name] = path
             if name.endswith("/__init__.py") and name.count("/") == 1:
                 modules |= {f"{path.parent.name}/{f.relative_to(path.parent)}": f for f in _sources(path.parent)}
@@ -174,8 +175,8 @@ def _installed(entry: Any) -> bool:
 
 
 def requirements(extra: list[str]) -> str:
-    """lockstep's requirements, one per line, from its installed metadata, and the user's. Libraries that affect bits
-    are pinned to the versions installed here."""
+    """lockstep's requirements, one per line, from its installed metadata, and the user's. Libraries that affect
+    results bit for bit are pinned to the versions installed here."""
     try:
         needed = [r for r in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in r]
         needed = [r for r in needed if not r.startswith("lockstep-trace")]  # `archive` contains it

@@ -1,8 +1,8 @@
 """Kubernetes: an Indexed Job and a headless Service, or a TrainJob of Kubeflow Trainer, applied with kubectl.
 
 In: `launch: {name: kubernetes, image: ..., pvc: ..., machines: ..., gpus: ...}`. Out: an exit status. `lockstep plan`
-shows the manifests, OUTPUT/launch holds them, and they can be applied by hand. Checkpoints and the model are on the
-claim's volume.
+shows the manifests; they are also written to OUTPUT/launch and can be applied by hand. Checkpoints and the model
+are on the volume of `launch.pvc`.
 
 It uses kubectl rather than the Python client: cluster users have it, it finds their credentials, and its commands can
 be repeated by hand.
@@ -42,9 +42,11 @@ class Kubernetes(SubmittedJob):
 
         image: str | None = Field(None, description="container image that holds lockstep (docker/Dockerfile)")
         pvc: str | None = Field(
-            None, description="PersistentVolumeClaim for OUTPUT; with machines > 1 one that many nodes can write"
+            None, description="PersistentVolumeClaim for OUTPUT; with machines > 1 it must be ReadWriteMany"
         )
-        namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="of all objects")
+        namespace: str = Field(
+            "default", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", description="namespace of all objects"
+        )
         kubeflow: bool = Field(False, description="a TrainJob of Kubeflow Trainer 2 instead of a plain Job")
         machines: Positive = Field(1, description="pods")
         gpus: Steps = Field(0, description="NVIDIA GPUs of each pod")
@@ -52,14 +54,14 @@ class Kubernetes(SubmittedJob):
         memory: str = Field(
             "16Gi", pattern=r"^[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$", description="memory of each pod"
         )
-        volumes: list[str] = Field(default_factory=list, description="CLAIM=/path of further volumes, for data")
-        environment: list[str] = Field(default_factory=list, description="VARIABLE=value in the pods")
+        volumes: list[str] = Field(default_factory=list, description="CLAIM=/path of more volumes, for data")
+        environment: list[str] = Field(default_factory=list, description="VARIABLE=value, set in the pods")
         secrets: list[str] = Field(default_factory=list, description="VARIABLE=SECRET/KEY of a Secret of the cluster")
         grace_s: Positive = Field(120, description="seconds for a pod to write its checkpoint before it is evicted")
         stuck_minutes: Steps = Field(
             120, description="minutes without a new line in metrics.jsonl after which a pod is restarted; 0: never"
         )
-        context: str | None = Field(None, description="of kubectl; default: its current one")
+        context: str | None = Field(None, description="kubectl context; default: the current one")
         wait: bool = Field(True, description="follow the log; false: return once submitted")
 
     # -- the plan ----------------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ class Kubernetes(SubmittedJob):
         file = str(run.folder / "launch/kubernetes.yaml")
         notes = [
             f"OUTPUT is {output_of(run)} on the volume of the claim {options.pvc}",
-            f"by hand: kubectl apply -f {file}",
+            f"to submit by hand: kubectl apply -f {file}",
         ]
         if packages := distributions_of(run):
             notes.append(f"the image must hold {', '.join(packages)}")
@@ -86,7 +88,7 @@ class Kubernetes(SubmittedJob):
             spec = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
         return LaunchPlan(run, processes, spec["containers"][0]["command"], files={file: dump(objects)}, notes=notes)
 
-    # -- doing it ----------------------------------------------------------------------------------------------------
+    # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, plan: LaunchPlan) -> JobRecord | None:
         options = self.options(plan.launch)
@@ -100,7 +102,7 @@ class Kubernetes(SubmittedJob):
             self.complete(plan, record)
             return None
         write_files(plan)
-        if state.word != "gone":  # an earlier attempt: it cannot be changed, and its results are on the volume
+        if state.word != "gone":  # an earlier attempt: jobs are immutable, and its results are on the volume
             kubectl(facts, "delete", kind, name, "--wait=true", "--ignore-not-found")
         kubectl(facts, "apply", "-f", *plan.files)
         return record
@@ -111,7 +113,7 @@ class Kubernetes(SubmittedJob):
     def complete(self, plan: LaunchPlan, record: JobRecord) -> None:
         Console(True).say(f"the model is in {output_of(plan.run)}/export on the claim {self.options(plan.launch).pvc}")
 
-    # -- a job that was launched -------------------------------------------------------------------------------------
+    # -- a submitted job ---------------------------------------------------------------------------------------------
 
     def state(self, folder: Path, record: JobRecord) -> State:
         description = kubectl(
@@ -206,7 +208,7 @@ def state_from(resource: dict[str, Any]) -> State:
     for word, code in (("Complete", 0), ("Failed", 1)):
         if word in true:
             return job_record.outcome(code, " ".join(str(true[word].get("message", "")).split()))
-    # of a TrainJob child Jobs are counted, and one whose pods only wait for a node is active
+    # a TrainJob counts its child Jobs; one whose pods still wait for a node already counts as active
     ready, active = (sum(int(each.get(name, 0)) for each in [status, *jobs]) for name in ("ready", "active"))
     if "Suspended" in true or resource.get("spec", {}).get("suspend"):
         return State("stopped" if not active else "running", "suspended", None if active else STOPPED)

@@ -36,12 +36,12 @@ def name_of(run: Run) -> str:
 
 
 def output_of(run: Run) -> str:
-    """OUTPUT in the pods, on the volume of `launch.pvc`."""
+    """Return the path of OUTPUT in the pods, on the volume of `launch.pvc`."""
     return f"{OUTPUTS}/{name_of(run).removeprefix('lockstep-')}"
 
 
 def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
-    """Return all manifests in the order of application. Errors: `RunError`, naming the key."""
+    """Return all manifests in the order in which to apply them. Errors: `RunError`, naming the key."""
     check(run, options)
     name = name_of(run)
     modules = modules_of(run)
@@ -67,7 +67,8 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
 
 
 def _key(module: str) -> str:
-    """Key of a file in a ConfigMap, which has no folders; no module has two dots in its name."""
+    """Return a file's key in the ConfigMap. ConfigMaps have no folders, so `/` becomes `..`, which no module
+    contains."""
     return module.replace("/", "..")
 
 
@@ -86,7 +87,7 @@ def dump(objects: list[dict[str, Any]]) -> str:
 
 
 def check(run: Run, options: Any) -> None:
-    """Check options that no pod could use. Errors: `RunError`."""
+    """Check that pods can use all options, paths and devices of the run. Errors: `RunError`."""
     for key, what in (
         ("image", "a container image that holds lockstep; docker/Dockerfile builds one"),
         ("pvc", "the name of a PersistentVolumeClaim for OUTPUT (checkpoints and the model)"),
@@ -240,7 +241,7 @@ def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
 
 
 def _folders(run: Run) -> dict[str, Any]:
-    """Map files of the ConfigMap to folders; None if no file is in one (a package of the user)."""
+    """Return the `items` of the ConfigMap volume, which put files back into folders; {} if no file is in a folder."""
     modules = modules_of(run)
     if not any("/" in module for module in modules):
         return {}

@@ -33,7 +33,7 @@ from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import processes_of
 from lockstep.track.console import Console, error
 
-# Dies with the Ray worker (PR_SET_PDEATHSIG), so that no rank continues alone.
+# Command of the child process. It dies with the Ray worker (PR_SET_PDEATHSIG), so that no rank continues alone.
 RANK = (
     "import sys; sys.platform == 'linux' and __import__('ctypes').CDLL(None).prctl(1, 9); "
     "from lockstep.training.rank import main_of_file; main_of_file(sys.argv[1], sys.argv[2:])"
@@ -49,7 +49,7 @@ class Ray(Launcher):
         address: str | None = Field(
             None, description="auto or host:port of a cluster; default: Ray starts on this machine"
         )
-        workers: Positive | None = Field(None, description="processes in all; default: launch.processes")
+        workers: Positive | None = Field(None, description="total number of processes; default: launch.processes")
         cpus: Positive = Field(1, description="CPU cores per worker")
         placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
             "PACK", description="fill nodes in sequence, or spread the workers over them"
@@ -124,7 +124,8 @@ def ray_arguments(run: Run, workers: int, options: Any) -> dict[str, dict[str, A
 
 
 def connect(address: str | None) -> bool:
-    """Connect to a cluster, or start one here. Returns whether it ends with this process. Errors: `RunError`."""
+    """Connect to a cluster, or start one here. Returns True if this call connected, False if Ray
+    already was. Errors: `RunError`."""
     import logging
 
     import ray
@@ -189,7 +190,7 @@ def fit(arguments: dict[str, dict[str, Any]], config: dict[str, Any]) -> int | N
 
 
 def outcome(statuses: list[int]) -> int:
-    """Return the job's exit status from those of its ranks."""
+    """Combine the exit statuses of the ranks: `BAD` if any rank rejected the run file, else the largest."""
     return BAD if BAD in statuses else max(statuses, default=FAILED)
 
 

@@ -49,7 +49,7 @@ class Sagemaker(SubmittedJob):
     """Amazon SageMaker training jobs, on demand or spot."""
 
     shares_files = False
-    afterwards = "; the same command again fetches the model"
+    afterwards = "; run the same command again to fetch the model"
 
     @staticmethod
     def read_script(script: Any) -> Any:
@@ -65,15 +65,16 @@ class Sagemaker(SubmittedJob):
         s3: str | None = Field(None, description="s3://BUCKET/PREFIX for code, data, checkpoints and the model")
         instance: str | None = Field(None, description="type of instance, for example ml.g5.xlarge")
         machines: Positive = Field(1, description="instances")
-        region: str | None = Field(None, description="default: AWS_REGION, or what `aws configure` has set")
+        region: str | None = Field(None, description="AWS region; default: AWS_REGION, else the one of `aws configure`")
         image: str | None = Field(None, description="address of a container image; default: AWS's own for PyTorch")
         pytorch: str = Field("2.13", description="version of AWS's PyTorch container")
         spot: bool = Field(False, description="cheaper instances that AWS may reclaim; the job continues on others")
         max_hours: float = Field(24.0, gt=0, le=672, description="hours after which AWS ends the job")
-        wait_hours: float = Field(24.0, ge=0, description="spot: hours more that the job may wait for instances")
+        wait_hours: float = Field(24.0, ge=0, description="spot: additional hours that the job may wait for instances")
         volume_gb: Positive = Field(50, description="disk size per instance, in GB")
         inputs: list[str] = Field(
-            default_factory=list, description="CHANNEL=s3://..., found in the containers as /opt/ml/input/data/CHANNEL"
+            default_factory=list,
+            description="CHANNEL=s3://..., mounted in the containers as /opt/ml/input/data/CHANNEL",
         )
         environment: list[str] = Field(default_factory=list, description="VARIABLE=value in the containers")
         secrets: list[str] = Field(
@@ -129,7 +130,7 @@ class Sagemaker(SubmittedJob):
         section = inside(run, options.machines, f"{FIRST}:{PORT}")
         return replace(parcel, run=parcel.run.model_copy(update={"launch": section}))
 
-    # -- doing it ----------------------------------------------------------------------------------------------------
+    # -- submission --------------------------------------------------------------------------------------------------
 
     def submit(self, plan: LaunchPlan) -> JobRecord | None:
         options = self.options(plan.launch)
@@ -184,10 +185,10 @@ class Sagemaker(SubmittedJob):
             client.create_training_job(**request)
         except (BotoCoreError, ClientError) as caught:
             raise RunError(
-                "LS7372", f"AWS did not accept the training job, nothing was started: {aws.explained(caught)}"
+                "LS7372", f"AWS rejected the training job; nothing was started: {aws.explained(caught)}"
             ) from None
 
-    # -- a job that was launched ---------------------------------------------------------------------------------------
+    # -- a submitted job -----------------------------------------------------------------------------------------------
 
     def state(self, folder: Path, record: JobRecord) -> State:
         client = aws.session(record.facts["region"]).client("sagemaker")

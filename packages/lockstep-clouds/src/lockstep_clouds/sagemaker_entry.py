@@ -26,7 +26,7 @@ STOPPED, RESUMABLE = "lockstep: stopped on request", 75
 
 @dataclass(frozen=True)
 class Hosts:
-    """The instances of the job, and this one."""
+    """Names of the job's instances, and which of them is this one."""
 
     names: tuple[str, ...]  # algo-1, algo-2, ...: ranks rendezvous at the first
     mine: str

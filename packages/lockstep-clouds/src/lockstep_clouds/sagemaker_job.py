@@ -1,4 +1,4 @@
-"""A started SageMaker training job: its state, log and model.
+"""Query a started SageMaker training job: its state, log and model.
 
 In: boto3 clients and the job's name. Out: states, lines of CloudWatch's log, OUTPUT/export.
 """

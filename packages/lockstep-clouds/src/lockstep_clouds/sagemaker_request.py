@@ -54,7 +54,7 @@ def name_of(run: Run) -> str:
 
 
 def prefix_of(run: Run, options: Any) -> str:
-    """S3 prefix of a run, the same for every attempt, so that checkpoints are found again."""
+    """Return the S3 prefix of a run. All attempts share it, so that each finds the checkpoints of the one before."""
     bucket, folder = aws.split_s3(options.s3)
     return "/".join(part for part in (f"s3://{bucket}", folder, name_of(run)) if part)
 
@@ -189,7 +189,7 @@ def with_extra(request: dict[str, Any], extra: Mapping[str, Any], where: str = "
 
 
 def facts_of(request: Mapping[str, Any]) -> dict[str, str]:
-    """Summarize a request as `name -> value` lines."""
+    """Return the rows (name -> value) that summarize a request."""
     resources, limits = request["ResourceConfig"], request["StoppingCondition"]
     instances = f"{resources['InstanceCount']} x {resources['InstanceType']}"
     spot = ", spot" if request.get("EnableManagedSpotTraining", False) else ""
@@ -208,7 +208,7 @@ def facts_of(request: Mapping[str, Any]) -> dict[str, str]:
         "channels": ", ".join(f"{name} {address}" for name, address in channels.items()),
         "checkpoint": f"{checkpoints['LocalPath']} <-> {checkpoints['S3Uri']}",
         "artifacts": request["OutputDataConfig"]["S3OutputPath"],
-        "tuning": f"{len(request['HyperParameters'])} hyperparameters: the keys that decide the weights",
+        "tuning": f"{len(request['HyperParameters'])} hyperparameters: the keys that affect the weights",
         **({"further": further} if further else {}),
     }
 

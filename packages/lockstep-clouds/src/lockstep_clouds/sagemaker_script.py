@@ -41,7 +41,7 @@ _DDP = ("torch_distributed", "pytorchddp", "Torchrun", "dataparallel")
 
 @dataclass(frozen=True)
 class Unread:
-    """A value that is only known when the script runs."""
+    """An expression that is not a literal: its value is known only when the script runs."""
 
     text: str
 
@@ -136,7 +136,7 @@ def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     if instance in ("local", "local_gpu"):
         draft.set("launch.name", "local", f"instance_type {instance}")
         for key in [key for key in draft.keys if key.startswith("launch.") and key != "launch.name"]:
-            draft.drop(draft.comments.pop(key), draft.keys.pop(key), "of jobs in the cloud")
+            draft.drop(draft.comments.pop(key), draft.keys.pop(key), "applies only to jobs in the cloud")
     elif instance is not None:
         draft.set("launch.instance", instance, "instance_type")
     for name in ("pytorch_version", "framework_version"):
@@ -149,7 +149,9 @@ def _where(theirs: Mapping[str, Any], draft: RunDraft) -> None:
         pairs, unread = _pairs(name, theirs.get(name))
         for left in [left for left, right in pairs.items() if secret({"launch": {name: [f"{left}={right}"]}})]:
             del pairs[left]
-            draft.drop(f"{name}: {left}", None, "a secret: AWS Secrets Manager holds it, launch.secrets names it")
+            draft.drop(
+                f"{name}: {left}", None, "a secret: store it in AWS Secrets Manager and name it in launch.secrets"
+            )
         if pairs:
             draft.set(key, [f"{left}={right}" for left, right in pairs.items()], name)
         for text in unread:
@@ -223,7 +225,7 @@ def _distribution(value: Any, draft: RunDraft) -> None:
     if any(name in kinds for name in _DDP) and "modelparallel" not in kinds:
         draft.set("strategy.name", "ddp", f"distribution {kinds[:40]}")
     else:
-        draft.drop("distribution", kinds, "strategy.name: `lockstep list` names what there is")
+        draft.drop("distribution", kinds, "set strategy.name; `lockstep list` shows the strategies")
 
 
 def _hyperparameters(value: Any, draft: RunDraft, processes: int | None) -> None:
@@ -236,7 +238,7 @@ def _hyperparameters(value: Any, draft: RunDraft, processes: int | None) -> None
         if field in trainer.TABLE and field not in known and not _has_unread(each):
             known[field] = each
             if field != plain:
-                draft.notes.append(f"hyperparameters: {name} is taken for {field} of TrainingArguments")
+                draft.notes.append(f"hyperparameters: {name} is read as {field} of TrainingArguments")
         else:
             why = key_aliases.place(name, ours) or "an argument of the script"
             draft.drop(f"hyperparameters: {name}", _plain(each), why, decides=True)
