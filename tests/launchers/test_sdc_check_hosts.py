@@ -60,4 +60,4 @@ def test_a_machine_that_computes_wrongly_is_taken_out(
     assert json.loads((shared / f"out/excluded-host-{wrong}.json").read_text())["host"] == f"host-{wrong}"
     assert main(["status", str(shared / "out")]) == 0
     assert f"taken out  host-{wrong}, which computed wrong values in step" in capsys.readouterr().out
-    assert f"host-{wrong} computed wrongly and left" in (shared / "out/report.html").read_text()
+    assert f"host-{wrong} computed wrongly and was evicted" in (shared / "out/report.html").read_text()

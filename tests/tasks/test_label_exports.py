@@ -218,9 +218,9 @@ def test_the_page_shows_what_a_person_wants_to_see(kind: str, outputs: dict[str,
     text = (outputs[kind] / "report.html").read_text()
     assert ("F1 of each label" in text) == (kind == "lists")
     assert ("calibration of" in text) == (kind in ("lists", "two"))
-    assert ("predicted, by what is true" in text) == (kind in ("number", "numbers"))
+    assert ("predicted against true value" in text) == (kind in ("number", "numbers"))
     twice = 2 * 2  # a chart of each split, with its name for who cannot see it
-    assert text.count("length: predicted, by what is true") == twice * (kind in ("number", "numbers"))
+    assert text.count("length: predicted against true value") == twice * (kind in ("number", "numbers"))
     tables = json.loads((outputs[kind] / "tables.json").read_text())
     assert set(tables) == {"validation", "test"}
 

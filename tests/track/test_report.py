@@ -30,7 +30,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes t
 
 def test_a_straggler_is_named_with_its_host(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "slow", steps=60, slow=1.5)))
-    assert "Rank 2 on two is a straggler: its own work took 1.50 times as long" in said
+    assert "Rank 2 on two is a straggler: its own work took 1.50 times the median" in said
     assert "2.5 s more in 50 steps" in said  # five times half a second; the first log point is left out
     assert "Rank 2 is slower than the others (Where the time went)." in said  # beside the verdict
 
@@ -72,7 +72,7 @@ def test_where_waiting_cannot_be_told_from_work_the_page_says_so(tmp_path: Path)
     (folder / "events.jsonl").write_text(re.sub(r'"waits_inside": \[[^]]*\]', inside, events))
     said = text_of(write_report(folder))
     assert "straggler" not in said
-    assert "a slow rank cannot be told from those that wait for it" in said
+    assert "a slow rank cannot be distinguished from those that wait for it" in said
 
 
 def test_prices_of_padding_and_communication(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     assert "resuming after step" not in log
     (found,) = differences(tmp_path)
     assert (found["ranks_out"], found["out"]) == ([rank], [f"rank {rank}"])
-    assert f"rank {rank} computed wrongly and left" in (tmp_path / "out/report.html").read_text()
+    assert f"rank {rank} computed wrongly and was evicted" in (tmp_path / "out/report.html").read_text()
     assert found["step"] >= 8
     assert found["weights_agree"] is (strategy != "WrongWeightOfRank")
     assert bits(tmp_path) == bits(untouched)

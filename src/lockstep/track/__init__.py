@@ -1,1 +1,1 @@
-"""Sinks of a run's numbers: the terminal, OUTPUT, trackers, the report."""
+"""Sinks for the metrics and texts of a run: the terminal, files in OUTPUT, trackers, the report page."""

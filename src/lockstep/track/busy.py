@@ -31,10 +31,10 @@ from lockstep.track import live_displays
 from lockstep_trace import streams
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
-_SURE_S = 3.0  # before the remaining time is shown
+_SURE_S = 3.0  # seconds of counting before the remaining time is shown
 ECHO = 2  # free columns at the end of an animated line, where the terminal echoes ^C without a line break
 FIRST_S = 0.5  # delay before the line of a command appears
-PAUSES_S = (10.0, 20.0, 30.0)  # between plain lines; afterwards 60 s
+PAUSES_S = (10.0, 20.0, 30.0)  # between the first plain lines; afterwards 60 s
 
 
 class ProgressNote:

@@ -45,7 +45,7 @@ from lockstep_trace.plurals import quantity
 LOG = "log.txt"  # in OUTPUT: output of rank 0, and errors of all ranks
 Voice = Literal["normal", "quiet", "verbose"]
 PLAIN_LINES = 4  # training lines without a bar, in a run of minutes
-LAST_SAMPLES = 2  # shown at the end
+LAST_SAMPLES = 2  # samples shown at the end of a run
 _SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # with a trailing comment
 LEAST_S, MOST_S = 5.0, 60.0  # interval between plain training lines
 
@@ -167,8 +167,8 @@ class Console:
         return "\n".join(lines)
 
     def _hung(self, text: str, hang: int, ahead: int = 0) -> str:
-        """Wrap a text to the terminal's width, with lines after the first indented by `hang`. The first `ahead` columns
-        belong to the text. Without a terminal, lines stay whole, so that they can be searched."""
+        """Wrap a text to the terminal's width, with lines after the first indented by `hang`. The first `ahead`
+        characters are never split. Without a terminal, lines are not wrapped, so that they can be searched."""
         if not self.rich.is_terminal:
             return text
         first, rest = text[:ahead], text[ahead:]

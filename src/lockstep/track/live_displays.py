@@ -1,6 +1,6 @@
-"""Live displays of this process: what it draws again and again in its terminal.
+"""Registry of the live displays of this process: progress lines that it redraws in its terminal.
 
-A process that ends at once, without its `finally` clauses, takes them off the terminal first.
+A process that exits at once, without its `finally` clauses, calls `clear` first, so that no display stays behind.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-_STOPS: list[Callable[[], object]] = []  # of the displays that are shown
+_STOPS: list[Callable[[], object]] = []  # one per display that is shown
 
 
 def add(stop: Callable[[], object]) -> None:
-    """Register a display, by the function that takes it off the terminal."""
+    """Register a display. `stop`: removes it from the terminal."""
     _STOPS.append(stop)
 
 
 def remove(stop: Callable[[], object]) -> None:
-    """Take back what `add` has registered; nothing if it is not."""
+    """Unregister a display; no effect if `stop` is not registered."""
     with suppress(ValueError):
         _STOPS.remove(stop)
 
 
 def clear(timeout_s: float = 0.5) -> None:
-    """Take all displays off the terminal, from any thread. Gives up after `timeout_s` seconds: another thread may hold
-    a display's lock and never come back."""
+    """Remove all displays from the terminal; may be called in any thread. Gives up after `timeout_s` seconds, because
+    another thread may hold a display's lock for ever."""
 
     def stop_all() -> None:
         for stop in list(_STOPS):

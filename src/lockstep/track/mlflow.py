@@ -25,7 +25,7 @@ from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
-TOKEN = "lockstep.run"  # tag of a run, and the beginning of its value; ids of MLflow are hexadecimal
+TOKEN = "lockstep.run"  # name of a tag, and prefix of its values; run ids of MLflow are hexadecimal, so they differ
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -39,11 +39,11 @@ class MLflow(Tracker):
             None, description="tracking server or store; default: $MLFLOW_TRACKING_URI, else a SQLite file in OUTPUT"
         )
         experiment: str = Field("lockstep", description="MLflow experiment")
-        name: str | None = Field(None, description="what the run is called; default: the run's name")
+        name: str | None = Field(None, description="name of the run in MLflow; default: the run's name")
         tags: dict[str, str] = Field(default_factory=dict, description="tags of the run")
 
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
-        # MLflow chooses its id in `open`, which takes seconds; a checkpoint that is written meanwhile holds a token
+        # MLflow creates the run id in `open`, which takes seconds; a checkpoint written before that stores this token
         super().__init__(run, options, after, run_id or f"{TOKEN}-{secrets.token_hex(8)}")
         self._places = [FolderInside(run.folder, name) for name in ("mlflow.db", "mlflow")]
 
@@ -70,7 +70,7 @@ class MLflow(Tracker):
         if not own.startswith(TOKEN):
             self._client.update_run(own, status="RUNNING")
             self.run_id = own
-            return f"{uri}, run {own} goes on"
+            return f"{uri}, run {own} continues"
         artifacts = (folder / "mlflow").as_uri() if uri.startswith("sqlite:") else None
         number = (
             experiment.experiment_id
@@ -94,7 +94,7 @@ class MLflow(Tracker):
         values: dict[str, str] = {}
         for key, value in messages.flat(self.config).items():
             name, further = allowed(key), 2
-            while name in values:  # of keys that differ in other characters alone
+            while name in values:  # keys that differ only in characters that MLflow rejects
                 name, further = f"{allowed(key)[:240]}_{further}", further + 1
             values[name] = str(value)[:6000]
         rows = [Param(name, value) for name, value in values.items()]
@@ -146,8 +146,8 @@ def _database(folder: Path) -> str:
 
 
 def allowed(name: str) -> str:
-    """Return a name that MLflow takes: other characters than letters, digits and `_-. :/` become `_`; at most 250
-    characters; no path with empty parts or dots alone. It refuses the whole request for one other name."""
+    """Return a name that MLflow accepts: characters other than letters, digits and `_-. :/` become `_`, at most 250
+    remain, and no part of a path is empty or only dots. MLflow rejects a whole request for one invalid name."""
     name = re.sub(r"[^/\w.\- :]", "_", name)[:250]
     whole = posixpath.normpath(name) == name and not name.startswith(("/", ".."))
     return name if whole else name.replace("/", "_")

@@ -81,7 +81,7 @@ class Trackers:
             self._warned = False
         except OSError as caught:
             if not self._warned:
-                self._warn(f"metrics.jsonl: {reason(caught)}; what could not be written is kept and tried again")
+                self._warn(f"metrics.jsonl: {reason(caught)}; the unwritten lines are kept and retried")
             self._warned = True
 
 
@@ -101,7 +101,7 @@ class _Lane:
 
     def put(self, method: str, *arguments: Any) -> None:
         if not self._ended and self._calls.qsize() >= MOST_WAITING:
-            self._give_up(f"is {MOST_WAITING:,} calls behind; training goes on without it")
+            self._give_up(f"is {MOST_WAITING:,} calls behind; training continues without it")
         if not self._ended:
             self._calls.put((method, arguments))
 
@@ -109,7 +109,7 @@ class _Lane:
         """Wait until the thread has processed `close`."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive() and not self._ended:
-            self._give_up("was still sending when track.close_timeout_s was over")
+            self._give_up("was still sending after track.close_timeout_s")
 
     def _run(self) -> None:
         try:
@@ -124,7 +124,7 @@ class _Lane:
                 getattr(self.tracker, method)(*arguments)
             self._ended = True
         except BaseException as caught:  # including SystemExit raised by a library
-            self._give_up(f"failed: {reason(caught)}. Training goes on without it")
+            self._give_up(f"failed: {reason(caught)}. Training continues without it")
 
     def _log_missing(self) -> None:
         """Log what the sink of a continued run lacks of the steps before this process, from metrics.jsonl."""

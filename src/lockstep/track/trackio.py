@@ -26,12 +26,12 @@ class Trackio(Tracker):
     class Options(Section):
         project: str = Field("lockstep", description="Trackio project")
         group: str | None = Field(None, description="runs that belong together")
-        name: str | None = Field(None, description="what the run is called; default: the run's name and the time")
+        name: str | None = Field(None, description="name of the run in Trackio; default: the run's name and the time")
         space: str | None = Field(None, description="USER/SPACE on the Hub to log to; default: the local store")
         private: bool = Field(True, description="create the Space private")
 
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
-        # chosen at once: `open` takes seconds, and a checkpoint that is written meanwhile has to hold the name
+        # chosen here, because `open` takes seconds and a checkpoint written before it returns must hold the name
         name = run_id or options.name or f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         super().__init__(run, options, after, name)
 

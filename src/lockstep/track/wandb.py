@@ -37,15 +37,15 @@ class WandB(Tracker):
         project: str = Field("lockstep", description="W&B project")
         entity: str | None = Field(None, description="W&B user or team; default: the account's own")
         group: str | None = Field(None, description="runs that belong together, such as the seeds of one experiment")
-        name: str | None = Field(None, description="what the run is called; default: the run's name")
-        tags: list[str] = Field(default_factory=list, description="words to find the run by")
+        name: str | None = Field(None, description="name of the run in W&B; default: the run's name")
+        tags: list[str] = Field(default_factory=list, description="tags of the run")
         notes: str | None = Field(None, description="a longer description")
         mode: Literal["online", "offline"] | None = Field(
             None, description="offline: keep the run in OUTPUT/wandb, for `wandb sync`; default: $WANDB_MODE or online"
         )
 
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
-        # chosen at once: `open` takes seconds, and a checkpoint that is written meanwhile has to hold the id
+        # chosen here, because `open` takes seconds and a checkpoint written before it returns must hold the id
         super().__init__(run, options, after, run_id or secrets.token_hex(4))
         self._place = FolderInside(run.folder, "wandb")
 

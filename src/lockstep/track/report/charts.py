@@ -18,8 +18,8 @@ LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # margins for axis numbers, and above
 POINTS = 150  # most points per series: each is the mean of an interval, with its range as a band
 COLOURS = 8  # classes c0 ... c7; further series are dashed
 STRIPS = 100  # hover strips of a plot
-ROWS = 13  # of the table behind a chart, per series
-SMOOTHED = 20  # least points of a smoothed series
+ROWS = 13  # points per series in the table behind a chart, at most
+SMOOTHED = 20  # a series with fewer points is not smoothed
 
 Series = Sequence[tuple[float, float]]
 

@@ -38,7 +38,7 @@ class Attempt:
     ended: float  # time of the last event
     first: int  # updates done at the start
     last: int  # updates done at the last event
-    how: str  # finish | stop | failed | lost (killed, or still going)
+    how: str  # finish | stop | failed | lost (killed, or still running)
     facts: dict[str, Any]  # facts of the start event: versions, hosts, launch, ...
 
 
@@ -55,7 +55,7 @@ class Slowest:
     rank: int
     host: str
     ratio: float  # local work over the others' median; median of all log points
-    seconds: float  # total excess over the others' median
+    seconds: float  # total time above the others' median
     steps: int  # timed steps
     ranks: int
 

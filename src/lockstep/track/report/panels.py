@@ -17,7 +17,7 @@ from lockstep.track.report import charts
 from lockstep.track.report.history import History
 from lockstep_trace.plurals import quantity
 
-# what is drawn -> (name of a line: split, key of metrics.jsonl)
+# title of a chart -> (name of a line -> (split, key in metrics.jsonl))
 _CURVES: dict[str, dict[str, tuple[str, str]]] = {
     "loss": {"train": ("train", "loss"), "validation": ("validation", "loss")},
     "learning rate": {"rate": ("train", "learning_rate")},
@@ -26,8 +26,8 @@ _CURVES: dict[str, dict[str, tuple[str, str]]] = {
     "tokens per second": {"tokens": ("train", "tokens_per_s")},
     "model FLOPs utilization (MFU), share of the GPUs' rate": {"MFU": ("train", "mfu")},
     "padding: tokens computed per real token": {
-        "as it was cut": ("train", "padding"),
-        "cut at random": ("train", "padding_by_chance"),
+        "as trained": ("train", "padding"),
+        "random batches": ("train", "padding_by_chance"),
     },
 }
 _FROM_ZERO = (
@@ -42,7 +42,7 @@ _PHASES = {
     "forward": ("forward", "c0"),
     "backward": ("backward", "c4"),
     "forward+backward": ("forward and backward", "c0"),
-    "overlapped": ("computing while gradients travel", "c5"),
+    "overlapped": ("computing while gradients are reduced", "c5"),
     "reduction": ("waiting for gradients", "c3"),
     "optimizer": ("optimizer", "c2"),
     "evaluation": ("evaluation", "c6"),
@@ -52,13 +52,13 @@ _PHASES = {
 }
 _COLOURS = dict(_PHASES.values())
 # colours of series that occur in several charts
-COLOUR_OF = {"train": 0, "validation": 1, "test": 2, "cut at random": 4, "rank with least": 4}
-# row of the time line -> class of its marks: a phase has its own everywhere
+COLOUR_OF = {"train": 0, "validation": 1, "test": 2, "random batches": 4, "rank with least": 4}
+# row of the time line -> class of its marks; a phase has the same class in every chart
 _MARKS = {
     "resumed": "c0",
     "checkpoints": _PHASES["checkpoint"][1],
     "evaluations": _PHASES["evaluation"][1],
-    "handed over": "c4",
+    "rebalanced": "c4",
     "differences": "c3",
     "stops": "c3",
 }
@@ -179,8 +179,8 @@ def prices(history: History) -> list[tuple[str, str, str]]:
         chance = [y for _, y in history.series("train", "padding_by_chance")]
         text = f"{ratio:.2f} tokens are computed per real token"
         if chance:
-            text += f"; cut at random it would have been {sum(chance) / len(chance):.2f}"
-        rows.append(("padding", f"{1 - 1 / ratio:.1%} of the computing", text))
+            text += f"; random batches would have needed {sum(chance) / len(chance):.2f}"
+        rows.append(("padding", f"{1 - 1 / ratio:.1%} of the computed tokens", text))
     if not history.timed:
         return rows
     sums, ranks = history.seconds, int(history.timed[-1]["ranks"])
@@ -188,12 +188,12 @@ def prices(history: History) -> list[tuple[str, str, str]]:
     total = sum(mean.values()) or 1.0
     if ranks > 1 and "reduction" in mean:
         duration = charts.seconds(mean["reduction"])
-        why = f"{duration} on the mean rank: the wait for gradients that computing does not hide, and for slower ranks"
+        why = f"{duration} per rank on average: waiting for gradients (not overlapped) and for slower ranks"
         rows.append(("communication", f"{mean['reduction'] / total:.1%} of the time", why))
     for phase, name, why in (
-        ("data", "waiting for data", "steps that waited for their batch"),
-        ("checkpoint", "checkpoints", "steps that waited for a copy of the state, or for the save before"),
-        ("evaluation", "evaluation", "in training and at its end"),
+        ("data", "waiting for data", "time that steps waited for their batch"),
+        ("checkpoint", "checkpoints", "time that steps waited for the copy of the state or for the previous save"),
+        ("evaluation", "evaluation", "during training and at its end"),
     ):
         if mean.get(phase, 0.0) > 0:
             rows.append((name, f"{mean[phase] / total:.1%} of the time", f"{charts.seconds(mean[phase])}: {why}"))
@@ -202,7 +202,7 @@ def prices(history: History) -> list[tuple[str, str, str]]:
 
 def timeline(history: History) -> str:
     """Draw starts, pauses, checkpoints and evaluations over time."""
-    words = {"finish": "to the end", "stop": "stopped on request", "failed": "failed", "lost": "no end is recorded"}
+    words = {"finish": "finished", "stop": "stopped on request", "failed": "failed", "lost": "no end is recorded"}
     spans = [
         (a.began, a.ended, f"start {i + 1}: step {a.first:,} to {a.last:,}, {words[a.how]}")
         for i, a in enumerate(history.attempts)
@@ -220,14 +220,14 @@ def timeline(history: History) -> str:
                 marks.setdefault("evaluations", []).append((event["time"], f"evaluation after step {step}"))
             case "hand_over":
                 shares = ", ".join(map(str, event.get("micro_batches", [])))
-                marks.setdefault("handed over", []).append((event["time"], f"after step {step} ranks run {shares}"))
+                marks.setdefault("rebalanced", []).append((event["time"], f"after step {step} ranks run {shares}"))
             case "guard":
                 marks.setdefault("differences", []).append((event["time"], _differed(event)))
             case "stop" | "failed":
                 what = "stopped on request" if event["event"] == "stop" else f"failed: {event.get('error', '')}"
                 marks.setdefault("stops", []).append((event["time"], f"{what}, step {step}"))
     begun = time.strftime("%Y-%m-%d %H:%M", time.localtime(spans[0][0])) if spans else ""
-    return charts.timeline("clock time, pauses cut short", spans, marks, _MARKS, begun)
+    return charts.timeline("wall-clock time, pauses shortened", spans, marks, _MARKS, begun)
 
 
 def memory(history: History) -> list[str]:
@@ -239,7 +239,7 @@ def memory(history: History) -> list[str]:
     several = len(history.memory[-1][1]) > 1
     series = {"rank with most": most, "rank with least": least} if several else {"rank 0": most}
     gpu = any(key.startswith("gpu_memory_gb") for key in history.system[-1])
-    title = "GPU memory of a rank's tensors, the most so far, GiB" if gpu else "memory of a process, GiB"
+    title = "peak GPU memory of a rank's tensors so far, GiB" if gpu else "memory of a process, GiB"
     return [charts.lines(title, series, charts.ChartStyle(linear=True, span=span(history), colours=COLOUR_OF))]
 
 
@@ -262,7 +262,7 @@ def facts(history: History) -> list[tuple[str, str]]:
 
 
 def answer(history: History) -> str:
-    """Return the result of the checks of a finished run, or how to continue another one, in a sentence or two."""
+    """Summarize the checks of a finished run in a sentence or two; for any other run say how to continue it."""
     rows = checks(history)
     if history.state != "finished":
         newest = history.newest_checkpoint
@@ -283,16 +283,16 @@ def findings(history: History, live: bool = False) -> list[tuple[str, str]]:
     if failure:
         message = history.last_error
         if not message.endswith(f"[{failure.get('code')}]"):
-            message = f"{failure.get('error', '')} while {failure.get('place', '')}; {LOG} says more"
+            message = f"{failure.get('error', '')} while {failure.get('place', '')}; see {LOG}"
         rows.append((f"The run failed after step {failure.get('step', 0):,}", message))
     elif not history.attempts and history.last_error and not live:
         rows.append(("The run ended before its first step", history.last_error))
     elif history.attempts and history.attempts[-1].how == "lost" and not live:
-        rows.append((f"No end is recorded after step {history.steps:,}", "The run was killed, or it still trains."))
+        rows.append((f"No end is recorded after step {history.steps:,}", "The run was killed or is still training."))
     for event in history.events:
         if event["event"] == "regroup":
             count = int(event.get("processes", 0))
-            text = f"{event.get('what', '')}; {count} process{'es go' if count > 1 else ' goes'} on"
+            text = f"{event.get('what', '')}; {count} process{'es continue' if count > 1 else ' continues'}"
             rows.append((f"The ranks changed after step {event.get('step', 0):,}", text))
     stopped = [event for event in _differences(history) if not (event.get("out") or event.get("retried"))]
     for name, fine, text in checks(history):
@@ -312,10 +312,10 @@ def checks(history: History) -> list[tuple[str, bool | None, str]]:
     events = [_differed(event) for event in _differences(history)]
     every = (history.run.get("sdc_check") or {}).get("every") or 0
     if every or events:
-        fine = f"ranks came to the same bits, as far as every {every:,}th step says" if every else ""
+        fine = f"same bits on all ranks, checked every {quantity(every, 'step')}" if every else ""
         rows.append((_SDC, not events, "; ".join(events) or fine))
     unusual = [text for text in _unusual(history) if text]
-    rows.append(("loss and gradients", not unusual, "; ".join(unusual) or "finite in every step, without a jump"))
+    rows.append(("loss and gradients", not unusual, "; ".join(unusual) or "finite in every step, no loss spike"))
     return rows if history.metrics else []
 
 
@@ -346,7 +346,7 @@ def _unusual(history: History) -> list[str]:
     events: list[str] = []
     if jumps := [f"{line['step']:,}" for line in history.metrics if line.get("spike")]:
         events.append(f"the loss jumped at step {', '.join(jumps[:10])}{' and more' if len(jumps) > 10 else ''}")
-    for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflowed at their loss scale")):
+    for name, why in (("skipped_steps", "not finite"), ("overflowed_steps", "fp16 overflow, loss scale too high")):
         if count := sum(int(line.get(name) or 0) for line in history.metrics):
             events.append(f"skipped {quantity(count, 'step')}: {why}")
     return events
@@ -355,9 +355,9 @@ def _unusual(history: History) -> list[str]:
 def _differed(event: Mapping[str, Any]) -> str:
     """Describe a finding of `sdc_check`."""
     out = ", ".join(map(str, event.get("out", [])))
-    then = "computed once more" if event.get("retried") else "stopped"
+    then = "the step was recomputed" if event.get("retried") else "stopped"
     if out:
-        then = f"{out} computed wrongly and left"
+        then = f"{out} computed wrongly and was evicted"
     return f"in step {event.get('step', 0) + 1:,} ranks computed different bits: {then}"
 
 
@@ -417,7 +417,7 @@ def time_of_runs(histories: Mapping[str, History]) -> str:
             ranks = int(history.timed[-1]["ranks"])
             sums = history.seconds
             rows[name] = {_PHASES[p][0]: sum(sums[p]) / ranks / steps for p in _STEP if p in sums}
-    return charts.bars("seconds a step on the mean rank", rows, _COLOURS)
+    return charts.bars("seconds per step, mean over ranks", rows, _COLOURS)
 
 
 _MOST_LABELS = 100  # most labels drawn: the most frequent
@@ -454,7 +454,7 @@ def _labels(table: Mapping[str, Any]) -> dict[str, Any]:
         cell = f'<i class="c0" style="width:{100 * (f1 or 0.0):.2f}%" title="{tip}"></i>'
         bars += charts.bar(name, cell, _score(f1))
     title = f"F1 of each {table.get('of', 'label')}" + (
-        f", the {len(rows_shown)} commonest of {len(rows)}" if len(rows_shown) < len(rows) else ""
+        f", the {len(rows_shown)} most frequent of {len(rows)}" if len(rows_shown) < len(rows) else ""
     )
     return {
         "bars": charts.wide_figure(title, f'<div class="bars">{bars}</div>'),
@@ -480,9 +480,9 @@ def _reliability(table: Mapping[str, Any]) -> str:
     line = " ".join(f"{place.across(x):.1f},{place.up(y):.1f}" for x, y, _ in bins)
     body += f'<polyline class="line faint c0" points="{line}"/>'
     for x, y, count in bins:
-        tip = f"{count:,} of {total:,}: predicted {x:.3f}, came true {y:.3f}"
+        tip = f"{count:,} of {total:,}: predicted {x:.3f}, observed {y:.3f}"
         body += _dot(place, x, y, 2.5 + 5 * (count / total) ** 0.5, tip)
-    title = f"calibration of {table['of']}: share that came true, by predicted probability (ECE {error:.3f})"
+    title = f"calibration of {table['of']}: observed frequency by predicted probability (ECE {error:.3f})"
     return charts.figure(title, body, "predicted probability")
 
 
@@ -499,7 +499,7 @@ def _scatters(table: Mapping[str, Any]) -> list[str]:
         for x, y in zip(true, predicted, strict=True):
             body += _dot(place, x, y, 2.0, f"true {charts.number(x)}, predicted {charts.number(y)}")
         some = f", {len(true):,} of {table['examples']:,} examples" if len(true) < table["examples"] else ""
-        points.append(charts.figure(f"{name}: predicted, by what is true{some}", body, "true"))
+        points.append(charts.figure(f"{name}: predicted against true value{some}", body, "true"))
     return points
 
 

@@ -133,7 +133,7 @@ def _tiles(history: History, final: Mapping[str, Any]) -> list[tuple[str, str]]:
     if rate := history.series("train", "examples_per_s"):
         tiles.append(("examples per second", charts.number(round(median([y for _, y in rate]), 1))))
     if history.peak_bytes is not None:
-        tiles.append(("most memory on a rank", charts.size(history.peak_bytes)))
+        tiles.append(("peak memory of a rank", charts.size(history.peak_bytes)))
     if final.get("weights"):
         tiles.append(("weights, sha256", str(final["weights"])[:10]))
     return tiles
@@ -229,7 +229,7 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
         for split, name in sorted(metrics, key=lambda metric: metric[0] != "validation"):
             if name not in _NO_METRICS:
                 column[f"{split} {name}"] = charts.number(history.results.get(split, {}).get(name, ""))
-        for name, key in (("examples per second", "examples_per_s"), ("seconds a step", "seconds_per_step")):
+        for name, key in (("examples per second", "examples_per_s"), ("seconds per step", "seconds_per_step")):
             if points := history.series("train", key):
                 column[name] = charts.number(float(f"{median([y for _, y in points]):.4g}"))
         if history.attempts:
@@ -237,7 +237,7 @@ def _side_by_side(histories: Mapping[str, History]) -> list[tuple[str, list[str]
             column["starts"] = str(len(history.attempts))
             column["processes"] = str(history.facts.get("processes", ""))
         if history.peak_bytes is not None:
-            column["most memory on a rank"] = charts.size(history.peak_bytes)
+            column["peak memory of a rank"] = charts.size(history.peak_bytes)
         for name, text, _ in panels.prices(history):
             share, _, of = text.partition(" of the ")
             column[f"{name}, share of {of}"] = share
