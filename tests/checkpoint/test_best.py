@@ -1,4 +1,4 @@
-"""The best model is exported: found by the scores alone, and the same under every strategy and after every stop."""
+"""The best model is exported: chosen by the metric alone, and the same under every strategy and after every stop."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from support.marks import slow
 from support.messages import raises
 
 EPOCH = 2  # steps
-# A rate at which the validation loss is best after a few epochs, and then worse.
+# A learning rate at which the validation loss is best after a few epochs and then rises.
 EARLY = TINY | {
     "task": {"samples": 0},
     "data": {"source": "builtin/emotion", "max_length": 32, "limit": 40},
@@ -42,7 +42,7 @@ def run_of(**values: Any) -> Run:
 
 
 def end_of(output: Path) -> tuple[dict[str, Any], bytes]:
-    """What was exported: its step and scores, and its weights."""
+    """Return the exported step and scores, and the exported weights."""
     return json.loads((output / "scores.json").read_text()), (output / "export/model.safetensors").read_bytes()
 
 
@@ -51,7 +51,7 @@ def trained(folder: Path, *words: str) -> int:
 
 
 def half_done(early: Path, tmp_path: Path) -> Path:
-    """The same run as a kill would have left it, some time after its best checkpoint and before any other."""
+    """The same run as if it was killed some time after its best checkpoint and before any later one."""
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
     best = end_of(early / "out")[0]["step"]
     for path in (folder / "out/checkpoints").glob("step-*"):
@@ -65,14 +65,14 @@ def half_done(early: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one process that ended early."""
+    """A one-process run that early stopping ended."""
     folder = tmp_path_factory.mktemp("early")
     (folder / "run.yaml").write_text(yaml.safe_dump(EARLY))
     assert trained(folder) == 0
     return folder
 
 
-# -- what is counted -------------------------------------------------------------------------------------------------
+# -- counting evaluations without improvement ------------------------------------------------------------------------
 
 
 def test_patience_counts_evaluations_without_a_better_one() -> None:
@@ -82,12 +82,13 @@ def test_patience_counts_evaluations_without_a_better_one() -> None:
     for step, score in enumerate([0.5, 0.4, 0.6, 0.6, None, 0.7], 1):
         progress = progress.after(step, score)
         over.append(progress.over(run.evaluate.patience))
-        stored = json.loads(json.dumps(progress.dump()))  # in a manifest
+        stored = json.loads(json.dumps(progress.dump()))  # as in a manifest
         assert Progress.of(run.checkpoint.best, stored) == progress
     assert over == [False, False, False, False, True, False]
     assert (progress.best, progress.step, progress.since) == (0.7, 6, 0)
     other = run_of(evaluate={"every": 1, "patience": 1}, checkpoint={"best": "-loss"})
-    assert Progress.of(other.checkpoint.best, progress.dump()) == Progress("-loss")  # counted by another metric
+    # a count by another metric is dropped
+    assert Progress.of(other.checkpoint.best, progress.dump()) == Progress("-loss")
 
 
 def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
@@ -116,7 +117,8 @@ def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> N
     with raises("LS1064", str(wanted)):
         run_of(evaluate={"every": 1}, checkpoint={"best": best})
     assert run_of(evaluate={"every": 1}, checkpoint={"best": wanted.removeprefix("write ")})
-    assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})  # of one's own: as it is said
+    # the name of a user's metric is accepted as it is
+    assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})
 
 
 def test_of_equal_scores_the_earliest_is_best_and_nan_is_none() -> None:
@@ -140,7 +142,7 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
     run = run_of(**values)
     assert (run.export, run.checkpoint.best) == (export, by)
     assert load(None, [], yaml.safe_load(run.dump())) == run
-    assert arithmetic_of(run) == arithmetic_of(run_of())  # a run may change its mind
+    assert arithmetic_of(run) == arithmetic_of(run_of())  # a resumed run may change it
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
 def test_there_must_be_evaluations_to_choose_from(values: dict[str, Any]) -> None:
     with raises("LS1063"):
         run_of(**{"evaluate": {"every": 0}} | values)
-    assert run_of(export="best").evaluate.every == "epoch"  # by default there are
+    assert run_of(export="best").evaluate.every == "epoch"  # evaluation is on by default
 
 
 # -- one process -----------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert last == best + 3 * EPOCH
     assert list(losses) == list(range(EPOCH, last + 1, EPOCH))
     assert (scores["step"], scores["export"]) == (best, "best")
-    trial = SweepTrial("a", {}, load(early / "out/run.yaml", []))  # as one of a sweep
+    trial = SweepTrial("a", {}, load(early / "out/run.yaml", []))  # as one trial of a sweep
     trial.look("validation")
     assert (trial.state, trial.scores["loss"]) == ("done", losses[best])
     assert scores["splits"]["validation"]["loss"] == losses[best]
@@ -191,14 +193,14 @@ def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None
 
 
 def test_a_stop_before_the_end_resumes_with_what_was_counted(early: Path, tmp_path: Path) -> None:
-    """Asked to stop in the middle of the evaluations that were not better."""
+    """The run is stopped in the middle of the evaluations without improvement."""
     folder = half_done(early, tmp_path)
     assert trained(folder, "checkpoint.every=1", "checkpoint.keep=100", "evaluate.patience=2") == 0
     last = max(told(folder / "out"))
     newest = read_manifest(folder / f"out/checkpoints/step-{last:06d}")
     assert isinstance(newest, Manifest)
     assert newest.progress["since"] == 2
-    assert trained(folder, "evaluate.patience=3") == 0  # raised: it goes on, and counts on
+    assert trained(folder, "evaluate.patience=3") == 0  # with more patience the run goes on, and keeps its count
     assert end_of(folder / "out") == end_of(early / "out")
 
 
@@ -229,8 +231,8 @@ def test_a_damaged_best_one_is_named_and_the_next_is_taken(
     shard.write_bytes(content)
     shutil.rmtree(folder / "out/export")
     assert trained(folder) == 0
-    assert f"step-{best:06d}, the best one, is damaged" in "".join(capfd.readouterr())
-    assert end_of(folder / "out")[0]["step"] == last  # the only other one that is kept
+    assert f"step-{best:06d}, the best checkpoint, is damaged" in "".join(capfd.readouterr())
+    assert end_of(folder / "out")[0]["step"] == last  # the only other checkpoint kept
 
 
 def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
@@ -250,11 +252,11 @@ def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
     of_best.rename(tmp_path / of_best.name)
     assert trained(folder) == 0
     said = "".join(capfd.readouterr())
-    assert f"there is no usable checkpoint of step {best}" in said  # it said that the last step was the best
+    assert f"there is no usable checkpoint of step {best}" in said  # the log says that the last step was the best
     assert "the best model of those with a checkpoint" in said
     (tmp_path / of_best.name).rename(of_best)
     assert trained(folder, "export=last") == 0
-    assert trained(folder) == 0  # and back
+    assert trained(folder) == 0  # and back to the first setting
     assert end_of(folder / "out") == end_of(early / "out")
 
 
@@ -278,7 +280,7 @@ def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, 
     assert (
         trained(other, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6", "evaluate.every=3") == 0
     )
-    assert told(other / "out")[6] == losses[6]  # the same seven, however often before
+    assert told(other / "out")[6] == losses[6]  # the same seven, regardless of earlier evaluations
 
 
 # -- many processes --------------------------------------------------------------------------------------------------
@@ -291,13 +293,13 @@ def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, 
 def test_resumed_on_another_strategy_the_same_model_is_exported(
     name: str, processes: int, early: Path, tmp_path: Path, cache: Path
 ) -> None:
-    """Its best checkpoint was written by one process; what ends early is another strategy, in shards or stages."""
+    """The best checkpoint was written by one process; another strategy, with shards or stages, finishes the run."""
     folder = half_done(early, tmp_path)
     status, _, err = train(folder, cache, f"strategy={name}", f"launch.processes={processes}")
     assert status == 0, err
     (scores, weights), (wanted, bits) = end_of(folder / "out"), end_of(early / "out")
     assert scores["step"] == wanted["step"]
-    assert weights == bits  # those of the checkpoint, whoever holds them
+    assert weights == bits  # those of the checkpoint, whichever rank holds them
     if name != "zero3":
         assert scores == wanted
         assert told(folder / "out") == told(early / "out")

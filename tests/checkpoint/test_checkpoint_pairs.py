@@ -123,7 +123,7 @@ def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[st
         else:
             assert found["loss"] == pytest.approx(straight["loss"], rel=1e-4)  # AdamW amplifies rounding differences
             assert len(found["notes"]) == 1
-            assert "to rounding only" in found["notes"][0]
+            assert "only to rounding" in found["notes"][0]
             assert (saver if saver not in EXACT else name) in found["notes"][0]
 
 

@@ -145,7 +145,7 @@ def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: p
     """Otherwise a changed label name or token would give wrong answers in silence."""
     words = [command, str(output), *(["some text", "--json"] if command == "predict" else ["--json"])]
     assert main(words) == 0
-    assert "note: not as the run wrote" not in capfd.readouterr().err
+    assert "note: changed since the run wrote" not in capfd.readouterr().err
     path = output / "export" / "config.json"
     config = json.loads(path.read_text())
     names = config["id2label"]
@@ -153,7 +153,7 @@ def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: p
     path.write_text(json.dumps(config))
     assert main(words) == 0
     out, err = capfd.readouterr()
-    assert f"not as the run wrote them: config.json in {output / 'export'}" in err
+    assert f"changed since the run wrote them: config.json in {output / 'export'}" in err
     assert json.loads(out)
 
 
@@ -164,7 +164,7 @@ def test_an_edited_card_or_config_is_used_and_noted(
         with open(output / "export" / name, "a") as file:
             file.write("\n")
     finished(output, [])
-    wanted = f"not as the run wrote them: config.json in {output / 'export'}"
+    wanted = f"changed since the run wrote them: config.json in {output / 'export'}"
     for where in (output, output / "export"):
         assert wanted in fetch(tiny(model={"source": str(where)}))[0]
     for words in (["status", str(output), "--verify"], ["attest", str(output)]):

@@ -121,7 +121,7 @@ def test_the_newer_of_two_machines_counts(tmp_path: Path, store: Store) -> None:
     back = job(tmp_path / "out")
     step, notes = back.checkpoints.resume(back.strategy)
     assert (step, digest(back.strategy.state_dict())) == (2, state)
-    assert notes == [f"step-000002 in {MIRROR} was downloaded, and verified"]
+    assert notes == [f"step-000002 in {MIRROR} was downloaded and verified"]
 
 
 def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path, store: Store) -> None:
@@ -317,7 +317,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, 
         "remote_dir: the bucket no-such-bucket does not exist; create it, or correct the address [LS"
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    assert "without it nobody can tell whether there are checkpoints" in refused(run)
+    assert "until it answers, lockstep cannot tell whether there are checkpoints" in refused(run)
 
 
 def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, store: Store) -> None:
@@ -342,7 +342,8 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
     copied(trained)
     other = job(tmp_path / "elsewhere", "seed=7")
     with pytest.raises(
-        RunError, match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other arithmetic: \[LS\d+\]\n  seed"
+        RunError,
+        match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other settings .*: \[LS\d+\]\n  seed",
     ):
         mirrors.check_other(other.task.job.having(other.run))
     with pytest.raises(RunError, match="or give another mirror"):

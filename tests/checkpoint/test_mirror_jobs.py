@@ -62,7 +62,7 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
 
     status, out, err = train(there, cache, **store.environment)
     assert status == 0, err
-    assert f"step-000010 in {MIRROR} was downloaded, and verified" in out, out + err
+    assert f"step-000010 in {MIRROR} was downloaded and verified" in out, out + err
     assert f"resuming after step 10 of {STEPS}" in out
     assert f"checkpoints and export are in {MIRROR}" in out
     assert digest(there / f"out/checkpoints/step-{STEPS:06d}") == digest(

@@ -348,7 +348,7 @@ def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_pa
     assert "data.sources" in str(changed(job(other), manifest))
     heavier = [each.model_copy(update={"weight": 2.0}) for each in moved[0].data.sources or []]
     weighted = moved[0].model_copy(update={"data": moved[0].data.model_copy(update={"sources": heavier})})
-    assert "other arithmetic" in str(changed(job((weighted, moved[1])), manifest))
+    assert "other settings that determine the weights" in str(changed(job((weighted, moved[1])), manifest))
 
 
 # -- training --------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class _Saving:
     manifest: Manifest
     aside: Path
     work: Background  # this rank's work in the current phase
-    answer: Callable[[], int] | None = None  # whether any rank was still working one step ago
+    answer: Callable[[], int] | None = None  # number of ranks that were still working one step ago
     committing: bool = False  # every file is written; rank 0 is renaming
 
 
@@ -147,7 +147,7 @@ class Checkpoints:
             if self.run.checkpoint.on_failure == "stop":
                 raise RunError("LS6000", f"{text} (checkpoint.on_failure: stop)")
             if self.world.is_main:
-                self.say(f"{text}. Each save tries again")
+                self.say(f"{text}. Each save will try again")
         elif self._shard is not None:
             self._shard.fill(parts)
 
@@ -266,7 +266,7 @@ class Checkpoints:
         """Discard a failed save on every rank; the older checkpoint stays. Errors: `CheckpointError`, if
         checkpoint.on_failure is `stop`."""
         self._saving = None
-        older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is none yet to go on from"
+        older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is no earlier checkpoint"
         text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
         if self.world.is_main and self.room.checkpoints_away() is None:
             clear(self.folder / f".{name_of(step)}.partial")
@@ -325,7 +325,7 @@ class Checkpoints:
                 m.step: m.scores for _, m, _ in checkpoints if isinstance(m, Manifest) and m.step <= manifest.step
             }
             self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
-            notes += [f"{where} was downloaded, and verified"] if away else []
+            notes += [f"{where} was downloaded and verified"] if away else []
             notes += manifests.differences_of_saving_run(
                 self.run, self.world, name, manifest, strategy.gives_bits(self.run)
             )
@@ -356,7 +356,7 @@ class Checkpoints:
         """Load the best evaluated checkpoint if it beats the state after `step`, whose score is `last`. Returns the
         step of the weights now in use (`step` if nothing was loaded) and notes for the user. Collective."""
         every, notes = self.catalog.list_checkpoints()
-        places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> in OUTPUT, in the mirror
+        places: dict[int, list[tuple[Manifest, bool]]] = {}  # step -> (manifest, whether in the mirror) of each copy
         for _, manifest, away in every:
             if isinstance(manifest, Manifest) and manifest.step <= step:
                 places.setdefault(manifest.step, []).append((manifest, away))
@@ -367,7 +367,7 @@ class Checkpoints:
             for manifest, away in places[best.step]:
                 if (fault := self._loaded(strategy, name, manifest, away)) is None:
                     return best.step, notes
-                notes.append(f"{name}, the best one, is damaged ({fault}) and is not used")
+                notes.append(f"{name}, the best checkpoint, is damaged ({fault}) and is not used")
         return step, notes
 
     def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
@@ -378,7 +378,7 @@ class Checkpoints:
         steps, saved = manifests.averaged(self.run, step, self.every), []
         every, _ = self.catalog.list_checkpoints()
         for name in map(name_of, steps):
-            fault: str | None = "it is not there"
+            fault: str | None = "it does not exist"
             for manifest, away in [(manifest, away) for each, manifest, away in every if each == name]:
                 if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
                     assert isinstance(manifest, Manifest)
@@ -418,7 +418,7 @@ class Checkpoints:
         if self.world.is_main:
             fault = manifests.misfit(path, manifest)
             if fault is None and manifests.changed(self.job, manifest):
-                fault = "it is of another run"
+                fault = "it belongs to another run"
         if (fault := self.world.broadcast(fault)) is not None:
             return fault
         readers = [rank for rank, sees in enumerate(self.world.all_gather(self._writes())) if sees]

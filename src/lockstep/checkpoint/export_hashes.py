@@ -106,8 +106,8 @@ def note_of_edits(output: Path) -> str | None:
     if not names:
         return None
     return (
-        f"not as the run wrote them: {', '.join(names)} in {output / 'export'}; labels, tokens or predictions may "
-        "differ from the run's"
+        f"changed since the run wrote them: {', '.join(names)} in {output / 'export'}; labels, tokens or predictions "
+        "may differ from the run's"
     )
 
 
@@ -124,8 +124,8 @@ def require_whole(output: Path) -> None:
     if (fault := damage(output)) is not None:
         raise RunError(
             "LS6130",
-            f"{output}/export cannot be used: {fault}. Restore what was written there; or run lockstep train again, "
-            "which writes the export anew if the last checkpoint is there; or name a checkpoint "
+            f"{output}/export cannot be used: {fault}. Restore its files; or run lockstep train again, "
+            "which rewrites the export if the last checkpoint exists; or name a checkpoint "
             f"({output}/checkpoints/latest)",
         )
     if state is not None:

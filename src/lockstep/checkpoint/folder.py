@@ -88,7 +88,7 @@ def clear_away(output: Path) -> None:
 
 _PAGES = 2**18  # bytes: report page, run.yaml, log.txt and similar
 _EXPORT_FILE = 5 * 10**10  # bytes after which transformers begins another file of weights
-_CERTAIN = 0.9  # share of an estimated size that a file has for certain
+_CERTAIN = 0.9  # fraction of an estimated size that a file is certain to reach
 _A_STEP, _A_LINE, _A_RANK = 128, 600, 256  # bytes per line of fingerprints.jsonl, other .jsonl files, ranks.jsonl
 
 
@@ -148,11 +148,11 @@ class DiskSpace:
                     f"{fault}. Free disk space, or give another output=FOLDER. To train anyway, set "
                     "checkpoint.rescue=FOLDER on another disk with enough space for the export",
                 )
-            return [f"{fault}. What has no room there at the end goes to {rescue}"]
+            return [f"{fault}. If the export does not fit at the end, it is written to {rescue}"]
         if free < full_need:
             return [
                 f"{has}, and {most} checkpoints of {_size(self.checkpoint)} beside the export ({_size(self.export)}) "
-                f"need {_size(full_need)}: older ones are removed early where the next has no room"
+                f"need {_size(full_need)}: older ones are removed early if the next one does not fit"
             ]
         return []
 
@@ -169,7 +169,7 @@ class DiskSpace:
                 "LS6160",
                 f"output: a process may write files of at most {_size(most)} here (ulimit -f), and "
                 f"{larger if most < need else f'the export has a larger one ({self.too_large})'}, which could "
-                "not be kept; use ulimit -f unlimited",
+                "not be written; run ulimit -f unlimited first",
             )
 
     def warning(self, last: bool) -> str | None:
@@ -182,7 +182,7 @@ class DiskSpace:
             return None
         what = f"the export ({_size(self.export)})"
         what = what if last else f"the next checkpoint ({_size(self.checkpoint)}) and {what}"
-        return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}: make room"
+        return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}; free disk space"
 
     def commit(self, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str]) -> str | None:
         """`folder.commit`, then `clear` for the next writes. Errors: `OSError`."""
@@ -207,7 +207,7 @@ class DiskSpace:
                     gone.append(path.name)
         if not gone:
             return None
-        return f"the disk of {self.run.folder} is nearly full: {', '.join(gone)} made room for what comes next"
+        return f"the disk of {self.run.folder} is nearly full; to make room, lockstep removed {', '.join(gone)}"
 
     def elsewhere(self) -> Iterator[Path]:
         """Yield new folders for the model if OUTPUT cannot be written, best first: in `checkpoint.rescue`, the cache,

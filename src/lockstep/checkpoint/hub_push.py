@@ -223,7 +223,7 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
         if called != PUSH_KEY:
             raise RunError(
                 "LS6120",
-                f"{called}: {repository} exists and is public, but without --public a private one is asked for. "
+                f"{called}: {repository} exists and is public, but without --public a push must be private. "
                 "Nothing was pushed; make the repository private on its page, or add --public",
             )
         raise RunError(
@@ -249,8 +249,8 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
 
 
 def _of_others(api: Any, repository: str, names: list[str]) -> set[str]:
-    """Configs that somebody put into the repository by hand: their last commit is not one of lockstep's. Weights and a
-    tokenizer are not among them: transformers would load them in place of the export's."""
+    """Return the configs in the repository whose last commit is not lockstep's: the user added them by hand, so a push
+    keeps them. Weights and tokenizer files are never kept: transformers would load them instead of the export's."""
     configs = [name for name in names if name in _CONFIGS]
     if not configs:
         return set()

@@ -144,7 +144,7 @@ class Manifest:
     code: dict[str, str] = field(default_factory=dict)  # hashes of the user's files that determine the weights
     progress: dict[str, Any] = field(default_factory=dict)  # evaluations so far: `Progress`
     every: int = 0  # steps between checkpoints, if the run averages checkpoints (average.last)
-    pending: list[str] = field(default_factory=list)  # unfinished work after this step: train_state.py
+    pending: list[str] = field(default_factory=list)  # work that is due after this step: train_state.py
 
     def dump(self) -> bytes:
         """The manifest as JSON; the last entry is the hash of all others."""
@@ -160,7 +160,7 @@ class Manifest:
         return {"step": self.step, "meter": meter, "progress": self.progress, "pending": pending}
 
 
-_OWED = "owed"  # in the meter of manifests before there was `pending`
+_OWED = "owed"  # key in the meter of manifests that were written before `pending` existed
 
 
 def name_of(step: int) -> str:
@@ -224,7 +224,7 @@ def candidates(output: Path) -> Iterator[tuple[Path, Manifest | str]]:
         names = [entry.name for entry in os.scandir(folder) if re.fullmatch(r"step-\d{6,}", entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         if folder.is_symlink():
-            yield folder, f"it is a link to {folder.readlink()}, where no folder is"
+            yield folder, f"it is a link to {folder.readlink()}, which is not a folder"
         return
     except OSError as error:
         yield folder, reason_of(error)
@@ -318,14 +318,15 @@ def changed(job: Job, manifest: Manifest, mirror: str = "") -> str | None:
     rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
     if not differing.keys() <= _READ_FROM:
         return (
-            f"{where} holds a checkpoint (step {manifest.step}) of a run with other arithmetic:\n{rows}\n"
-            f"Go on with the old values, or give {other}, or remove the folder"
+            f"{where} holds a checkpoint (step {manifest.step}) of a run with other settings "
+            f"that determine the weights:\n{rows}\n"
+            f"Restore the old values, or give {other}, or remove the folder"
         )
     if run.checkpoint.changed_code == "refuse" and (files := changed_code(run, manifest)):
         return (
-            f"{where} holds a checkpoint (step {manifest.step}) that was trained with other code of yours: "
-            f"{', '.join(files)} changed since. Restore it, or give {other}. Where the changes decide no weight (how "
-            "the model is scored, for example), checkpoint.changed_code=allow goes on"
+            f"{where} holds a checkpoint (step {manifest.step}) that was trained with other versions of "
+            f"your code: {', '.join(files)} changed since. Restore them, or give {other}. If the changes do not affect "
+            "the weights (how the model is scored, for example), set checkpoint.changed_code=allow"
         )
     if manifest.data != job.data.key:
         return (
@@ -341,7 +342,7 @@ def differing_keys(job: Job, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
     now = job.arithmetic()
     # a key that only one of the two has, such as a strategy's option, counts with its default
     then = {key: job.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
-    if job.run.model.compile == "auto":  # decided later, as the checkpoint has it
+    if job.run.model.compile == "auto":  # resolved later, to the value in the checkpoint
         then.pop("model.compile", None)
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == job.data.key:
@@ -388,15 +389,15 @@ def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manif
     notes = []
     if not (manifest.bits and bits):
         who = run.strategy.name if manifest.bits else manifest.strategy
-        did = "goes on from it" if manifest.bits else "made it"
-        notes.append(f"{name}: {who}, which {did}, is equal to other strategies to rounding only")
+        did = "continues from it" if manifest.bits else "wrote it"
+        notes.append(f"{name}: {who}, which {did}, equals other strategies only to rounding")
     if files := changed_code(run, manifest):
-        notes.append(f"{name} was made with other code of {', '.join(files)}")
+        notes.append(f"{name} was written with another version of {', '.join(files)}")
     now = facts_of(world)
     then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
     return notes + [
-        f"{key} was {then.get(key)} when the checkpoint was made and is {value} now: bits may differ from an "
-        "untouched run"
+        f"{key} was {then.get(key)} when the checkpoint was written and is {value} now: results may "
+        "differ in the last bits from an uninterrupted run"
         for key, value in {"device": now["device"], "threads": now["threads"], **now["versions"]}.items()
         if then.get(key) != value
     ]
@@ -418,7 +419,7 @@ def check_resumable(job: Job) -> Manifest | None:
                 return manifest
             if (damage := mismatch(path, manifest, sorted(manifest.hashes))) is None:
                 raise RunError("LS6051", reason)
-            reason = f"{damage}, and it is of another run"
+            reason = f"{damage}, and it belongs to another run"
         unusable.append(f"{path.name}: {reason}")
     if unusable:
         raise none_usable(job.run, unusable)
@@ -431,8 +432,8 @@ def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
     also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
     return RunError(
         "LS6050",
-        f"{folder_of(run.folder)}{also} has checkpoints, but none of them can be used:\n{rows}\nNone of them was "
-        "changed. Make one readable (permissions, a disk that is not mounted, the version of lockstep that "
+        f"{folder_of(run.folder)}{also} has checkpoints, but none of them can be used:\n{rows}\nThey were left "
+        "unchanged. Make one readable (permissions, a disk that is not mounted, the version of lockstep that "
         f"wrote it), or give another output=FOLDER; to train from the start, move {run.folder} away{then}",
     )
 

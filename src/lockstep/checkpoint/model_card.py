@@ -61,7 +61,11 @@ def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> s
         )
         origin = f"{'An adapter of' if _adapter_alone(task) else 'Fine-tuned from'} {named}"
     averaged = f" The weights are {run.average.summary}." if run.average.summary else ""
-    same = " Under `strategy.exact` the same bits come out at any number of processes." if run.strategy.exact else ""
+    same = (
+        " With `strategy.exact` the weights are the same, bit for bit, on any number of processes."
+        if run.strategy.exact
+        else ""
+    )
     batch = min(run.batch_size, len(task.splits["train"]))
     # redact before dumping: a bare *** has a meaning in YAML
     head = yaml_dump(redact_all(metadata(task, scores).to_dict(), printable), sort_keys=False).strip()
@@ -73,7 +77,7 @@ def model_card(task: Task, scores: dict[str, dict[str, float]], steps: int) -> s
         f"{averaged}{labels}\n\n"
         f"## Use\n\n```python\n{_usage(task, base)}\n```\n\n"
         f"## Metrics\n\n{_table(scores)}\n\n{_part(task)}"
-        f"## Training\n\nTrained with lockstep {__version__}.{same} The run file, complete:\n\n"
+        f"## Training\n\nTrained with lockstep {__version__}.{same} The complete run file:\n\n"
         f"{fence}yaml\n{file}{fence}\n\n"
         f"## Licence\n\n{_licence(task, base)}\n"
     )
@@ -233,13 +237,13 @@ def _part(task: Task) -> str:
     run = task.run
     if run.evaluate.limit is None:
         return ""
-    return f"Validation was scored on at most {run.evaluate.limit:,} of its examples, drawn with the seed.\n\n"
+    return f"Validation metrics are of at most {run.evaluate.limit:,} examples, drawn with the seed.\n\n"
 
 
 def _usage(task: Task, base: str | None) -> str:
     if not _adapter_alone(task):
         return task.usage
-    return f"# needs peft, and {base or task.run.model.source}, of which this is an adapter\n{task.usage}"
+    return f"# an adapter: needs peft and its base model, {base or task.run.model.source}\n{task.usage}"
 
 
 def _licence(task: Task, base: str | None) -> str:
@@ -248,4 +252,4 @@ def _licence(task: Task, base: str | None) -> str:
         return f"{words(run.hub.license)}."
     others = [f"of the base model `{base}`"] if base else []
     others += ["of the data"]
-    return f"None is stated. Those {' and '.join(others)} apply."
+    return f"Not stated. The licences {' and '.join(others)} apply."

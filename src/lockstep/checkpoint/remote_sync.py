@@ -83,7 +83,7 @@ class CheckpointCatalog:
                 f"remote_dir: {fault}, so the checkpoints there cannot be listed; make it reachable, or remove "
                 "remote_dir",
             )
-        notes = [f"{fault}; only the checkpoints in {folder_of(self.run.folder)} are looked at"] if fault else []
+        notes = [f"{fault}; only the checkpoints in {folder_of(self.run.folder)} are considered"] if fault else []
         every = here + [(name, manifest, True) for name, manifest in there or []]
         return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
 
@@ -256,8 +256,8 @@ class RemoteSync:
             except Exception as error:  # any error: training continues, and a thread's exception would be lost
                 self.fault = str(error) if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
                 self._words.append(
-                    f"{self.run.folder} could not be copied to {self.address} ({self.fault}); it is tried again with "
-                    "the next checkpoint"
+                    f"{self.run.folder} could not be copied to {self.address} ({self.fault}); the next "
+                    "checkpoint retries"
                 )
             self.in_use = frozenset()
             with self._lock:
@@ -416,7 +416,7 @@ def _checked(run: Run, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> lis
     except StoreError as error:
         if error.again and newest_whole(run.folder) is not None:
             return [f"remote_dir: {error}; checkpoints are copied when it can be reached"]
-        more = "; without it nobody can tell whether there are checkpoints" if error.again else ""
+        more = "; until it answers, lockstep cannot tell whether there are checkpoints" if error.again else ""
         raise RunError(error.code, f"remote_dir: {error.message}{more}") from error
 
 

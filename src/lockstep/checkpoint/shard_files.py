@@ -207,7 +207,8 @@ def _shapes(parts: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def write(path: Path, blocks: Iterable[memoryview | bytes]) -> Written:
-    """Write a new file, sync it, and compute its hash on the way. Releases the GIL while a block is hashed or written.
+    """Write a new file, sync it, and compute its hash at the same time. Releases the GIL while a block is hashed or
+    written.
 
     Errors: `OSError`; no partial file remains.
     """

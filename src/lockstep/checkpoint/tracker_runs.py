@@ -1,7 +1,7 @@
 """The trackers' run ids of a run that has no checkpoint yet: OUTPUT/trackers.json.
 
 In: a job and its code. Out: the ids of an earlier start that was killed before its first checkpoint, so that
-the next start goes on in the same run of each tracker. A start with other keys, data or code is another run.
+the next start continues the same run of each tracker. A start with other keys, data or code is a new run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def keep(job: Job, code: Mapping[str, str], ids: Mapping[str, str]) -> None:
 
 
 def forget(run: Run) -> None:
-    """Remove the file at the end of a run: what is trained anew then is another one."""
+    """Remove the file at the end of a run, so that a later start in the same folder is a new run of each tracker."""
     with suppress(OSError):
         (run.folder / FILE).unlink(missing_ok=True)
 

@@ -126,7 +126,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     if not manifest.bits:
         return 0, f"it was trained by {manifest.strategy}, which promises no bits"
     if files := changed_code(run, manifest):
-        return 0, f"it was trained with other code of yours: {', '.join(files)} changed since"
+        return 0, f"it was trained with other versions of your code: {', '.join(files)} changed since"
     theirs = load_of(output)
     if other := differing_keys(replace(Job.of(theirs), prepared=prepared), manifest):
         raise RunError(
