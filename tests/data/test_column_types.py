@@ -338,7 +338,7 @@ def test_what_cannot_be_held_is_refused_with_its_rows(tmp_path: Path) -> None:
     with raises("LS2409", "b.jsonl, rows 0 to 1", "64 bits"):
         facts({"source": str(tmp_path / "b.jsonl")})
     (tmp_path / "c.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "b", "label": "x", "label": "y"}\n')
-    with raises("LS2226", "c.jsonl, line 2", "'label' stands twice"):
+    with raises("LS2226", "c.jsonl, line 2", "'label' occurs twice"):
         facts({"source": str(tmp_path / "c.jsonl")})
 
 
@@ -521,4 +521,4 @@ def test_a_label_that_another_split_writes_differently_names_the_way_out(tmp_pat
     assert "data.types={tags: text}, 1 and '1' are" in hint("tags", 1, ["0", "1"])
     assert hint("label", "1", ["1.0", "01", "a"]) == ""  # not all are numbers
     assert hint("label", "1", ["1.0", "01"]) == ""  # two labels of train would become one
-    assert "'b' in blanks or capitals only" in hint("label", " B", ["a", "b"])
+    assert "'b' only in blanks or capitals" in hint("label", " B", ["a", "b"])

@@ -142,7 +142,7 @@ def test_formats_are_mixed_in_the_order_of_the_files(tmp_path: Path) -> None:
     ("text", "wanted"),
     [
         ("text\nb\n", "a.jsonl has text, label, and {b} has no column 'label': it has text"),
-        ("text,label,more\nb,1,2\n", "a.jsonl has text, label, and {b} has a column 'more' more"),
+        ("text,label,more\nb,1,2\n", "a.jsonl has text, label, and {b} has an additional column 'more'"),
         ("text,label\nb,joy\n", "'label' holds whole numbers in {a} and texts in {b}"),
     ],
 )

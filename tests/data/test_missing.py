@@ -48,7 +48,7 @@ def test_a_row_that_lacks_something_is_refused_or_left_out(case: str, ending: st
     with pytest.raises(RunError) as caught:
         prepared(run_of(path))
     assert str(caught.value).startswith(f"{key}: column {key[5:]!r} of the train split of ")
-    assert "has none in 2 of 40 (row 4 holds " in str(caught.value)
+    assert "but 2 of 40 rows have none (row 4 holds " in str(caught.value)
     assert "set data.drop_missing=true" in str(caught.value)
     found = prepared(run_of(path, "data.drop_missing=true"))
     assert found.facts["left_out"] == {"train": 2}
@@ -66,9 +66,9 @@ def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> N
     head, first, second = caught.value.message.splitlines()
     assert head.endswith(":")
     assert first.startswith("  task.text: ")
-    assert "1 of 40 (row 3 holds '')" in first
+    assert "1 of 40 rows have none (row 3 holds '')" in first
     assert second.startswith("  task.text_pair: ")
-    assert "5 of 40 (row 0 holds None)" in second
+    assert "5 of 40 rows have none (row 0 holds None)" in second
 
 
 def test_integer_labels_stay_integers(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_conversations_and_lists_of_labels_do_so(tmp_path: Path) -> None:
         (labels, {"task": {"name": "classification", "multi_label": True}}, 3),
     ):
         write(tmp_path / "data.jsonl", rows)
-        with raises("LS2323", f"has none in {count} of 40 (row 4 holds "):
+        with raises("LS2323", f"but {count} of 40 rows have none (row 4 holds "):
             prepared(run_of(tmp_path / "data.jsonl", "data.max_length=32", **values))
         found = prepared(run_of(tmp_path / "data.jsonl", "data.max_length=32", "data.drop_missing=true", **values))
         assert found.facts["left_out"] == {"train": count}
@@ -176,6 +176,6 @@ def test_it_is_said_aloud(tmp_path: Path) -> None:
     rows = [row | ({"text": ""} if i < 3 else {}) for i, row in enumerate(GOOD["classification"])]
     run = run_of(save(tmp_path / "data.jsonl", rows), "data.drop_missing=true")
     found = prepared(run)
-    assert left_out(found.facts) == "; left out for want of a text or label: 3 of train"
+    assert left_out(found.facts) == "; left out for a missing text or label: 3 of train"
     assert sum(len(Columns(path)) for path in found.splits.values()) == 37
     assert json.loads(json.dumps(found.facts))["left_out"] == {"train": 3}

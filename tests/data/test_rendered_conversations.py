@@ -249,7 +249,7 @@ def test_a_template_that_writes_no_end_token_is_noted(
 ) -> None:
     size = {} if "name" in task else {"block_size": 24}
     notes = warnings(prepared(run_of(tmp_path, tokenizer, NO_END, **size, **task)).facts)
-    assert any("no answer that is learned holds the end token ('<|im_end|>')" in note for note in notes)
+    assert any("no trained answer contains the end token ('<|im_end|>')" in note for note in notes)
     notes = warnings(prepared(run_of(tmp_path, tokenizer, CHATML, **size, **task)).facts)
     assert not any("end token" in note for note in notes)
     notes = warnings(prepared(run_of(tmp_path, tokenizer, OTHER, **size, **task)).facts)

@@ -145,7 +145,7 @@ def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, 
     with pytest.raises(Unreadable) as caught:
         batches(feed)
     assert mentions(str(caught.value), "LS2136", "503", f"{web.address}/train-0")
-    assert caught.value.message.endswith("Once it can be had, the same command goes on")
+    assert caught.value.message.endswith("When it is available again, the same command resumes")
     web.faults = {}
     assert batches(feed_of(run)) == batches(feed_of(streamed(folder, *RUN, data=SMALL)))
 
@@ -166,7 +166,7 @@ def test_a_shard_that_changed_there_is_refused_by_its_address(how: str, web: Ser
     assert said in str(caught.value) or "does not exist" in str(caught.value)
     assert f"{web.address}/train-0" in str(caught.value)
     assert str(cache_folder()) not in str(caught.value)
-    assert "Put it back as it was" in str(caught.value)
+    assert "Restore the file" in str(caught.value)
 
 
 def test_bad_rows_and_shards_are_named_by_their_address(web: Served, folder: Path) -> None:

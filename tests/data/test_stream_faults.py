@@ -1,5 +1,5 @@
-"""Streams that are told wrongly, damaged, or changed while they are read: one message with file and row, and training
-that stops where it can go on."""
+"""Streams that are configured wrongly, damaged, or changed while they are read: one message with file and row, and a
+stop from which training can resume."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)
 
 
-# -- told wrongly ----------------------------------------------------------------------------------------------------
+# -- wrong configuration ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_tasks_that_cannot_stream_are_refused(tmp_path: Path) -> None:
         streamed(tmp_path, task={"name": "preference"})
     with raises("LS1119", "data.stream", "multi_label"):
         streamed(tmp_path, task={"multi_label": True})
-    with pytest.raises(RunError) as caught:  # a line each, which all have the code
+    with pytest.raises(RunError) as caught:  # one line per error, all with the code
         streamed(tmp_path, "batch_size=5", "micro_batches=4", task={"name": "embedding"})
     each = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in each] == ["batch_size", "data.stream"]
@@ -123,7 +123,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}")
     assert uncoded(told) == f"data.train: nothing to train on: 1 shard, {empty} first, hold no row that is used"
     told = said(tmp_path, f"data.train={empty}", f"data.validation={validation}", **LM)
-    assert uncoded(told).endswith("first, make no example")
+    assert uncoded(told).endswith("first, contain no example")
     rows = tmp_path / "train.jsonl"
     told = said(tmp_path, f"data.train={rows}", f"data.validation={validation}", "data.filter={label: [anger]}")
     assert "data.filter: no row of the validation split" in told
@@ -170,7 +170,8 @@ def test_an_archive_that_is_cut_off_is_named(cut: int, tmp_path: Path) -> None:
     path = folder / "train-01.tar"
     whole = path.read_bytes().rstrip(b"\0")
     whole += bytes(-len(whole) % 512)
-    path.write_bytes(whole if cut == 1024 else whole[:-cut])  # all members, without the end; or a part of the last
+    # all members without the end of the archive, or a part of the last member
+    path.write_bytes(whole if cut == 1024 else whole[:-cut])
     told = said(folder, task={"text": "txt", "label": "json.label"})
     assert told.startswith(f"data.train: cannot read {path} from row ")
 
@@ -195,7 +196,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert with_row("[1]").startswith(f"data.train: {path}, line 26 holds a list; expected a mapping")
     where = f"(rows are counted from row 20 of {path})"
     assert "task.text: column 'text' of the train split of train-02.jsonl must hold" in with_row('{"label": "joy"}')
-    assert "in 1 of 10 (row 5 holds None)" in said(folder)
+    assert "1 of 10 rows have none (row 5 holds None)" in said(folder)
     assert uncoded(said(folder)).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
     assert mentions(told, "LS2314", "'text'", "row 5 holds 7")
@@ -210,7 +211,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert mentions(said(folder), "LS2104", f"in rows 0 to 4 of {path}")
 
 
-# -- changed while it is read ----------------------------------------------------------------------------------------
+# -- files that change during training -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         ("gone", "no longer exists, and row "),
         ("cut", "bytes now, and had "),
         ("unlike", "a label that it did not have when training began: 'fun'"),
-        ("other", "they are not what they were when the shards were counted"),
+        ("other", "they have changed since the shards were indexed"),
     ],
 )
 def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
@@ -243,9 +244,9 @@ def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, t
     assert heard == [str(caught.value)]
     assert told in heard[0]
     assert last in heard[0]
-    assert "Put it back as it was, and the same command goes on" in heard[0]
-    assert steps[-1] - asked[0] == 1  # two steps are left: one to ask all ranks to stop, one to hear the answer
-    if how == "other":  # its size and time are those of the index
+    assert "Restore the file, and the same command resumes" in heard[0]
+    assert steps[-1] - asked[0] == 1  # two more steps: one to ask all ranks to stop, one to receive the answer
+    if how == "other":  # its size and time are those in the index
         with pytest.raises(Unreadable):
             next(feed_of(run).steps(steps[-1] + 1))
 
@@ -283,7 +284,7 @@ def test_a_run_stops_before_a_changed_shard_and_goes_on_when_it_is_back(tmp_path
     changed(path, "other")
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], job, cache))
     assert status == 75, err
-    assert "they are not what they were when the shards were counted" in err
+    assert "they have changed since the shards were indexed" in err
     assert f"data.train: {path}, rows " in err
     assert "stopped on request after step " in out
     stopped = max(line["step"] for line in lines(job))

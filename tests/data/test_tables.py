@@ -155,27 +155,27 @@ def many(rows: int) -> str:
         (many(100_000) + "narrow\n", {}, "line 100,002: the row has 1 column, and the header has 2: 'narrow'"),
         ("text;label\nhello, you;1\n", {}, "The header seems to be separated by semicolons: set data.separator"),
         ("text\tlabel\nhello, you\t1\n", {}, "The header seems to be separated by tabs: set data.separator"),
-        ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator and the header does not"),
+        ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator (,) and the header does not"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column"),
-        ("text,label\na,1\n# made by hand\nb,0\n", {}, "Take comments out"),
+        ("text,label\na,1\n# made by hand\nb,0\n", {}, "Remove comments"),
         (
             "sep=,\ntext,label\na,1\n",
             {},
             "line 1: 'sep=,' is an instruction for Excel; remove the line, and set data.separator",
         ),
-        ("# by hand\ntext,label\na,1\n", {}, "The first line seems to be a comment, '# by hand': take it out"),
+        ("# by hand\ntext,label\na,1\n", {}, "The first line seems to be a comment, '# by hand': remove it"),
         ("text,label,text\na,1,b\n", {}, "columns 1 and 3 are both named 'text'; give each column a different name"),
         (
             'text,label\n"fine",0\n"b",0\n"never ends,1\n',
             {},
-            'line 4: a cell begins with " there and does not end before',
+            'line 4: a cell that begins with " there is never closed',
         ),
-        ('text,label\n"ends" early, really,1\n', {}, 'line 2: something stands between the " at the end of a cell'),
+        ('text,label\n"ends" early, really,1\n', {}, 'line 2: there is text between the " that ends a cell'),
         ("text,label\na\0b,1\n", {}, "line 2: the row contains a zero byte"),
         ("a,1\nb,0,2\n", {"columns": ["text", "label"]}, "line 2: the row has 3 columns, and data.columns names 2"),
         ('text,label\n"Oh" he said,1\nb,0\nlate, and wide,1\n', {}, "line 4: the row has 3 columns"),
-        ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: something stands between"),
-        ('text,label\n"a \\"b\\" c",1\n', {}, 'seem to have a backslash (\\"); write them doubled'),
+        ('text,label\n"a \\"b\\" c, d",1\n', {}, "line 2: there is text between"),
+        ('text,label\n"a \\"b\\" c",1\n', {}, 'seem to be escaped by backslashes (\\"); double them'),
     ],
 )
 def test_rows_that_do_not_fit_are_named(content: str, keys: dict, told: str, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
             "text;label\n" + "".join(f"w{'; more' * (i % 2)};{i % 2}\n" for i in range(60)),
             "a.csv, line 3: the row has 3",
         ),
-        ("text\n" + "Hello, world\n" * 60, "a file with a text on each line is called .txt"),
+        ("text\n" + "Hello, world\n" * 60, "name a file with one text per line .txt"),
     ],
 )
 def test_init_takes_no_table_for_one_column(

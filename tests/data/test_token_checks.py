@@ -81,7 +81,7 @@ def test_conversations_that_differ_in_unwritten_keys_do_not_blame_the_tokenizer(
     for n, row in enumerate(rows):
         row["messages"][1] |= {"weight": n % 2}
     (note,) = [each for each in notes_of(run_on(folder, rows, **task)) if "sequences" in each]
-    assert "they differ only in what the chat template does not write ('weight')" in note
+    assert "they differ only in keys that the chat template does not write ('weight')" in note
     same = [talk("w1", n, name=None if n % 2 else "a") for n in range(4)]
     assert len(set(map(splitting.normalized, same))) == 2
     assert splitting.normalized({"a": 1, "b": None}) == splitting.normalized({"b": None, "a": 1} | {"c": None})
@@ -111,7 +111,7 @@ def test_of_rows_with_several_texts_the_limit_is_named_too(
     beginnings = ("w1 w2 w3 w4 w5 w6", "w2 w3 w4 w5 w6 w7")
     rows = [{name: f"{some} {text_of(n)}" for name, some in zip(names, beginnings, strict=True)} for n in range(24)]
     more = {"prompt": None} if task == "preference" else {}
-    with raises("LS2442", "data: ", "as every text is cut to 6 tokens", "raise data.max_length"):
+    with raises("LS2442", "data: ", "because every text is truncated to 6 tokens", "raise data.max_length"):
         notes_of(run_on(folder, rows, "data.max_length=6", model=source, name=task, **more))
 
 

@@ -360,7 +360,7 @@ def test_labels_that_are_nearly_the_same_are_noted(here: Path, capsys: pytest.Ca
     (here / "a.csv").write_text("text,label\n" + "".join(f"{text(i)} {i},{words[i % 5]}\n" for i in range(100)))
     written("--data", "a.csv", "--model", "scratch")
     said = " ".join(capsys.readouterr().out.split())
-    assert "labels that differ only in blanks around them or in case are learned as different ones: 'J" in said
+    assert "labels that differ only in surrounding blanks or case count as different labels: 'J" in said
     assert all(f"{name!r} (18)" in said for name in ("joy", "Joy", "joy "))
     assert "'fear'" not in said.partition("labels that differ")[2].partition("If they mean")[0]
     sentences = [{"tokens": ["a", "b"], "tags": ["O", ["B-X", "b-x"][i % 2]]} for i in range(60)]

@@ -224,7 +224,7 @@ def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFi
     assert task.prepared.facts["cut_texts"]["train"] == told
     (train, _, *_) = warnings(task.prepared.facts)
     assert train.startswith(
-        "2 of 5 train texts are longer than 16 tokens, and their ends (6 tokens) are cut off; 1 more"
+        "2 of 5 train texts are longer than 16 tokens and are truncated (6 tokens are lost); 1 more"
     )
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0

@@ -1,1 +1,1 @@
-"""From files and the Hub to tokens, and from tokens to micro-batches."""
+"""Read data from files and the Hub, encode it to tokens, and split it into micro-batches."""

@@ -266,7 +266,7 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     if _layout_of_json(document) != layout:
         contents = {
             "squad": 'SQuAD\'s JSON: {"data": [{"paragraphs": [{"context": ..., "qas": [...]}]}]}',
-            "columns": 'a mapping of columns to lists that are as long as each other: {"text": [...], "label": [...]}',
+            "columns": 'a mapping of columns to lists of equal length: {"text": [...], "label": [...]}',
             "records": 'a document with one list of rows, {"data": [{"text": ..., "label": ...}, ...]}, or ids with '
             "a row each",
         }

@@ -1,5 +1,4 @@
-"""Tokens in the cache: encoded once by all cores, a shard at a time, under a key of their content; mapped when they are
-read.
+"""Encode splits to Arrow shards in the cache, once and on all cores, keyed by content; memory-map them for reading.
 
 In: a `datasets.Dataset` and a function that encodes a batch of its rows. Out: a folder of sealed Arrow files, which
 `Columns` maps; and `Prepared`, the files and facts that a run needs.
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 INDEX = "index.json"  # of a folder of shards: examples per shard, total tokens, rows of the longest examples
 LONGEST = 16_384  # longest examples listed in the index
-SIDES = ("input_ids", "target_ids")  # columns of tokens that go through the model
+SIDES = ("input_ids", "target_ids")  # token columns that are inputs of the model
 
 
 class Shards:
@@ -53,7 +52,8 @@ class Shards:
     def __init__(self, path: str | Path | pa.RecordBatch) -> None:
         self.index: dict[str, Any] | None = None
         self._opened: dict[int, pa.RecordBatch] = {}
-        self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}  # of shards read so far
+        # (shard, column) -> values and offsets, for shards read so far
+        self._lists: dict[tuple[int, str], tuple[np.ndarray, np.ndarray]] = {}
         self._files: list[Path] = []
         if isinstance(path, pa.RecordBatch):
             whole = pa.Table.from_batches([path])
@@ -580,12 +580,12 @@ class Prepared:
             return None
 
     def _with_places(self, rename: Callable[[str], str]) -> Prepared:
-        """This object with other names of its files."""
+        """Return a copy with `rename` applied to the names of its files."""
         return replace(self, splits={s: rename(p) for s, p in self.splits.items()}, tokenizer=rename(self.tokenizer))
 
     @property
     def places(self) -> list[Path]:
-        """The files and the folder that it names."""
+        """The files of the splits and the folder of the tokenizer."""
         return [Path(file) for file in [*self.splits.values(), self.tokenizer] if file]
 
     def damages(self) -> dict[Path, str]:
@@ -601,7 +601,7 @@ class Prepared:
 
 
 def _relative(place: str) -> str:
-    """The name of a file relative to the cache; that of a file elsewhere as it is."""
+    """Return the name of a file relative to the cache; unchanged for a file outside of it."""
     return (
         str(Path(place).absolute().relative_to(cache_folder().absolute())) if place and inside(Path(place)) else place
     )

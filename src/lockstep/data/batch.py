@@ -1,11 +1,11 @@
-"""The values that travel from file to weights, and the words for them.
+"""Data classes of a training step, from collated micro-batches to results, with a glossary.
 
-Glossary (one word an idea, used everywhere):
+Glossary:
   step          one optimizer update, numbered from 0; a step's result is the weights "after step t+1"
   global batch  the examples of one step over the whole job
-  micro-batch   one of the `micro_batches` parts a global batch is cut into, collated: what goes through the model in
-                one forward and backward; its gradient is a leaf of the reduction tree, the one with its index
-  target        a label the loss is summed over (-100 marks a position that is none)
+  micro-batch   one of the `micro_batches` parts of a global batch, collated: the input of one forward and backward; its
+                gradient is the leaf of the reduction tree that has its index
+  target        a label that the loss is summed over (-100 marks a position without one)
   tokens        real tokens; padded: tokens including padding
 Letters in shape comments: B examples of a micro-batch, T padded length, C classes, M micro-batches of a step, W ranks,
 S sources of a mixture. Nothing here imports torch.
@@ -38,9 +38,9 @@ Sums = dict[str, "Tensor"]
 class MicroBatch:
     """One collated micro-batch."""
 
-    index: int  # among the step's, 0..M-1: its gradient's place in the reduction tree
+    index: int  # within the step, 0..M-1; also of its gradient's leaf in the reduction tree
     inputs: Mapping[str, Tensor]  # keyword arguments of the model, each [B, T]
-    targets: Tensor  # int64 [B] or [B, T], or [B, C] as its task has them; IGNORED where there is none
+    targets: Tensor  # int64 [B], [B, T] or [B, C], depending on the task; IGNORED where there is none
     sources: Tensor | None = None  # int64 [B]: which source of a mixture each example is from
 
     def to(self, device: torch.device) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""The token cache: a folder that only this user writes, in which every file or folder lies beside a seal of it.
+"""The token cache: a folder that only this user can write, with a seal (sizes and hashes) beside each file or folder.
 
 In: a path in the cache and a function that creates its content. Out: the same path, created once, synced and checked at
 every start; damaged content, and content of another user, is recreated.
@@ -37,7 +37,7 @@ from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
 
 BEAT_S = 5.0  # heartbeat interval of a lease
-SILENCE_S = 60.0  # without a heartbeat, after which another machine's lease is taken over
+SILENCE_S = 60.0  # seconds without a heartbeat after which another machine's lease is taken over
 _UNABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of folders without lock support
 
 
@@ -273,7 +273,7 @@ def damage(path: Path) -> str | None:
         seal = json.loads(_seal_of(path).read_text(encoding="utf-8"))
         files = _files(path)
         if seal["files"].keys() != files.keys() or not files:
-            return f"{path.name} is not there, or holds other files"
+            return f"{path.name} is missing, or contains other files"
         checked_by = seal["seen"] if isinstance(seal.get("seen"), dict) else {}  # machine -> last check
         found_now = hashlib.sha256(repr([(n, _identity(f)) for n, f in files.items()]).encode()).hexdigest()
         whole = checked_by.get(_boot()) != found_now
@@ -288,7 +288,7 @@ def damage(path: Path) -> str | None:
                 if reason is not None:
                     return reason
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{path.name} is not there, or nothing tells what it should hold"
+        return f"{path.name} is missing, or has no seal"
     if whole:
         with suppress(OSError):  # the next check then reads everything again
             others = [(boot, state) for boot, state in checked_by.items() if boot != _boot()][-MACHINES:]
@@ -372,9 +372,9 @@ def _differs(file: Path, path: Path, record: dict[str, Any], whole: bool, looked
     if not whole and count > SAMPLED:  # the ends, where truncation shows, and random blocks between
         blocks = sorted({0, count - 1, *random.Random().sample(blocks[1:-1], SAMPLED - 2)})
     if _hashes(file, blocks) != [record["blocks"][i] for i in blocks]:
-        return "holds other bytes than were written"
+        return "differs from what was written"
     if _rows(file, path) != record["rows"]:
-        return "holds another number of examples than were written"
+        return "has another number of examples than was written"
     return None
 
 

@@ -1,5 +1,4 @@
-"""Types of columns: which are read, what the types of several files have in common, and what the run file says they are
-(`data.types`).
+"""Types of columns: select the columns to read, find the common type of several files, and apply `data.types`.
 
 In: data sets of typed columns. Out: columns of a common or declared type. Integers in tables and lines, whose cells are
 all text, become numbers only if all are in canonical form: '01' and '1' are ambiguous.
@@ -119,8 +118,8 @@ def number_of(text: str) -> int:
 
 
 def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
-    """How `data.types` makes an unknown label one of the `known` ones, or what it differs in from one of them, as the
-    beginning of a sentence; empty for a label that has no like."""
+    """Return a hint, as a sentence that precedes the remedy, if an unknown label resembles a `known` one: `data.types`
+    would make them equal, or they differ only in blanks or capitals. Empty if none resembles it."""
     texts = {str(each): each for each in known}
     if str(label) in texts:  # a number, and the text of it
         return f"With data.types={{{column}: text}}, {label!r} and {texts[str(label)]!r} are the same label. "
@@ -131,7 +130,7 @@ def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
         if same and distinct:
             return f"With data.types={{{column}: integer}}, {label!r} and {same[0]!r} are the same label. "
     like = [each for text, each in texts.items() if text.strip().casefold() == str(label).strip().casefold()]
-    return f"It differs from {like[0]!r} in blanks or capitals only. " if like else ""
+    return f"It differs from {like[0]!r} only in blanks or capitals. " if like else ""
 
 
 def _value(text: str) -> int:
@@ -145,8 +144,8 @@ def label_note(column: str, texts: Collection[str]) -> list[str]:
         return []
     number = int(odd[0].strip().partition(".")[0])
     return [
-        f"column {column!r} holds whole numbers, not all written alike ({odd[0]!r}): the labels are the texts as they "
-        f"stand. With data.types={{{column}: integer}} they are numbers, and {odd[0]!r} is {number}"
+        f"column {column!r} holds whole numbers, some not in the usual form ({odd[0]!r}), so the labels stay "
+        f"texts. With data.types={{{column}: integer}} they become numbers, and {odd[0]!r} is {number}"
     ]
 
 
@@ -156,8 +155,8 @@ def points_note(column: str, texts: Collection[str]) -> list[str]:
     if not first.strip().endswith(".0") or not whole_numbers(texts):
         return []
     return [
-        f"column {column!r} holds whole numbers, all written with '.0': the labels are the numbers, and {first!r} is "
-        f"{number_of(first)}. With data.types={{{column}: text}} they are the texts as they stand"
+        f"column {column!r} holds whole numbers, all written with '.0', so the labels become numbers: {first!r} is "
+        f"{number_of(first)}. With data.types={{{column}: text}} they stay texts"
     ]
 
 
@@ -197,7 +196,7 @@ def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: s
                     raise RunError(
                         "LS2401",
                         f"data.types: {column}: {kind}: row {row:,} of the {split} split of {name} holds "
-                        f"{repr(value)[:60]} there, of which no {kind} can be made; correct it, or give another type",
+                        f"{repr(value)[:60]}, which cannot be converted to {kind}; correct it, or declare another type",
                     ) from None
         shape = Shape()
         shape.look(converted)

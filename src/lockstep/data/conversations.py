@@ -214,7 +214,8 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         }
 
     if not ragged:
-        return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)  # of an older lockstep
+        # the cache may be of an older lockstep
+        return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)
     parts, changed = [], False
     kind = datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()
     for first, part in usable_rows.lists(dataset, column):
@@ -269,8 +270,8 @@ def further_keys(dataset: Dataset, column: str) -> list[str]:
 
 
 def turn_end(tokenizer: Any, how: Writing) -> int | None:
-    """The special token by which the template ends an answer where that is not the end token, as in Gemma's; None if
-    the answer has the end token, or no special one."""
+    """Return the special token that ends an answer in the template if it is not the end token (as in Gemma's template).
+    None if answers end with the end token or with no special token."""
     question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     try:
         before, whole = (how.text(tokenizer, some, None, len(some) == 1) for some in ([question], [question, answer]))
@@ -300,9 +301,9 @@ def never_ends(tokenizer: Any, learned: Iterable[np.ndarray], other: int | None 
     if any(end in ids for ids in learned):
         return []
     return [
-        f"no answer that is learned holds the end token ({tokenizer.convert_ids_to_tokens(end)!r}), so the model does "
-        "not learn to stop: let the chat template write it behind what the assistant says (task.chat_template; within "
-        "its generation marks, if it has any), or let the tokenizer's eos_token be the token that ends a turn"
+        f"no trained answer contains the end token ({tokenizer.convert_ids_to_tokens(end)!r}), so the model does not "
+        "learn to stop: change task.chat_template to write it after the assistant's text (inside its generation marks, "
+        "if it has any), or set the tokenizer's eos_token to the token that ends a turn"
     ]
 
 
@@ -409,8 +410,8 @@ def _marked(
         if not spans:
             raise RunError(
                 "LS2400",
-                f"task.messages: row {number}, message {place} (assistant): the chat template marks what is trained by "
-                "{% generation %}, but nothing of this turn; correct the template, or give another task.chat_template",
+                f"task.messages: row {number}, message {place} (assistant): the chat template marks trained text by "
+                "{% generation %}, but nothing in this turn; correct the template, or give another task.chat_template",
             )
         turns.append(RenderedText(whole, spans, marked=True))
     return turns

@@ -78,8 +78,8 @@ def unpacking(source: Path | BinaryIO, name: Path) -> Any:
 
 
 class _Streams(io.RawIOBase):
-    """Decompressed streams of bzip2 or xz, one after another, with zeros in between. Python's own readers end in
-    silence where bytes after a stream begin no other one, as after damage; this one raises an error."""
+    """Reader of concatenated bzip2 or xz streams, which zeros may separate. Python's own readers end silently at bytes
+    that begin no further stream, as after damage; this one raises an error."""
 
     def __init__(self, source: Path | BinaryIO, kind: Callable[[], Any]) -> None:
         self._own = isinstance(source, Path)
@@ -226,7 +226,7 @@ def check_packing(start: bytes, file: Path, key: str) -> None:
         if start.startswith(mark, place):
             what = "holds another compressed file" if is_compressed(file) else "is compressed"
             endings = {kind: ending for ending, kind in ENDINGS.items()}
-            mend = f"call it {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
+            mend = f"rename it to {plain(file).name}{endings[name]}, or unpack it" if name in endings else "unpack it"
             raise RunError("LS2064", f"{key}: {file} {what} ({name}), although its name ends differently: {mend}")
 
 
@@ -254,11 +254,11 @@ def _check_text(file: Path, key: str, encoding: str, blocks: Iterator[bytes]) ->
         decoder.decode(b"", final=True)
         if guess is None or codecs.lookup(guess).name[:6] == codecs.lookup(encoding).name[:6]:
             return
-        reason = "it decodes, but as zeros between letters"
+        reason = "it decodes, but to letters with zeros between them"
     except UnicodeError as error:
         line += str(getattr(error, "object", b"")[: getattr(error, "start", 0)], "latin-1").count("\n")
         reason = f"line {line}: {getattr(error, 'reason', error)}"
-    others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or what it was written in"
+    others = f"{guess}: it begins as that does" if guess else "cp1252, latin-1, utf-16, or its actual encoding"
     raise RunError(
         "LS2065",
         f"{key}: {file} is not text in {encoding.upper() if encoding == 'utf-8' else encoding} ({reason}): set "
@@ -406,8 +406,8 @@ def _rows(lines: _Lines, dialect: Dialect) -> Iterator[tuple[int, list[str]]]:
 
 def _quoting(message: str, quote: str) -> str:
     if "unexpected end" in message:
-        return f"a cell begins with {quote} there and does not end before the file does"
-    return f"something stands between the {quote} at the end of a cell and the next separator" if quote else message
+        return f"a cell that begins with {quote} there is never closed"
+    return f"there is text between the {quote} that ends a cell and the next separator" if quote else message
 
 
 @dataclass
@@ -463,7 +463,7 @@ def _with_quotes(file: Path, data: DataSection, separator: str) -> Table:
         if other.escaped:
             raise Misfit(
                 error.code,
-                f'{error.message}. Quotes within quotes seem to have a backslash (\\"); write them doubled ("")',
+                f'{error.message}. Quotes within quotes seem to be escaped by backslashes (\\"); double them ("")',
             ) from None
         if other.wrapped:  # a quoted file with one faulty quote
             raise error from None
@@ -520,16 +520,16 @@ def _misfit(file: Path, line: int, row: list[str], table: Table, data: DataSecti
     alone = table.names[0] if len(table.names) == 1 else ""
     other = next((mark for mark in NAMES if mark != separator and mark in alone), None)
     if alone.startswith("#"):
-        how = f"The first line seems to be a comment, {alone[:40]!r}: take it out"
+        how = f"The first line seems to be a comment, {alone[:40]!r}: remove it"
     elif other is not None:
         how = f"The header seems to be separated by {NAMES[other]}: set data.separator"
     elif len(row) == 1 and row[0].lstrip().startswith("#"):
-        how = "Take comments out"
+        how = "Remove comments"
     elif len(row) == len(table.names) + 1 and not row[-1]:
-        how = f"It ends with a separator and the header does not: end both with one, or none ({called})"
+        how = f"It ends with a separator ({called}) and the header does not: end both or neither with one"
     else:
-        how = f"A cell that holds {called} stands between double quotes"
-        how += "; a file with a text on each line is called .txt" if alone else ""
+        how = f"Put a cell that contains {called} in double quotes"
+        how += "; name a file with one text per line .txt" if alone else ""
     widths = f"the row has {quantity(len(row), 'column')}, and {header} {len(table.names)}"
     return f"{file}, line {line:,}: {widths}: {_excerpt(row)}. {how}"
 

@@ -1,4 +1,4 @@
-"""Facts about tensors that the host keeps, so that it does not wait for the GPU to read them.
+"""Facts about tensors, stored on the host, so that reading them does not wait for the GPU.
 
 In: the inputs of a micro-batch on the host. Out: facts about a mask, positions or targets, attached to the tensor when
 it is copied to the device. Results of operations on the tensor have no facts: a mask that a model modifies is inspected

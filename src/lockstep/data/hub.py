@@ -38,10 +38,10 @@ from lockstep.distributed.activity import ACTIVITY
 _AGAIN = (408, 409, 412, 425, 429, 500, 502, 503, 504)
 _STATUS = {
     401: "it does not accept the token (401): HF_TOKEN is wrong or has expired",
-    402: "it wants to be paid for this (402)",
+    402: "it requires payment (402)",
     403: "the token may not do this (403): it needs the permission, or the repository's owner must give access",
-    413: "it says that a file is too large (413)",
-    429: "it says that there were too many requests (429)",
+    413: "it rejects a file as too large (413)",
+    429: "it received too many requests (429)",
 }
 
 
@@ -95,10 +95,11 @@ def names_hub(run: Run) -> bool:
 
 
 def be_brief() -> None:
-    """Silence the Hub library's own messages about failed requests, and its progress bars: the line of the current
-    activity, which counts the bytes, tears them, and they stay behind on Ctrl-C (HF_HUB_DISABLE_PROGRESS_BARS=0 in the
-    environment keeps them). If the Hub is unreachable, also disable its retries (six per file, 23 s), and let its
-    requests fail at once if its host accepts connections and never answers; cached files are then used at once."""
+    """Silence the Hub library's messages about failed requests and its progress bars, which would collide with
+    lockstep's own progress line and stay on the screen after Ctrl-C (HF_HUB_DISABLE_PROGRESS_BARS=0 keeps them).
+
+    If the Hub is unreachable, also disable the library's retries (six per file, 23 s), and make its requests fail at
+    once if the host accepts connections but never answers. Cached files are then used without waiting."""
     from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
     from huggingface_hub.utils import disable_progress_bars, http_backoff, http_stream_backoff
 
@@ -114,7 +115,7 @@ def be_brief() -> None:
 
 
 def _fail_requests(reason: str) -> None:
-    """Make every request of the Hub library in this process fail as a connection that cannot be made."""
+    """Make every request of the Hub library in this process fail with a connection error, for this reason."""
     from huggingface_hub import get_session, set_client_factory
 
     client: Any = get_session()
@@ -131,7 +132,8 @@ def _fail_requests(reason: str) -> None:
 
 @cache
 def unreachable() -> str | None:
-    """Why the Hub's host cannot be reached; None: it answers, or a proxy is configured. Checked once per process."""
+    """Return why the Hub's host cannot be reached, or None if it answers or a proxy is configured. Checked once per
+    process."""
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)
@@ -146,7 +148,7 @@ def unreachable() -> str | None:
         connection.getresponse()
     except TimeoutError:
         return "no connection in time" if connection.sock is None else SILENT
-    except ssl.SSLError:  # it answers; whether it is trusted is for the Hub library
+    except ssl.SSLError:  # it answers; the Hub library decides whether to trust it
         return None
     except HTTPException:
         return None

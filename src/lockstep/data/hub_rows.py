@@ -1,4 +1,4 @@
-"""Rows of a data set on the Hub, with the values that its files hold.
+"""Read a data set from the Hub, with all values as its files hold them.
 
 In: a Hub id. Out: one `datasets.Dataset` a split, or a `RunError`. `datasets` infers types of JSON and CSV files: it
 turns "01" into 1 and drops "null", "NA" and the like. Such files are therefore read again by `row_files`, unless the
@@ -87,7 +87,7 @@ def _names_of_splits(data: DataSection, there: Mapping[Any, Any]) -> dict[str, s
     return names
 
 
-# -- values as they stand in the files -------------------------------------------------------------------------------
+# -- values as in the files ------------------------------------------------------------------------------------------
 
 
 def _as_written(data: DataSection, splits: dict[str, Dataset], names: dict[str, str], use: ColumnUse) -> HubRows:
@@ -179,8 +179,8 @@ def _read(files: list[Path], key: str, section: DataSection, use: ColumnUse) -> 
 
 
 def _with_texts(rows: Dataset, written: Dataset, split: str, data: DataSection) -> Dataset:
-    """Rows with declared types, in which columns of texts hold what stands in the file: `datasets` drops "NA", writes
-    dates anew, and writes texts among numbers as JSON."""
+    """Return rows with declared types whose text columns hold the texts of the file: `datasets` drops "NA", reformats
+    dates, and serializes texts among numbers as JSON."""
     assert data.source is not None
     for column in rows.column_names if len(written) == len(rows) else ():
         mixed = value_types.is_json(written.features.get(column))
@@ -207,8 +207,8 @@ def _unread(data: DataSection, splits: dict[str, Dataset], use: ColumnUse, decla
             numbers = str(getattr(rows.features[column], "dtype", "")).startswith(("int", "float"))
             if column in use.maybe_numbers and numbers and rows.info.builder_name == "csv" and not declared:
                 notes.append(
-                    f"column {column!r} of the {split} split of {data.source} was read as numbers, from files whose "
-                    'texts are not at hand: labels such as "01" and "1" would be one label. To keep the texts, '
+                    f"column {column!r} of the {split} split of {data.source} was read as numbers, and the "
+                    'texts are not available: labels such as "01" and "1" would be one label. To keep the texts, '
                     "download the files and name them in data.train"
                 )
     return HubRows(splits, frozenset(), notes)

@@ -53,13 +53,13 @@ class WeightFormats(Flag):
 
 
 class TaskRules(ABC):
-    """What a task's class says of a run before there is a task; `tasks/task.py` has the rest."""
+    """Class-level interface of a task: decisions about a run before a task exists. `tasks/task.py` has the rest."""
 
     plugin: ClassVar[str] = "tasks"
     Options: ClassVar[type[BaseModel]]
     display_keys: ClassVar[tuple[str, ...]] = ()  # keys that affect evaluation output and scores, but no weights
     own_model: ClassVar[bool] = False
-    """Whether model and data are made by code of the user's, and not described by `model`, `tokenizer` and `data`."""
+    """Whether the user's code creates model and data, in place of the keys `model`, `tokenizer` and `data`."""
 
     head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
@@ -122,7 +122,8 @@ class TaskRules(ABC):
 
 
 class OptimizerRules:
-    """What an optimizer says of a run before there are weights; `strategies/optimizers/optimizer.py` has the rest."""
+    """Class-level interface of an optimizer, before weights exist. `strategies/optimizers/optimizer.py` has the
+    rest."""
 
     plugin: ClassVar[str] = "optimizers"
     packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
@@ -141,11 +142,11 @@ class OptimizerRules:
 
 
 class StrategyRules(ABC):
-    """What a strategy's class says of a run before there is a process group; `strategy.py` has the rest."""
+    """Class-level interface of a strategy, before a process group exists. `strategy.py` has the rest."""
 
     plugin: ClassVar[str] = "strategies"
     exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
-    # Import names of packages beyond the core (pip extras have the same names); or a core package, its least version.
+    # Import names of packages beyond the core (pip extras have the same names), or a core package and its minimum.
     needs: ClassVar[tuple[str, ...]] = ()
     weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
     chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
@@ -187,7 +188,7 @@ class StrategyRules(ABC):
 
     @classmethod
     def stages_of(cls, run: Run, processes: int) -> int:
-        """Number of stages that the model is split into, each on a rank of its own; 1: it is not."""
+        """Number of pipeline stages that the model is split into, each on its own rank; 1 without a pipeline."""
         return 1
 
     @classmethod
@@ -222,7 +223,7 @@ class Job:
     strategy: type[StrategyRules]  # the resolved class; one name may stand for several
     optimizer: type[OptimizerRules]
     prepared: Prepared | None = None  # from `Scope.DATA` on
-    padding: str | None = None  # why padding is computed; None: it is not
+    padding: str | None = None  # why padding is computed; None if it is not
     attention: str = OWN_ATTENTION
     newest: Any = None  # `Manifest` of the checkpoint to resume from, if searched for; not sent to ranks
     notes: tuple[str, ...] = ()  # for the user; not sent to ranks
@@ -279,7 +280,7 @@ class Job:
             f"attention {self.attention}",
             f"computes in {self.run.precision} with {self._weights()}",
             "no padding" if self.padding is None else f"computes padding ({self.padding})",
-            "the bits of one process" if self.same_bits else "equal to one process within rounding",
+            "same bits as one process" if self.same_bits else "equal to one process within rounding",
         ]
         return "; ".join(parts)
 

@@ -154,8 +154,8 @@ def known_rows(dataset: Dataset, columns: list[str], known: Callable[[Any], bool
 
 
 def alike(counts: Mapping[str, int]) -> dict[str, list[list[tuple[str, int]]]]:
-    """The fact `alike_labels`: groups of labels that differ only in surrounding blanks or case, with their train
-    counts; empty if there are none."""
+    """Return the fact `alike_labels`: groups of (label, count in train) that differ only in surrounding blanks or case;
+    empty if there are none."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for name, count in counts.items():
         groups.setdefault(" ".join(name.split()).casefold(), []).append((name, count))

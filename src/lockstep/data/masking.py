@@ -1,5 +1,6 @@
 """Choose the masked tokens of an example as BERT does (Devlin et al. 2019, arXiv:1810.04805, and its
-create_pretraining_data.py): a share of them, of these 80 % as the mask, 10 % as any token and 10 % as they are.
+create_pretraining_data.py): of a share of the tokens, 80 % become
+the mask token, 10 % a random token, and 10 % stay unchanged.
 
 In: tokens, and the seed, step and row of each example. Out: inputs and targets. No generator is used: each token's
 random number is a hash of its position, so it is the same in any micro-batch, on any rank and with any library version.

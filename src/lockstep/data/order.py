@@ -1,4 +1,4 @@
-"""Which examples a step uses, and how they are cut into micro-batches: pure functions of seed, step and lengths.
+"""Select the examples of a step and split them into micro-batches: pure functions of seed, step and lengths.
 
 In: the number of examples of one source, or of each source of a mixture, a seed and a step; lengths. Out: positions of
 the step's examples, and M groups of them of equal padded cost. Nothing is stored, so a resume needs only the step.
@@ -310,7 +310,7 @@ class MixedOrder(Order):
         return epoch * self.examples + within * self.batch_size
 
     def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`drawn` for sorted `places`, counted from the phase's first."""
+        """Return what `sources_of_step` returns, for sorted `places` counted from the first of the phase."""
         periods, within = np.divmod(places, int(phase.counts.sum()))
         source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
         for period in np.unique(periods):

@@ -1,4 +1,4 @@
-"""Prepare a run's data before any process group exists: once a machine, then found again by what it was made from.
+"""Prepare a run's data before any process group exists: once per machine, cached under a key of all inputs.
 
 In: a run. Out: a `Prepared`. With a cached one, a worker needs neither the raw data nor the library that reads it.
 """
@@ -90,8 +90,8 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                     seal(place)
             prepared.write(path)
             if tell is not None:
-                why = f"again, because {next(iter(damaged.values()))}; made " if damaged else ""
-                tell(f"made {why}in {time.monotonic() - began:.1f} s, kept in {cache_folder()}")
+                why = f"again (in the cache, {next(iter(damaged.values()))}) " if damaged else ""
+                tell(f"prepared {why}in {time.monotonic() - began:.1f} s, cached in {cache_folder()}")
     return prepared
 
 

@@ -51,8 +51,8 @@ def windows(tokenizer: Any, question: str, context: str, most: int, stride: int)
     room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
     if room <= stride:
         raise ValueError(
-            f"its question leaves {max(0, room)} of data.max_length {most} tokens for the context, and windows that "
-            f"share task.stride {stride} need more"
+            f"its question leaves {max(0, room)} of the {most} tokens of data.max_length for the context, too few "
+            f"for windows that overlap by task.stride={stride}"
         )
     encodings = tokenizer(
         question,

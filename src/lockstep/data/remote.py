@@ -1,4 +1,4 @@
-"""Data that are elsewhere: whole files are downloaded into the cache, shards of a stream are fetched when needed.
+"""Remote data: download whole files into the cache, and fetch shards of a stream when they are needed.
 
 In: addresses in the `data` section. Out: local paths, or a `RunError`. A shard is prefetched, kept in the cache while
 there is room, and verified by its tag.
@@ -124,7 +124,7 @@ class ShardCache:
             with suppress(FileNotFoundError):  # evicted by another process
                 return open(path, "rb")
         raise Unfetched(
-            "LS2172", f"data.train: {self._objects[path].address}: its local copy was removed again and again: {_MORE}"
+            "LS2172", f"data.train: {self._objects[path].address}: its local copy was evicted repeatedly: {_MORE}"
         )
 
     def fetch(self, path: Path) -> None:
@@ -215,7 +215,7 @@ class ShardCache:
             about.write_text(str(size), encoding="utf-8")
 
 
-_MORE = "give data.stream_cache_gb more, or LOCKSTEP_CACHE another folder; what is done is kept"
+_MORE = "raise data.stream_cache_gb, or set LOCKSTEP_CACHE to another folder; finished work is kept"
 
 
 def _all() -> Path:

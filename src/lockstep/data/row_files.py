@@ -323,7 +323,9 @@ def together(
                 _differ(f"{key}: {what}", first, file, f"has no column {missing[0]!r}: it has {_named(part)}", start),
             )
         if more := [c for c in names if c in part.column_names and c not in start.column_names]:
-            raise RunError("LS2212", _differ(f"{key}: {what}", first, file, f"has a column {more[0]!r} more", start))
+            raise RunError(
+                "LS2212", _differ(f"{key}: {what}", first, file, f"has an additional column {more[0]!r}", start)
+            )
     features = datasets.Features()
     for column in names:
         kinds = {file: part.features[column] for file, part in parts if column in part.column_names}
@@ -351,7 +353,7 @@ def _cast(part: Dataset, features: Features, what: str, file: Any) -> Dataset:
         raise RunError(
             "LS2410",
             f"{what} must have columns of the same types, and {file} has a number that does not fit the type of the "
-            f"others: {error}; write integers and decimals in columns of their own",
+            f"others: {error}; write integers and decimals in separate columns",
         ) from None
 
 

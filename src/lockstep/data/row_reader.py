@@ -483,7 +483,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(mapping) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f": the key {twice[:60]!r} stands twice in one mapping")
+        raise ValueError(f": the key {twice[:60]!r} occurs twice in one mapping")
     return mapping
 
 

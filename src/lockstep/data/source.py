@@ -444,7 +444,9 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
     for key in ("config", "revision"):
         if (is_local or data.source == BUILTIN) and key in data.changed_keys:
             name = data.source or "data.train"
-            raise RunError("LS2255", f"data.{key}: applies to data sets of the Hub only, and {name} is none; remove it")
+            raise RunError(
+                "LS2255", f"data.{key}: applies to data sets of the Hub only, and {name} is not one; remove it"
+            )
 
 
 # -- local files -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""The splits of a run: duplicates are left out, validation and test are cut off train, and examples that stand in two
-splits are counted or left out.
+"""Create the splits of a run: remove duplicates, hold out validation and test from train, and count or remove examples
+that occur in two splits.
 
 In: whole splits, and the columns that their task reads. Out: the final splits, and facts for reports: how many rows
 were removed and why, and how many examples occur in train and another split. For a stream, `EvalHashes` holds the
@@ -231,12 +231,12 @@ def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
 def left_out(facts: Mapping[str, Any]) -> str:
     """Describe the numbers of unused rows, as the end of a line about the data; empty if all are used."""
     why = {
-        "left_out": "for want of a text or label",
-        "lacking_or_unusable": "for want of a text or label, or as unusable",
+        "left_out": "for a missing text or label",
+        "lacking_or_unusable": "for a missing text or label, or as unusable",
         "unusable": "as unusable, by data.drop_unusable",
         "filtered": "by data.filter",
         "duplicates": "as duplicates",
-        "dropped": "for standing in validation or test, too",
+        "dropped": "because they are in validation or test, too",
     }
     reasons = [
         f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
@@ -250,9 +250,9 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     """Warnings about the data: truncated texts, similar labels, `notes` of the task, and examples that are both trained
     and evaluated on."""
     messages = [
-        f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens, and their "
-        f"ends ({counts['tokens']:,} tokens) are cut off"
-        + f"; {counts['nothing']:,} more, in which nothing to learn would be left, are not used"
+        f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens and "
+        f"are truncated ({counts['tokens']:,} tokens are lost)"
+        + f"; {counts['nothing']:,} more are not used, because truncation would leave nothing to learn"
         * (counts["nothing"] > 0)
         + (
             f". The model has positions for {counts['positions']:,} tokens"
@@ -262,9 +262,9 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
         for split, counts in facts.get("cut_texts", {}).items()
     ]
     messages += [
-        "labels that differ only in blanks around them or in case are learned as different ones: "
+        "labels that differ only in surrounding blanks or case count as different labels: "
         + ", ".join(f"{name!r} ({count:,})" for name, count in group)
-        + ". If they mean the same, write them alike"
+        + ". If they mean the same, spell them the same"
         for group in facts.get("alike_labels", [])
     ]
     messages += facts.get("notes", [])

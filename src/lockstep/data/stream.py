@@ -453,8 +453,8 @@ class Stream:
             empty = of_each.index(0)
             mine = summaries[bounds[empty] : bounds[empty + 1]]
             selective = any(each.get("filtered") or each.get("dropped") for each in mine)
-            which = " that data.filter and data.decontaminate leave" if selective else ""
-            raise self._nothing(self.parts[empty], f"make no example{which}")
+            which = " after data.filter and data.decontaminate" if selective else ""
+            raise self._nothing(self.parts[empty], f"contain no example{which}")
         names = next(each["names"] for each in summaries if each["names"])
         rows = sum(int(numbers_of(each, "rows").sum()) for each in tables)
         fewer = {key: sum(each.get(key, 0) for each in summaries) for key in ("used", "filtered", "dropped")}

@@ -22,8 +22,8 @@ from lockstep.data.remote import Unfetched, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader
 from lockstep.data.stream import Identity, Stream
 
-_LATER = "Once it can be had, the same command goes on"
-_MEND = "Put it back as it was, and the same command goes on; with other data begin anew, with another output"
+_LATER = "When it is available again, the same command resumes"
+_MEND = "Restore the file, and the same command resumes; for other data start over, with another output=FOLDER"
 
 Opened = Callable[[], tuple[Stream, Make]]  # -> stream of rows, encoding function
 
@@ -103,7 +103,7 @@ class _Chunks(Shards):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(
                     "LS2280",
-                    part.with_source(f"{rows_there}: they are not what they were when the shards were counted")
+                    part.with_source(f"{rows_there}: they have changed since the shards were indexed")
                     + f"{_since(path, size)}. {_MEND}",
                 )
             return batch

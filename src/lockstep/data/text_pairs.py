@@ -1,4 +1,4 @@
-"""Texts that go together, for embeddings: two columns and more of texts, or two and a score -> tokens in the cache.
+"""Related texts for embedding models (two or more columns of texts, or two and a score) -> tokens in the cache.
 
 In: rows of a data set and a tokenizer. Out: a row's texts concatenated in `input_ids`, with their lengths in `sizes`.
 Equal texts of a split have equal ids, so that copies of a text in other rows are not used as its negatives.
@@ -48,7 +48,7 @@ def whole(
         for row, value in enumerate(part, first):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not ends[0] <= value <= ends[1]:
-                remedy = "" if not number else "; say which there are, such as task.score_range=[0,5]"
+                remedy = "" if not number else "; set the range of the scores, such as task.score_range=[0,5]"
                 raise RunError(
                     "LS2290",
                     f"task.score: row {row} of the {split} split of {name} holds {str(value)[:60]!r} in column "

@@ -1,5 +1,5 @@
-"""Whether a tokenizer makes something of the texts, and whether these differ: looked at once they are encoded, before
-any process starts.
+"""Check that the tokenizer represents the texts and that the texts differ, after encoding and before any process
+starts.
 
 In: rows, their examples and the tokenizer. Out: notes with counts, or a `RunError` if nothing could be learned.
 """
@@ -99,7 +99,7 @@ def _unknown(
         names = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(ids.tolist())[:4])) or "nothing"
         raise RunError(
             "LS2441",
-            f"tokenizer: none of its {len(tokenizer):,} tokens stands for anything in the {examples:,} examples of "
+            f"tokenizer: none of its {len(tokenizer):,} tokens represents any text of the {examples:,} examples of "
             f"{split}: their {int(numbers.sum()):,} {what} are {names}, so nothing could be learned; use a tokenizer "
             "for these texts, or set tokenizer.train",
         )
@@ -114,7 +114,7 @@ def _unknown(
     most, id_ = int(numbers[of_texts].max()), int(ids[of_texts][numbers[of_texts].argmax()])
     name = tokenizer.convert_ids_to_tokens(id_)
     if most == total:
-        notes.append(f"all {total:,} {what} of {split} are {name!r}: texts differ by their lengths alone")
+        notes.append(f"all {total:,} {what} of {split} are {name!r}: texts differ only in length")
     elif id_ != unknown and total >= _TOKENS_OF_SHARE and most / total >= _NEARLY_ALL:
         notes.append(f"{most:,} of {total:,} {what} of {split} ({most / total:.0%}) are {name!r}")
     return notes
@@ -152,11 +152,11 @@ def _alike(
     cut = limit is not None and all(len(each) == limit.tokens * limit.sequences for each in sample)
     why, what = "", "use a tokenizer that knows these texts"
     if limit is not None and cut:
-        why, what = f", as every text is cut to {limit.tokens} tokens", f"raise {limit.key}"
+        why, what = f", because every text is truncated to {limit.tokens} tokens", f"raise {limit.key}"
         if limit.positions is not None and limit.positions <= limit.tokens:
             what = f"use a model with positions for more than {limit.positions} tokens, or other texts"
     elif different > left and (keys := _unwritten(rows.select(range(len(sample))), list(values), left)):
-        why = f", as they differ only in what the chat template does not write ({', '.join(map(repr, keys))})"
+        why = f", because they differ only in keys that the chat template does not write ({', '.join(map(repr, keys))})"
         if left == 1:
             raise RunError(
                 "LS2411",

@@ -1,4 +1,4 @@
-"""Which rows of a split can be used: columns within columns, rows that lack something, and `data.filter`.
+"""Select the usable rows of a split: nested columns, missing values, and `data.filter`.
 
 In: a split and the columns that a task reads, by key of the run file. Out: the split with these columns, limited to
 complete rows; or a `RunError` that says where values are missing, how often, and what to do. Columns are scanned in
@@ -173,7 +173,7 @@ def within(path: str, value: Any) -> str:
     while isinstance(value, list | dict) and value:
         steps.append("0" if isinstance(value, list) else str(next(iter(value))))
         value = value[0] if isinstance(value, list) else value[steps[-1]]
-    return f"; what is in it is named like {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
+    return f"; to name a value inside it, write {'.'.join(steps)}" if len(steps) > 1 and isinstance(value, str) else ""
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def without(
         messages = [_describe(dataset, key, *lack, split, name) for key, lack in lacks.items()]
         raise RunError(
             "LS2323",
-            "\n  ".join(["columns lack something in some rows:", *messages] if len(messages) > 1 else messages),
+            "\n  ".join(["columns have missing values in some rows:", *messages] if len(messages) > 1 else messages),
         )
     complete_rows = np.flatnonzero(~np.logical_or.reduce([rows for _, rows in lacks.values()]))
     if len(complete_rows) == 0:
@@ -410,9 +410,9 @@ def is_nothing(value: Any) -> bool:
 def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split: str, name: str) -> str:
     first = int(np.flatnonzero(lacks)[0])
     return (
-        f"{key}: column {column!r} of the {split} split of {name} must hold something in every row, and has none in "
-        f"{int(lacks.sum())} of {len(lacks)} (row {first} holds {repr(dataset[first][column])[:60]}): fill it in, or "
-        "set data.drop_missing=true to leave such rows out"
+        f"{key}: column {column!r} of the {split} split of {name} must have a value in every row, but "
+        f"{int(lacks.sum())} of {len(lacks)} rows have none (row {first} holds {repr(dataset[first][column])[:60]}): "
+        "fill them in, or set data.drop_missing=true to leave such rows out"
     )
 
 
