@@ -155,7 +155,7 @@ def many(rows: int) -> str:
         (many(100_000) + "narrow\n", {}, "line 100,002: the row has 1 column, and the header has 2: 'narrow'"),
         ("text;label\nhello, you;1\n", {}, "The header seems to be separated by semicolons: set data.separator"),
         ("text\tlabel\nhello, you\t1\n", {}, "The header seems to be separated by tabs: set data.separator"),
-        ("text,label\na,1,\nb,0,\n", {}, "It ends with a separator (,) and the header does not"),
+        ("text,label\na,1,\nb,0,\n", {}, "and the header does not: end both or neither with one"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "line 3: the row has 1 column"),
         ("text,label\na,1\n# made by hand\nb,0\n", {}, "Remove comments"),
         (
