@@ -118,7 +118,7 @@ def test_the_table_names_what_was_measured_and_the_reasons_what_was_not() -> Non
     assert len(details(rows)[1]) == 2
     drawn = "".join(plots(rows))
     assert "examples per second" in drawn
-    assert "if it were linear" in drawn
+    assert "linear scaling" in drawn
     assert "GPU" not in drawn
 
 

@@ -94,7 +94,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
         (6, "optim.schedule=[[0, 0], [2, 5.0e-3], [3, 1.0e-3]]", "first@3 can be"),
         (9, "steps=14", "steps: the learning rate of step 9 is"),
         (12, "steps=10", "one of the runs ends there (10 steps there, 10 here)"),
-        (3, "steps=14", "no checkpoint of at most 3 steps is kept (kept are 6, 10)"),
+        (3, "steps=14", "no checkpoint of at most 3 steps exists (existing: 6, 10)"),
         (6, "strategy.exact=false", "strategy.exact is True there and False here"),
         (6, "optim.groups=[{match: '*', learning_rate: 1.0e-3}]", "optim.groups: the rates of optim.groups"),
         (6, "average.last=3", "branch at step 4 or before"),

@@ -134,13 +134,13 @@ TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "conte
         ({"messages": TURNS}, "assistant_only_loss=True", "messages", ""),
         ({"messages": TURNS}, "assistant_only_loss=True, packing=True", "messages", ""),
         ({"messages": TURNS}, "assistant_only_loss=True, completion_only_loss=True", "messages", ""),
-        ({"messages": TURNS}, "completion_only_loss=True", "", "the assistant's words alone are learned here"),
-        ({"text": "a text"}, "assistant_only_loss=True", "", "TRL takes it of conversations alone"),
+        ({"messages": TURNS}, "completion_only_loss=True", "", "only the assistant's words are learned here"),
+        ({"text": "a text"}, "assistant_only_loss=True", "", "TRL applies it only to conversations"),
         ({"text": "a text"}, "completion_only_loss=False", "text", ""),
         ({"text": "a text"}, "completion_only_loss=True", "text", ""),
         ({"prompt": "a", "completion": "b"}, "completion_only_loss=True", "prompt", ""),
         ({"prompt": "a", "completion": "b"}, "completion_only_loss=False", "", "the response is learned"),
-        ({"prompt": "a", "completion": "b"}, "assistant_only_loss=True", "", "TRL takes it of conversations alone"),
+        ({"prompt": "a", "completion": "b"}, "assistant_only_loss=True", "", "TRL applies it only to conversations"),
     ],
 )
 def test_which_tokens_trl_learns(

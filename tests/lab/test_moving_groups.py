@@ -65,7 +65,7 @@ def test_without_the_model_the_words_of_the_conditions_decide(here: Path, capsys
     script = grouped(WITH, WITHOUT).replace('"encoder"', '"acme/encoder"')
     run = moved("loop.py", script)
     assert run.optim.weight_decay == 0.05
-    assert "leaves out of the decay what has LayerNorm.weight, bias in its name" in capsys.readouterr().out
+    assert "does not decay weights with LayerNorm.weight, bias in their names" in capsys.readouterr().out
     for other in (script.replace('"bias", ', '"bias", "embed", '), script.replace(f"{WITH}]", "p.dim() >= 2]")):
         Path("moved.yaml").unlink(missing_ok=True)
         mentions(refused("loop.py", other, capsys), "LS8209", "config cannot be read", "optim.groups=")

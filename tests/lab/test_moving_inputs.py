@@ -35,7 +35,7 @@ def test_a_model_that_is_given_all_by_name(here: Path) -> None:
         (ONE.replace(CALL, f"model(input_ids=batch['input_ids'], {LABELS}).loss"), "is not given attention_mask"),
         (
             ACCELERATE.replace(CALL, f"model({ALL.rpartition(',')[0]}, {LABELS}).loss"),
-            "is not given token_type_ids, so both texts are of one type",
+            "is not given token_type_ids, so both texts have one type",
         ),
         (
             ONE.replace("max_length=64)", "max_length=64, padding='max_length', return_attention_mask=False)"),

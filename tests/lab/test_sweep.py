@@ -35,7 +35,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, cache: Path) -> No
     process.send_signal(signal.SIGTERM)
     status, out, err = ended(process)
     assert status == 75, err
-    assert "the same command goes on" in out
+    assert "run the same command to continue" in out
     assert not second.exists()
 
     status, out, err = ended(start(sweep, tmp_path, cache))

@@ -1,1 +1,1 @@
-"""Work around training: write run files, measure, check machines, try several runs."""
+"""Commands around training: write run files, benchmark, check machines, run sweeps."""

@@ -41,13 +41,13 @@ class Bench:
 
     base: Run
     over: Mapping[str, Sequence[Any]]  # keys to vary besides the processes
-    processes: Sequence[int]  # `launch.processes`: a machine
+    processes: Sequence[int]  # values of `launch.processes`: processes per machine
     steps: int
     skip: int
     rounds: int
     weak: bool  # batch_size and micro_batches grow with the processes
     folder: Path
-    singly: bool = False  # vary one key at a time, beside the run file as it is (`--options`)
+    singly: bool = False  # `--options`: vary one key at a time, and also measure the unchanged run file
 
 
 def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]) -> int:
@@ -110,11 +110,11 @@ def best(
     """Write the run file with the options that made the job fastest as FOLDER/best.yaml; returns the sentence about
     it."""
     if not rows[0].rounds:
-        return "not known: the run file as it is could not be measured"
+        return "unknown: the unchanged run file could not be measured"
     file = request.folder / "best.yaml"
     if not (gained := bench_options.gains(rows)):
         file.unlink(missing_ok=True)
-        return "the run file as it is: no option made it faster in every round, by more than it differs from itself"
+        return "the unchanged run file: no option was faster in every round by more than the noise of the measurement"
     row = gained[0]
     keys, speeds = bench_options.varied(row), bench_options.ratios(row, rows[0])
     replace_text(file, load(path, {**overrides, **keys}, defaults).dump())
@@ -138,7 +138,7 @@ def rows_of(
     rows = [
         row_of(request, keys, count, path, overrides, defaults) for keys in combinations for count in request.processes
     ]
-    if request.singly:  # such as `model.compile: false`, where `auto` is decided as false
+    if request.singly:  # such as `model.compile: false` if `auto` resolves to false
         known = rows[0].job and rows[0].job.run
         rows[2:] = [row for row in rows[2:] if row.job is None or row.job.run != known]
     return rows
@@ -168,7 +168,7 @@ def row_of(
 
 
 def series(request: Bench, keys: sweep_file.Overrides) -> str:
-    """Name of a line in the plots: the strategy and the other varied keys; of `--options`: the keys."""
+    """Name of a line in the plots: the strategy and the other varied keys; with `--options`, only the keys."""
     if request.singly:
         return bench_options.words(keys) or "run file"
     names = [str(keys.get("strategy.name", request.base.strategy.name))]
@@ -343,7 +343,7 @@ def plots(rows: Sequence[BenchRow]) -> list[str]:
             points.sort()
         if ideal and len(lines.get(first, [])) > 1:
             (count, rate), (most, _) = lines[first][0], lines[first][-1]
-            lines[f"{first}, if it were linear"] = [(count, rate), (most, rate * most / count)]
+            lines[f"{first}, linear scaling"] = [(count, rate), (most, rate * most / count)]
         return charts.lines(title, lines, charts.ChartStyle("processes"))
 
     drawn = [
@@ -358,5 +358,5 @@ def plots(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and software that the numbers were measured on."""
+    """Describe the machine and the software on which the numbers were measured."""
     return {"processor": processor(), "cores": os.cpu_count(), "system": platform.platform(terse=True)}

@@ -1,4 +1,4 @@
-"""`lockstep bench --options`: which options of the run file, made for speed or memory, help this job?
+"""`lockstep bench --options`: measure which options for speed or memory help this job.
 
 In: the user's run. Out: values of such options to try, one key at a time; from the measured rows, how each compares
 with the run file as it is, and the set of them that made the job faster in every round.
@@ -16,14 +16,14 @@ from lockstep.data.job import Job
 from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
 
-GAIN = 1.02  # a smaller one is no gain, on however quiet a machine
+GAIN = 1.02  # a smaller ratio is not a gain, even on a quiet machine
 CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
 
 
 def options_of(run: Run) -> dict[str, list[Any]]:
-    """Return key -> values other than the run's own, which cost or save time or memory and train the same examples.
-    Some change rounding, and so the weights' bits. `precision` and `strategy.exact` are not among them: they
-    change what is promised."""
+    """Return key -> values to try, other than the run's own: options that trade time for memory on the same examples.
+    Some change rounding, and so the bits of the weights. `precision` and `strategy.exact` are excluded, because
+    they change what the run promises."""
     job = Job.of(run)
     tried: dict[str, list[Any]] = {
         "model.compile": [False, True, "whole"],
@@ -47,14 +47,13 @@ def ratios(row: BenchRow, base: BenchRow) -> list[float]:
 
 
 def noise(rows: Sequence[BenchRow]) -> float:
-    """Return the largest ratio, in any round, between the run file (`rows[0]`) and itself measured again (`rows[1]`):
-    what an option has to exceed."""
+    """Return the largest ratio, in any round, between the run file (`rows[0]`) and itself measured again (`rows[1]`).
+    An option must exceed this noise."""
     return max((max(ratio, 1 / ratio) for ratio in ratios(rows[1], rows[0])), default=1.0)
 
 
 def gains(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """Return the rows that were faster than the run file in every round, by more than it differs from itself; the
-    fastest first."""
+    """Return the rows that were faster than the run file in every round by more than `noise`, fastest first."""
     least = max(GAIN, noise(rows))
     gained = [row for row in rows[2:] if (speeds := ratios(row, rows[0])) and min(speeds) >= least]
     return sorted(gained, key=lambda row: -statistics.median(ratios(row, rows[0])))
@@ -75,7 +74,7 @@ def varied(row: BenchRow) -> Overrides:
 
 
 def same_weights(row: BenchRow, base: BenchRow) -> str:
-    """Return whether the row trains the bits of `base`, in a word for a table."""
+    """Return, as a word for a table, whether the row trains the same weights as `base`, bit for bit."""
     if row.job is None or base.job is None:
         return "-"
     mine, other = row.job, base.job
@@ -85,7 +84,7 @@ def same_weights(row: BenchRow, base: BenchRow) -> str:
 
 
 def table(rows: Sequence[BenchRow]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells: the run file and itself again, then what was tried, the fastest first."""
+    """Columns and cells: the run file, the run file measured again, then the options, fastest first."""
     columns = ["", "speed", "in all rounds", "examples/s", "peak MiB", "weights"]
     base, tried = rows[0], [row for row in rows[2:] if ratios(row, rows[0])]
     tried.sort(key=lambda row: -statistics.median(ratios(row, base)))

@@ -34,7 +34,7 @@ class BenchRow:
         return [t.examples / t.seconds for t in self.rounds.values()]
 
     def middle(self) -> dict[str, float]:
-        """Medians over the rounds; bytes are those of the rank that needs most."""
+        """Medians over the rounds; bytes are of the rank that uses the most."""
         rounds = list(self.rounds.values())
         step_s = statistics.median(t.seconds / t.steps for t in rounds)
 

@@ -124,7 +124,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     if (why := shares_nothing(job, differing)) is not None:
         return 0, why
     if not manifest.bits:
-        return 0, f"it was trained by {manifest.strategy}, which promises no bits"
+        return 0, f"it was trained by {manifest.strategy}, which is not bitwise reproducible"
     if files := changed_code(run, manifest):
         return 0, f"it was trained with other versions of your code: {', '.join(files)} changed since"
     theirs = load_of(output)
@@ -152,10 +152,10 @@ def take(output: Path, step: int, run: Run, ours: Course) -> Begun:
         scored = _evaluated(theirs) == _evaluated(run)
         return Begun(output, at, manifest, _needed(theirs, run, at, ours, scored), scored)
     listed = ", ".join(map(str, sorted(there))) or "none"
-    damaged = f"; damaged are {'; '.join(faults)}" if faults else ""
+    damaged = f"; damaged: {'; '.join(faults)}" if faults else ""
     raise RunError(
         "LS8057",
-        f"{output}@{step}: no checkpoint of at most {step} steps is kept (kept are {listed}){damaged}, so a "
+        f"{output}@{step}: no checkpoint of at most {step} steps exists (existing: {listed}){damaged}, so a "
         "branch would save nothing; use `lockstep train`. A run keeps the checkpoints of checkpoint.at",
     )
 
@@ -225,7 +225,7 @@ def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
     """Return the manifest as if this run had saved the checkpoint, on the hosts of the original run."""
     every = interval(run, ours) if run.average.last is not None else 0
     compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
-    arithmetic = compiled | arithmetic_of(run)  # which lacks the key until it is decided
+    arithmetic = compiled | arithmetic_of(run)  # lacks model.compile until `auto` is resolved
     adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})
     return adjusted if scored else replace(adjusted, scores={}, progress={})
 

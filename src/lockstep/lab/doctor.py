@@ -1,16 +1,15 @@
-"""`lockstep doctor`: what this machine can run, what lies between processes, and whether strategies keep their
+"""`lockstep doctor`: report what this machine can run, how processes communicate, and whether strategies keep their
 promise.
 
 In: a folder for checkpoints, and a number of processes or the variables of a launcher. Out: a report on the terminal
-or as JSON, and the exit status: 1 when something differs between ranks that would break exactness, or they do not
-meet.
+or as JSON, and the exit status: 1 if ranks differ in something that exactness depends on, or
+cannot connect.
 
-`probe` runs on ranks that have joined and is collective: the speed of an all-reduce, the skew of clocks, and what is
-not the same everywhere, named with its ranks and hosts; some of it would break the promise of `strategy.exact` (see
-README, "The promise"). `selftest` (`--selftest`) runs a few steps of a small job under every strategy in each
-precision, compares them with the same steps of one process as `lockstep verify` does, and writes one page about them
-and the machine, which can be sent to somebody: it holds no token, and not the name of the host.
-"""
+`probe` runs on ranks that have joined and is collective: it measures the speed of an all-reduce and the skew of clocks,
+and lists settings that differ between ranks, with ranks and hosts; some of them would break the promise of
+`strategy.exact` (see README, "The promise"). `selftest` (`--selftest`) runs a few steps of a small job under every
+strategy in each precision, compares them with the same steps of one process as `lockstep verify` does, and writes one
+page about them and the machine, which can be shared: it contains no tokens and no host name."""
 
 from __future__ import annotations
 
@@ -139,8 +138,8 @@ def problems(report: dict[str, Any]) -> list[str]:
         )
     if slow := ranks.get("compute", {}).get("slow_ranks"):
         failures.append(
-            f"{'rank' if len(slow) == 1 else 'ranks'} {', '.join(map(str, slow))} compute at less than 0.7 of "
-            f"the middle speed: all wait for them"
+            f"{'rank' if len(slow) == 1 else 'ranks'} {', '.join(map(str, slow))} compute at less than 0.7 times "
+            f"the median speed: all others wait for them"
         )
     for host, facts in ranks.get("folder", {}).get("of_host", {}).items():
         if "failed" in facts:
@@ -182,7 +181,9 @@ def verdict(report: dict[str, Any]) -> str:
     torch_facts, count = report.get("torch", {}), len(report["problems"])
     listed = f"; {count} problem{'s' * (count > 1)} above" if count else "; no problem found"
     if str(torch_facts.get("failed", "")).startswith(machine_info.NO_ANSWER):
-        return f"none: torch gave {torch_facts['failed']}, which a busy machine may explain; try again{listed}"
+        return (
+            f"undecided: torch reported {torch_facts['failed']}, perhaps because the machine is busy; try again{listed}"
+        )
     if "failed" in torch_facts or not torch_facts.get("version"):
         return f"this machine cannot train: torch does not start{listed}"
     cores, devices = report.get("machine", {}).get("cores"), torch_facts.get("devices") or []
@@ -209,7 +210,7 @@ def _tell_ranks(console: Console, ranks: Facts) -> None:
     if rows:
         console.table("what differs between ranks", ["what", "where", "breaks exactness"], rows)
     else:
-        console.say("all ranks are alike")
+        console.say("no differences between ranks")
 
 
 def _sides(each: dict[str, Any]) -> str:
@@ -257,10 +258,10 @@ EXACT = {
     "lockstep-train": "another version may compute in another order",
     "torch": "another version may compute in another order",
     "transformers": "another version may build another model",
-    "tokenizers": "another version may cut texts otherwise",
+    "tokenizers": "another version may tokenize texts differently",
     "device": "devices of different kinds give different bits",
     "processor": "processors of different models may give different bits",
-    "instructions": "other instructions add in another order",
+    "instructions": "other instruction sets may add in another order",
     "cores": "launch.threads: auto depends on them; set launch.threads",
     "OMP_NUM_THREADS": "the number of threads changes bits",
     "driver": "another version of CUDA may compute in another order",
@@ -441,7 +442,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
     count = processes or max(2, gpus_of(run_of("single", "fp32", 1, device).launch))
     runs = [[run_of(name, precision, count, device) for name in names] for precision in PRECISIONS]
     console.say(
-        f"{STEPS} steps under each strategy, {quantity(count, 'process')}, beside the same steps of one process ..."
+        f"{STEPS} steps under each strategy, {quantity(count, 'process')}, compared with the same on one process ..."
     )
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-selftest-") as folder:

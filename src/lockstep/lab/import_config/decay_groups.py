@@ -33,7 +33,7 @@ Shapes = Mapping[str, int]  # name of a weight -> its number of dimensions
 
 
 class NotRead(Exception):
-    """A form of groups that is not read; says why."""
+    """Parameter groups have a form that is not supported; the message says which forms are."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class DecayGroups:
     def __init__(self, script: Script, node: ast.expr, rate: Any, decay: float, line: str) -> None:
         self.script, self.where, self.line = script, f"{line}: {code_of(node)}", line
         self.words: set[str] = set()  # that the conditions look for in a name
-        self.by_name = True  # False: a condition looks at the dimensions, too
+        self.by_name = True  # False if a condition also tests the number of dimensions
         self.models: set[str] = set()
         self.default, self.rate = decay, rate
         value = script.bound(node) if isinstance(node, ast.Name) else node
@@ -206,7 +206,7 @@ class DecayGroups:
         for name, dimensions in shapes.items():
             holding = [group.decay for group in self.groups if group.test(name, dimensions)]
             if len(holding) != 1:
-                why = f"{name} is in {len(holding)} of its groups, and each weight that is trained has to be in one"
+                why = f"{name} is in {len(holding)} of its groups, and each trained weight must be in exactly one"
                 draft.unclear(where, why, "model.freeze" if not holding else "optim.groups")
                 return
             decays[name] = holding[0]
@@ -230,8 +230,8 @@ class DecayGroups:
             draft.notes.append(f"difference: the original decays {named} by {decay:g}, lockstep decays no bias or norm")
         elif shapes.keys() & {_WEIGHT}:
             draft.notes.append(
-                f"{self.line} leaves out of the decay what has {', '.join(sorted(self.words))} in its name; "
-                "lockstep leaves out all biases and norms, whatever their names"
+                f"{self.line} does not decay weights with {', '.join(sorted(self.words))} in their names; "
+                "lockstep does not decay any bias or norm, whatever its name"
             )
 
     def _weights(self, draft: RunDraft) -> tuple[Shapes, set[str]]:

@@ -85,7 +85,7 @@ def untyped(draft: RunDraft, where: str) -> None:
     pair = "task.text_pair" in draft.keys or draft.task == "question_answering"
     source = str(draft.keys.get("model.source", "")).lower()
     if pair and not any(kind in source for kind in NAMES["without_token_types"]):
-        why = "it is not given token_type_ids, so both texts are of one type; here it gets those of its tokenizer"
+        why = "the model is not given token_type_ids, so both texts have one type; lockstep passes the tokenizer's"
         draft.lacks(where, why, "task.text_pair", "task.context")
 
 

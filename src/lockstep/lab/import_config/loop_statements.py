@@ -18,7 +18,7 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.train_mode import PART, TrainMode
 from lockstep_trace.plurals import quantity
 
-_UNKNOWN = "not one of the statements that init understands in a training loop: take it out of the loop, or write the "
+_UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
 _NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader"
 _ELSEWHERE = (

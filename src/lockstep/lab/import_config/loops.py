@@ -421,8 +421,7 @@ class Loop(Reading):
     def _assigned(self, node: ast.expr | None) -> ast.expr | None:
         return self.script.bound(node) if isinstance(node, ast.Name) else node
 
-    # -- values outside of calls
-    # -------------------------------------------------------------------------------------------
+    # -- values outside of calls ---------------------------------------------------------------------------------------
 
     def constants(self, statements: Statements | None) -> None:
         """Read `for epoch in range(3)`, and names such as max_iters if no loop over a DataLoader was understood."""

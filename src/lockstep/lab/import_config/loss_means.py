@@ -1,8 +1,8 @@
-"""How a script's loss is a mean, where that is not the mean over the targets of a step, as it is here.
+"""Note where a script's loss is another mean than lockstep's, which is the mean over the targets of a step.
 
-In: a script and its draft, once the model and the data are known. Out: notes: means of micro-batches that count the
-same whatever their targets, gradients that Trainer adds up, a divisor that counts tokens that nothing predicts, and
-texts that end otherwise.
+In: a script and its draft, once the model and the data are known. Out: notes on micro-batches that
+count equally whatever their number of targets, on gradients that Trainer adds without dividing, on a divisor that
+counts tokens that are never predicted, and on texts that end differently.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def note_loop(draft: RunDraft) -> None:
 
 
 def note_trainer(draft: RunDraft, script: Script) -> None:
-    """Note what the installed Trainer divides the loss by."""
+    """Note if the installed Trainer divides the loss by something else than the number of targets."""
     plain = draft.task == "language_modeling" and not draft.keys.keys() & {"task.prompt", "task.messages"}
     if plain and draft.keys.get("task.packing") is False and any(c.name == "SFTTrainer" for c in script.calls):
         note_cut(draft)
@@ -75,7 +75,7 @@ def _shifts(model: Any) -> bool:
 
 
 def note_end(draft: RunDraft, where: str) -> None:
-    """Note that texts are cut and end otherwise here than where the script tokenizes them. `where`: its line."""
+    """Note that lockstep splits and ends texts differently than the script. `where`: the line that tokenizes them."""
     if draft.keys.get("task.packing") is not False:
         return
     if draft.task == "masked_language_modeling":
@@ -99,7 +99,7 @@ def note_end(draft: RunDraft, where: str) -> None:
 
 
 def note_positions(draft: RunDraft, where: str) -> None:
-    """Note that padding is among the positions that an answer is chosen from. `where`: the line that pads."""
+    """Note that the script's softmax over answer positions includes padding. `where`: the line that pads."""
     draft.notes.append(
         f"difference: the original pads windows ({where}), and the softmax over positions, which decides an answer, "
         "has those of the padding; here it has none, so the losses are smaller"

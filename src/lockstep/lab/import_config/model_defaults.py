@@ -1,4 +1,4 @@
-"""What a script takes from the model and the tokenizer that it loads without saying so: their mode, type and padding.
+"""Settings that a script takes implicitly from the model and tokenizer that it loads: mode, dtype and padding side.
 
 In: a draft that names a model. Out: keys, notes and gaps: dropout that is off because the model stays in evaluation
 mode, weights that are saved in another type than float32, a tokenizer that pads on the left.
@@ -17,8 +17,8 @@ _RANDOM = ("drop", "jitter")  # parts of the names of entries of a config that d
 
 
 def without_dropout(draft: RunDraft, where: str, why: str = EVALUATED) -> bool:
-    """Set each rate of dropout of `model.config` to 0, as a model in evaluation mode trains; make a gap where that is
-    not all that this mode changes, or where the model's config cannot be read. Returns whether no rate is left."""
+    """Set all dropout rates in `model.config` to 0, which reproduces training in evaluation mode. Records a gap if that
+    mode changes more than dropout, or if the config cannot be read. Returns whether it succeeded."""
     if draft.is_given("model.config"):
         return True
     name, entries = f"{where} ({why})", draft.keys.get("model.config", {})
@@ -39,7 +39,7 @@ def without_dropout(draft: RunDraft, where: str, why: str = EVALUATED) -> bool:
 
 
 def model_config(draft: RunDraft, entries: dict[str, Any]) -> Any:
-    """The config of the model that a draft names, with these entries; None: it cannot be read."""
+    """Return the config of the draft's model with these entries, or None if it cannot be read."""
     source = draft.keys.get("model.source")
     if not isinstance(source, str) or source == FILL_IN:
         return None
@@ -54,7 +54,7 @@ def model_config(draft: RunDraft, entries: dict[str, Any]) -> Any:
 
 
 def _rates(config: Any) -> dict[str, Any]:
-    """Entries of a config that are rates of dropout other than 0 -> 0.0, nested as they are."""
+    """Return the entries of a config that are nonzero dropout rates, each mapped to 0.0, nested as in the config."""
     from transformers import PreTrainedConfig
 
     rates: dict[str, Any] = {}
@@ -75,8 +75,8 @@ def _merged(entries: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differs_in_training(config: Any) -> str | None:
-    """The class of a module that computes something else in training mode, in a model of this config that gets no
-    memory; None, too, where there is no such model: planning says why."""
+    """Return the class of a module that computes something else in training mode, in a model of this config built
+    without memory. None if there is no such module, or if the model cannot be built (planning reports that)."""
     import torch
     from torch import nn
     from transformers import AutoModel
@@ -96,7 +96,7 @@ def _differs_in_training(config: Any) -> str | None:
 
 
 def empty_model(draft: RunDraft, script: Script) -> Any:
-    """The script's model without memory, of the class that it loads; None: the class or the config cannot be read."""
+    """Build the script's model on the meta device. None if its class or config cannot be read."""
     import torch
     import transformers
 
@@ -115,8 +115,8 @@ def empty_model(draft: RunDraft, script: Script) -> Any:
 
 
 def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
-    """Dimensions of each weight of the script's model by its name, and the names of those that lockstep never decays;
-    None: the model cannot be read, or an adapter's weights are trained."""
+    """Return (weight name -> number of dimensions, names of weights that lockstep never decays) for the script's model.
+    None if the model cannot be read, or if an adapter is trained."""
     from lockstep.tasks.models.weight_decay import exempt
 
     model = None if "model.adapter" in draft.keys else empty_model(draft, script)
@@ -143,8 +143,8 @@ def note_saved_dtype(draft: RunDraft, where: str) -> None:
 
 
 def pads_left(draft: RunDraft) -> bool:
-    """Whether the tokenizer that a draft names pads on the left, as it is saved, for a model that counts positions from
-    the first token, of padding, too. Relative positions (rotary ones) are the same on both sides."""
+    """Return whether the draft's tokenizer is saved with left padding and its model has absolute positions, which left
+    padding shifts. Relative positions (such as rotary ones) do not depend on the side."""
     source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
     config = model_config(draft, {})
     if not isinstance(source, str) or config is None:

@@ -21,7 +21,7 @@ _DEPTH = 20  # of calls of the script's functions in one another
 
 @dataclass(frozen=True)
 class Mode:
-    """A mode of the model, and the call that set it; None: it was made so."""
+    """A mode of the model, and the call that set it, or None for the mode in which the model was created."""
 
     training: bool | str
     by: ast.Call | None = field(default=None, compare=False)
@@ -93,7 +93,7 @@ class TrainMode:
         return self._assigned(node, modes) if isinstance(node, ast.Assign) else modes
 
     def _branches(self, node: Any, modes: Modes, within: Callable[[Any, Modes], Modes]) -> Modes:
-        """One of two, or both where the condition is not known."""
+        """Follow the branch that is taken, or both if the condition is unknown."""
         modes = self._expression(node.test, modes)
         taken = self.script.known(node.test, Unknown)
         if taken is not Unknown:
@@ -101,7 +101,8 @@ class TrainMode:
         return within(node.body, modes) | within(node.orelse, modes)
 
     def _loop(self, node: Any, modes: Modes) -> Modes:
-        """A loop that runs once at least: its second time begins as the first one ends."""
+        """Follow a loop that runs at least once. Its second iteration starts in the modes in which the first one
+        ends."""
         modes = self._expression(node.iter if isinstance(node, ast.For) else node.test, modes)
         self.left.append(frozenset())
         once = self._block(node.body, modes) | self.left[-1]
@@ -163,7 +164,8 @@ class TrainMode:
         return frozenset(Mode(each, call) for each in ((True, False) if value is Unknown else (bool(value),)))
 
     def _whose(self, node: ast.expr) -> str | None:
-        """Return whether modules are the whole model or a part of it; None: they are others, such as a teacher."""
+        """Return whether an expression is the whole model or a part of it; None for other modules, such as a
+        teacher."""
         if isinstance(node, ast.Attribute):
             above = self._whose(node.value)
             whole = node.attr in _WRAPPED or node.attr in self.models

@@ -246,11 +246,11 @@ def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
     assistant, completion = (theirs.get(f"{kind}_only_loss") for kind in ("assistant", "completion"))
     if "task.messages" in draft.keys:
         if not assistant:  # TRL applies completion_only_loss only to prompts and completions
-            why = "of conversations the assistant's words alone are learned here: say task.messages=... if it is wanted"
+            why = "in conversations only the assistant's words are learned here: give task.messages=... to accept that"
             draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
         return
     if assistant:
-        why = "TRL takes it of conversations alone, and these are none: give task.messages=COLUMN, or take it out"
+        why = "TRL applies it only to conversations, and these are none: give task.messages=COLUMN, or remove it"
         draft.drop("assistant_only_loss", "true", why, True, ("task.messages",))
     if "task.prompt" in draft.keys and completion is False:
         draft.drop("completion_only_loss", "false", "of prompts and responses, only the response is learned", True)
@@ -285,7 +285,7 @@ def _model(theirs: Mapping[str, Any], draft: RunDraft) -> None:
 
 
 def _disable_dropout(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
-    """TRL trains on pairs without dropout, that of an adapter, too."""
+    """Turn off dropout, including an adapter's, as TRL does for preference pairs."""
     if theirs.get("disable_dropout") is False:
         return
     why = "TRL turns a model's dropout off for pairs"

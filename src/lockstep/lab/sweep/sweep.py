@@ -265,8 +265,8 @@ def _known(sweep: Sweep) -> list[Mapping[str, Any]]:
         if (other := sweep_file.outside(sweep.over, keys)) is not None:
             raise RunError(
                 "LS8531",
-                f"{path} has a trial with {other}, which is not in what this search varies; search what that one "
-                "did or more, or give another --out",
+                f"{path} has a trial with {other}, which this search cannot propose; search at least the same "
+                "values and ranges, or give another --out",
             )
     return listed
 
@@ -320,7 +320,7 @@ def sweep(request: Sweep) -> int:
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
         console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
-        console.say("stopped; the same command goes on")
+        console.say("stopped; run the same command to continue")
         return STOPPED
     return int(bool(endless) or any(trial.state == "failed" for trial in board.trials))
 

@@ -46,8 +46,8 @@ class Range(Section):
 
 
 class SearchSection(Section):
-    trials: Positive = Field(description="how many to try in all")
-    seed: int = Field(0, ge=0, description="of the search")
+    trials: Positive = Field(description="total number of trials")
+    seed: int = Field(0, ge=0, description="seed of the search")
 
 
 class SweepFile(Section):
@@ -59,14 +59,16 @@ class SweepFile(Section):
     over: dict[str, list[Any] | Range] = Field(
         default_factory=dict, description="key -> values; every combination is tried"
     )
-    trials: list[dict[str, Any]] = Field(default_factory=list, description="mappings of keys, each tried by itself")
+    trials: list[dict[str, Any]] = Field(default_factory=list, description="mappings of keys, one per trial")
     metric: str | None = Field(
         None, pattern=r"^-?\w+$", description="sorts the table: accuracy, or -loss (less is better)"
     )
-    split: str = Field("validation", description="whose metric it is")
+    split: str = Field("validation", description="split of the metric")
     parallel: Positive = Field(1, description="trials at once")
     share: bool = Field(True, description="compute steps that trials have in common once")
-    search: SearchSection | None = Field(None, description="let optuna choose among over, instead of trying all of it")
+    search: SearchSection | None = Field(
+        None, description="let optuna choose from over, instead of trying all combinations"
+    )
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ def propose(
 
 
 def outside(over: Mapping[str, Sequence[Any] | Range], keys: Mapping[str, Any]) -> str | None:
-    """The first key whose value the search would not propose, as `key=value`; None: it might propose all."""
+    """Return the first key whose value the search cannot propose, as `key=value`, or None."""
     for key, values in over.items():
         value, number = keys[key], isinstance(keys[key], int | float)
         if not (number and values.low <= value <= values.high if isinstance(values, Range) else value in values):
