@@ -178,7 +178,7 @@ def test_an_option_that_gains_less_than_the_run_file_differs_from_itself_helps_n
     # the run file's first measurement, in the first round, met something else on the machine
     status, out = tried(run_file.parent, monkeypatch, {(0, 0): 1.5}, "micro_batches=8")
     assert status == 0
-    assert "no option made it faster in every round" in " ".join(capsys.readouterr().out.split())
+    assert "no option was faster in every round" in " ".join(capsys.readouterr().out.split())
     assert not (out / "best.yaml").exists()
 
 

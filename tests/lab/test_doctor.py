@@ -270,7 +270,10 @@ def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.Monk
         ({}, "this machine trains on 4 CPU cores; torch sees no GPU; no problem found"),
         ({"torch": {"version": "2.13", "devices": [{}, {}]}}, "this machine trains on 2 GPUs; no problem found"),
         ({"torch": {"failed": "no GPU"}}, "this machine cannot train: torch does not start; no problem found"),
-        ({"torch": {"failed": "no answer in 60 s"}}, "none: torch gave no answer in 60 s, which a busy machine may"),
+        (
+            {"torch": {"failed": "no answer in 60 s"}},
+            "undecided: torch reported no answer in 60 s, perhaps because the machine is busy",
+        ),
         ({"network": {"hub_reachable": False}}, "the Hub cannot be reached, so models and data have to be local"),
         ({"problems": ["a", "b"]}, "; 2 problems above"),
         ({"ranks": {"failed": "no route"}}, "these ranks cannot train together"),
