@@ -44,7 +44,7 @@ RUN_FILE = re.compile(r"(`{3,})yaml.*?\1", re.DOTALL)  # in the model card, with
 TIMES = re.compile(r"\d[\d.,]* ?(s|ms|min|h|[MGK]iB|[kMG]B|\w+/s|/s|%)\b|\d+:\d\d(:\d\d)?|\d{4}-\d\d-\d\d[T ][\d:.]+Z?")
 TIMED = re.compile(r"second|time|per_s|memory|_s$|speed|gib|share|wait")
 # Terminal lines that depend on times, the cache, or the run's name.
-UNALIKE = re.compile(r"(repeat|report|next) |\w+ +made in |.*(Writing model shards|it/s\])")
+UNALIKE = re.compile(r"(repeat|report|next) |\w+ +prepared in |.*(Writing model shards|it/s\])")
 
 
 def prepare(kind: str, folder: Path) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     assert job.checkpoints.resume(job.strategy) == (0, [])
     job.saved()
     assert len(job.said) == 1
-    assert "there is none yet" in job.said[0]
+    assert "there is no earlier checkpoint" in job.said[0]
     assert (tmp_path / "out" / "checkpoints").read_text() == "mine"
 
 

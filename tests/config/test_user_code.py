@@ -125,7 +125,7 @@ def test_an_edited_prepare_gets_no_old_tokens(here: Path, numbered: None) -> Non
     assert shorter.key != first.key
     lengths = [int(Columns(p.splits["train"]).lengths.sum()) for p in (first, shorter)]
     assert lengths[1] < lengths[0] / 2
-    assert [text.split()[0] for text in told] == ["made", "from", "from", "made", "made"]
+    assert [text.split()[0] for text in told] == ["prepared", "from", "from", "prepared", "prepared"]
 
 
 def test_machines_with_other_code_do_not_train(here: Path, numbered: None) -> None:

@@ -367,7 +367,7 @@ def test_labels_that_are_nearly_the_same_are_noted(here: Path, capsys: pytest.Ca
     (here / "b.jsonl").write_text("\n".join(map(json.dumps, sentences)))
     assert main(["init", "b.yaml", "--yes", "--data", "b.jsonl", "--model", "scratch"]) == 0
     counts = re.search(
-        r"different ones: '(B-X|b-x)' \((\d+)\), '(B-X|b-x)' \((\d+)\)", " ".join(capsys.readouterr().out.split())
+        r"different labels: '(B-X|b-x)' \((\d+)\), '(B-X|b-x)' \((\d+)\)", " ".join(capsys.readouterr().out.split())
     )
     assert counts is not None
     assert int(counts[2]) + int(counts[4]) == 54  # of train, without what was cut off it

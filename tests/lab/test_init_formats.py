@@ -89,7 +89,7 @@ def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
         (
             "a.csv",
             b"text,label\nsome text,joy\nmore, and more,fear\n" * 20,
-            "data.train: a.csv, line 3: the row has 3 columns, and the header has 2: 'more | and more | fear'. A",
+            "data.train: a.csv, line 3: the row has 3 columns, and the header has 2: 'more | and more | fear'. Put",
         ),
     ],
 )

@@ -147,7 +147,7 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "the weights of the checkpoint of step 8",
     ),
     "export": (other_export, "the export is another one: model.safetensors", "weights are not those of the checkpoint"),
-    "run file": (other_run_file, "run.yaml is another one", "other arithmetic"),
+    "run file": (other_run_file, "run.yaml is another one", "other settings that determine the weights"),
 }
 
 

@@ -77,7 +77,7 @@ def test_where_waiting_cannot_be_told_from_work_the_page_says_so(tmp_path: Path)
 
 def test_prices_of_padding_and_communication(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "run")))
-    assert "padding 20.0% of the computing" in said  # 1.25 tokens for one
+    assert "padding 20.0% of the computed tokens" in said  # 1.25 tokens for one
     assert "communication 16.7% of the time" in said  # 0.2 s of 1.2 s
 
 
@@ -141,7 +141,7 @@ def test_more_ranks_than_fit_are_cut_to_those_that_work_longest(tmp_path: Path) 
     line = {"time": 1010.0, "step": 10, "steps": 10, "ranks": 200, "seconds": {"forward": work}}
     (folder / "ranks.jsonl").write_text(json.dumps(line) + "\n")
     page = write_report(folder)
-    assert "The 64 ranks that work longest, of 200" in text_of(page)
+    assert "The 64 ranks with the most work of their own, of 200" in text_of(page)
     assert "rank 199" in text_of(page)
 
 
