@@ -195,7 +195,9 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     assert with_row("{'text': 1}").startswith(f"data.train: {path}, line 26, column 2: expecting property name")
     assert with_row("[1]").startswith(f"data.train: {path}, line 26 holds a list; expected a mapping")
     where = f"(rows are counted from row 20 of {path})"
-    assert "task.text: column 'text' of the train split of train-02.jsonl must have a value" in with_row('{"label": "joy"}')
+    assert "task.text: column 'text' of the train split of train-02.jsonl must have a value" in with_row(
+        '{"label": "joy"}'
+    )
     assert "1 of 10 rows have none (row 5 holds None)" in said(folder)
     assert uncoded(said(folder)).endswith(where)
     told = with_row('{"text": 7, "label": "joy"}')
