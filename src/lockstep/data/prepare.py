@@ -90,8 +90,8 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                     seal(place)
             prepared.write(path)
             if tell is not None:
-                why = f"again (in the cache, {next(iter(damaged.values()))}) " if damaged else ""
-                tell(f"prepared {why}in {time.monotonic() - began:.1f} s, cached in {cache_folder()}")
+                why = f", again because in the cache {next(iter(damaged.values()))}" if damaged else ""
+                tell(f"prepared in {time.monotonic() - began:.1f} s{why}; cached in {cache_folder()}")
     return prepared
 
 

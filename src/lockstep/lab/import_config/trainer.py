@@ -250,7 +250,7 @@ def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
             draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
         return
     if assistant:
-        why = "TRL applies it only to conversations, and these are none: give task.messages=COLUMN, or remove it"
+        why = "TRL applies it only to conversations, and these texts are not: give task.messages=COLUMN, or remove it"
         draft.drop("assistant_only_loss", "true", why, True, ("task.messages",))
     if "task.prompt" in draft.keys and completion is False:
         draft.drop("completion_only_loss", "false", "of prompts and responses, only the response is learned", True)
