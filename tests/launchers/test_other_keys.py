@@ -56,6 +56,7 @@ def asked(tracker: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     package.init.return_value._next_step = 0
     monkeypatch.setitem(sys.modules, tracker, package)
     monkeypatch.setitem(sys.modules, "mlflow.entities", package)
+    monkeypatch.setattr("lockstep.track.mlflow._database", lambda folder: f"sqlite:///{folder}/mlflow.db")
     monkeypatch.setattr("secrets.token_hex", lambda size: "0" * size)
     monkeypatch.setattr("time.strftime", lambda *_: "now")
     run = tiny(track={"to": [tracker], tracker: options})

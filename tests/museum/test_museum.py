@@ -14,6 +14,8 @@ from museum.reports import REPORTS
 from support.command import Process, ended, start, start_anew
 from support.contradiction_cases import CONTRADICTIONS
 from support.forked import FORK_TRACED
+from support.layer_cases import LAYERS, LAYERS_SUSPECTED
+from support.noise_cases import NOISE
 from support.places import ROOT
 from support.proved_cases import LIKELY, PROVED
 from support.suspected_cases import SUSPECTED
@@ -34,8 +36,9 @@ def codes() -> set[str]:
 def test_every_finding_has_an_exhibit() -> None:
     assert len(codes()) > 25
     shown = {e.expected for e in FAULTS if e.reference is None}
-    in_tests = {"packed-rows", "equal-shards", "labels-without-offset"}  # tests/trace
-    assert codes() - shown - {*(PAIRS | PROVED).values(), *(SUSPECTED | LIKELY | CONTRADICTIONS).values()} == in_tests
+    in_tests = {"packed-rows", "equal-shards", "labels-without-offset", "equal-masks", "parts-overlap"}  # tests/trace
+    proved, likely = PAIRS | PROVED | LAYERS | NOISE, SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED
+    assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 
 def run(cache: Path, *arguments: str, begin: Callable[..., Process] = start_anew, **variables: str) -> None:

@@ -11,7 +11,7 @@ import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import gradients, losses, replicas
+from lockstep_trace.rules import gradients, losses, noise, replicas
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
@@ -117,6 +117,29 @@ def test_shards_that_a_script_scales_by_other_factors_are_a_finding(
         ranks.append(rank)
     rows_ = [*gradients.clipping(Trace(Path(), {}, tuple(ranks), 0), 0)]
     assert [f.code for f in proved(rows_)] == (["clip-own-shards"] if proved_ else [])
+
+
+@pytest.mark.parametrize(
+    ("states", "rows", "found"),
+    [((0, 0), (0, 1), True), ((0, 1), (0, 1), False), ((0, 0), (0, 0), False), ((None, None), (0, 1), False)],
+)
+def test_ranks_that_draw_alike_for_other_examples_are_noted(
+    states: tuple[int | None, int | None], rows: tuple[int, int], found: bool
+) -> None:
+    """The controls: other states, the same examples, and no random numbers."""
+    layout = OptimizerLayout(
+        "SGD", (Parameter("a", (2,), (), (2,), 1, "float32", "cpu", 0, True, True, ""),), (), False, None, ("M",)
+    )
+    ranks = []
+    for number, (state, row) in enumerate(zip(states, rows, strict=True)):
+        rank = Rank({"rank": number, "world": 2}, Path())
+        for at in range(12):
+            drawn = None if state is None else [f"{state}-{at}"]
+            rank.steps.setdefault(0, {})[at] = Step({"step": at, "drawn": drawn, "examples": [f"{row}-{at}"]}, layout)
+        ranks.append(rank)
+    notes = [*noise.equal_masks(Trace(Path(), {"world": 2}, tuple(ranks), 0), 0)]
+    assert [f.code for f in notes] == (["equal-masks"] if found else [])
+    assert not proved(notes)
 
 
 @pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])
