@@ -96,27 +96,6 @@ def one_rate_for_all_groups(wrong: bool) -> None:
         scheduler.step()
 
 
-class Hidden(nn.Module):
-    """A layer in a list of Python. `copied`: it is a copy of another one, as a network that is meant to stay."""
-
-    def __init__(self, loaded: bool) -> None:
-        super().__init__()
-        layer = nn.Linear(12, 12)
-        if loaded:
-            layer.load_state_dict(nn.Linear(12, 12).state_dict())
-        self.layers, self.head = [layer], nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(torch.relu(self.layers[0](x)))
-
-
-def drawn_layers_in_a_list(wrong: bool) -> None:
-    model = Hidden(not wrong)
-    optimizer = sgd(model)
-    for x, y in batches():
-        step(model, optimizer, x, y)
-
-
 def a_part_replaced_after_its_last_gradient(wrong: bool) -> None:
     """The old part keeps a gradient of before."""
     model = net()
@@ -140,7 +119,6 @@ LAYERS: dict[Callable[[bool], None], str] = {
     clipping_of_nothing: "clip-unused",
     frozen_parameters_that_move: "frozen-moves",
     one_rate_for_all_groups: "rates-overwritten",
-    drawn_layers_in_a_list: "unregistered",
     a_part_replaced_after_its_last_gradient: "in-no-optimizer",
 }
 

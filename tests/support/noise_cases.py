@@ -171,13 +171,16 @@ NOISE: dict[Callable[[bool], None], str] = {
     dropout_in_evaluation: "dropout-in-evaluation",
     attention_that_drops_in_evaluation: "dropout-in-evaluation",
     seeded_in_each_step: "seeded-again",
-    an_average_with_swapped_factors: "average-follows",
-    old_probabilities_of_new_weights: "ratio-of-one",
     a_function_of_all_pairs: "loss-broadcast",
     padding_that_is_learned: "padding-learned",
     two_optimizers_of_one_network: "in-no-optimizer",
     inputs_on_another_scale: "inputs-on-another-scale",
     examples_as_time: "examples-as-time",
+}
+
+NOISE_SUSPECTED: dict[Callable[[bool], None], str] = {
+    an_average_with_swapped_factors: "average-follows",
+    old_probabilities_of_new_weights: "ratio-of-one",
 }
 
 

@@ -121,8 +121,8 @@ def shuffled_apart(wrong: bool) -> None:
 def a_schedule_of_steps(wrong: bool) -> None:
     model = net()
     optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=32)
-    for _ in range(4):
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=24)
+    for _ in range(3):
         for x, y in batches(1):
             step(model, optimizer, x, y)
             if not wrong:

@@ -216,10 +216,7 @@ class Listed(nn.Module):
 
 
 def layers_in_a_list(wrong: bool) -> None:
-    """With weights that were loaded, as those of a network that is meant to stay."""
     model = Listed(wrong)
-    for layer in model.layers:
-        layer.load_state_dict(layer.state_dict())
     optimizer = sgd(model)
     for x, y in batches():
         step(model, optimizer, x, y)

@@ -11,19 +11,20 @@ import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import gradients, losses, noise, replicas
+from lockstep_trace.rules import gradients, inputs, losses, noise, replicas
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
-from support.noise_cases import NOISE, SIMILAR
+from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
+from support.right_cases import RIGHT_ON_PURPOSE
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, no_target_that_counts
 
 PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE
-SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED
+SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
@@ -57,7 +58,9 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
     assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
 
 
-@pytest.mark.parametrize("case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE], ids=lambda case: case.__name__
+)
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))
@@ -140,6 +143,20 @@ def test_ranks_that_draw_alike_for_other_examples_are_noted(
     notes = [*noise.equal_masks(Trace(Path(), {"world": 2}, tuple(ranks), 0), 0)]
     assert [f.code for f in notes] == (["equal-masks"] if found else [])
     assert not proved(notes)
+
+
+@pytest.mark.parametrize(("rows", "codes"), [(range(60, 120), []), (range(40, 100), ["parts-overlap"])])
+def test_fixed_parts_of_replicas_that_share_examples_are_suspected(rows: range, codes: list[str]) -> None:
+    ranks = []
+    for number, part in enumerate([range(60), rows]):
+        rank = Rank({"rank": number, "world": 2}, Path(), ended={"steps": [12]})
+        rank.models.append({"name": "M", "group": {"ranks": 2, "hooked": False, "ignored": []}})
+        rank.starts[0] = layout, _ = OptimizerLayout("SGD", (), (), False, None, ("M",)), {}
+        steps = {at: Step({"step": at, "examples": list(map(str, part))[at % 6 :: 6]}, layout) for at in range(12)}
+        rank.steps[0] = steps
+        ranks.append(rank)
+    findings_ = [*inputs.overlapping(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [(f.code, f.level) for f in findings_] == [(code, "suspicious") for code in codes]
 
 
 @pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from lockstep_trace.ranks import data_ranks
-from lockstep_trace.read import Trace
+from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.epochs import known
-from lockstep_trace.rules.finding import Finding, weakened
+from lockstep_trace.rules.finding import SUSPICIOUS, Finding, weakened
 
 LOOKS = 4  # calls of training
 FAR = 5.0  # deviations
@@ -25,8 +25,9 @@ def scales(trace: Trace) -> Iterator[Finding]:
 
     Another domain may be evaluated, so only one case is proved: one side is standardized (a mean near 0, a deviation
     near 1, numbers below zero) and the other one has the range of raw pixels (0 to 1, or to 255, none below zero), in
-    every call looked at, with data from a loader. What a model has learned of standardized inputs says nothing of raw
-    ones, which a right program normalizes alike."""
+    every call looked at, with data from a loader, and training inputs come again bit for bit, so that they are not
+    standard because noise is added to them. What a model has learned of standardized inputs says nothing of raw ones,
+    which a right program normalizes alike."""
     for rank in trace.ranks[:1]:
         optimizers = sorted(rank.steps)
         trained = [r for o in optimizers[:1] for _, s in sorted(rank.steps[o].items()) for r in s.ranges or ()]
@@ -52,11 +53,17 @@ def scales(trace: Trace) -> Iterator[Finding]:
             what = f"inputs of training have a mean of {mean:.3g} and a deviation of {deviation:.3g}, those of the "
             what += f"evaluation after {sum(record['steps'])} steps {evaluated[0][0]:.3g} and {evaluated[0][1]:.3g}"
             cause = "normalize inputs of evaluation as those of training, by the same numbers"
-            proved = raw and own is not None and own["data"] not in data
+            proved = raw and own is not None and own["data"] not in data and _come_again(rank, optimizers)
             otherwise = "other data on purpose"
             finding = Finding("inputs-on-another-scale", what, cause)
             yield weakened(finding, proved, otherwise, "whether both are meant to be normalized alike")
             return
+
+
+def _come_again(rank: Rank, optimizers: Sequence[int]) -> bool:
+    """Return whether as many training examples as half of all distinct ones are repetitions of earlier ones."""
+    rows = [h for o in optimizers for s in rank.steps[o].values() for h in known(s)]
+    return len(rows) >= 1.5 * len(set(rows)) > 0
 
 
 def _standard(r: Range) -> bool:
@@ -72,8 +79,8 @@ def overlapping(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     Each rank sees each example of its part once an epoch, in two epochs or more, so that the parts are parts, and
     neither a draw with replacement nor one from the whole data set. Some examples are then seen by two ranks in each
-    epoch, and count twice in the gradients that replicas share. No right program divides data so. Padding of a
-    sampler is at most one example a rank."""
+    epoch, and count twice in the gradients that replicas share. Examples of rare classes may be given to all ranks,
+    and a last batch be filled with first examples, so it is never proved."""
     ranks = data_ranks(trace, optimizer)
     if optimizer != trace.optimizers[0] or len(ranks) < 2 or not trace.complete:
         return
@@ -91,8 +98,11 @@ def overlapping(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 what = f"ranks {ranks[i].number} and {ranks[j].number} train on parts of {len(parts[i])} and "
                 what += f"{len(parts[j])} examples in each epoch, and {shared} of them are in both parts"
                 cause = "parts have to be disjoint: data[rank::world], or the bounds of each part where the last ends"
-                otherwise, decides = "equal rows in the data", "whether rows of the data set are equal"
-                yield weakened(Finding("parts-overlap", what, cause), True, otherwise, decides)
+                otherwise, decides = (
+                    "examples that are given to all ranks, equal rows, filled batches",
+                    "how parts are made",
+                )
+                yield Finding("parts-overlap", what, cause, None, SUSPICIOUS, otherwise, decides)
                 return
 
 

@@ -18,7 +18,8 @@ def made_in_forward(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     What such a layer learns is dropped with it, and its weights are drawn again in the next step. A right program that
     makes layers at the first forward keeps them, so that later graphs hold registered parameters. A perturbation of
-    inputs is a parameter of no module; the weights of a hypernetwork are no parameters."""
+    inputs is a parameter of no module, a layer that distorts inputs is given nothing that was learned, and a task's own
+    layer is updated in the forward; the weights of a hypernetwork are no parameters."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.born] if rank is not None else []
     if rank is None or len(steps) < PATIENCE or steps[0].step or steps[PATIENCE - 1].step != PATIENCE - 1:
@@ -33,8 +34,9 @@ def alike(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report layers all of whose units have equal weights after some steps that changed them.
 
     Equal units get equal gradients, and stay equal for ever: the layer is one unit. Random weights break this at the
-    start; weights that begin at zero get different gradients where the rest of the model is random. No right program
-    trains a layer of many units to be one."""
+    start; weights that begin at zero get different gradients where the rest of the model is random, also where an
+    optimizer looks at signs alone: so gradients have to be equal, too. No right program trains a layer of many units to
+    be one."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -67,7 +69,8 @@ def over_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     The rows of the call are those of a loader's batch, and shuffled: their order has no meaning, so nothing can be
     learned from one row to the next. Attention over the rows of a batch may be meant, and rows that are not shuffled
-    may be a sequence."""
+    may be a sequence. A batch may have as many positions as rows: it is proved if the second dimension is one number,
+    no multiple of the rows, so that rows, or views of them, cannot be there."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -86,7 +89,8 @@ def over_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     what = f"step {step.step}: {kind} takes its first dimension for time (batch_first=False), and is given [{first}, "
     what += f"{second}, ...] where {first} is the number of examples: it runs over the batch"
     cause = "make it with batch_first=True, or swap the first two dimensions of what it is given"
-    proved = batches and all(r.get("shuffle") for r in fed) and kind != "MultiheadAttention"
+    ambiguous = len({look[2] for _, look in rows}) > 1 or any(look[2] % look[3] == 0 for _, look in rows)
+    proved = batches and all(r.get("shuffle") for r in fed) and kind != "MultiheadAttention" and not ambiguous
     otherwise, decides = "rows of a batch that are a sequence, or meet on purpose", "whether rows are examples"
     yield weakened(Finding("examples-as-time", what, cause, step.step), proved, otherwise, decides)
 

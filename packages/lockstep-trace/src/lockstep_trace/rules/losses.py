@@ -198,7 +198,8 @@ def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     The old probabilities are then those of the current weights: computed anew in each step, so that the clamp never
     acts. Where each example is used in one step, old and new weights are the same, and the ratio is 1 by right. It is
-    proved if the same examples, together, come again after steps that changed the weights."""
+    reported if the same examples, together, come again after steps that changed the weights, and never proved: their
+    actions may be drawn anew."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.ratios]
     if len(steps) < PATIENCE or not all(all(s.ratios) for s in steps):
@@ -209,7 +210,8 @@ def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what = f"step {step.step}: all ratios of new to old probabilities are exactly 1, as in {len(steps)} steps, and "
         what += f"its examples were trained on in step {steps[0].step} already, by other weights"
         cause = "keep the old probabilities when examples are collected, and use them in all epochs"
-        yield Finding("ratio-of-one", what, cause, step.step, WRONG)
+        otherwise, decides = "actions that are drawn anew for the same examples", "whether actions come again, too"
+        yield Finding("ratio-of-one", what, cause, step.step, SUSPICIOUS, otherwise, decides)
 
 
 def _taken_again(lists: list[list[str]]) -> int | None:

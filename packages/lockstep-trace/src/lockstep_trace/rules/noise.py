@@ -18,8 +18,9 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
 
     torch's function is on unless its argument `training` says otherwise, and fused attention drops whatever the mode.
     A right program that wants random predictions (Monte Carlo dropout) says so, and predicts each example several times
-    to average; noise that is part of a model (a prenet that always drops) says training=True. So it is proved if
-    nothing is said, and no example is predicted twice by the same weights."""
+    to average; noise that is part of a model (a prenet that always drops) says training=True, and a model of images
+    or sounds may say nothing. So it is proved of attention, and of models trained by cross entropy, if nothing is said
+    and no example is predicted twice by the same weights."""
     for rank in trace.ranks[:1]:
         rows = [r for r in rank.noise if r["of"] in ("dropout", "attention")]
         if not rows or _repeats(rank):
@@ -32,8 +33,10 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
         if row["of"] == "attention":
             cause = "pass dropout_p=self.p if self.training else 0.0: the function does not look at the mode"
         finding = Finding("dropout-in-evaluation", what, cause)
-        otherwise = "random outputs on purpose: its argument training is stated"
-        yield weakened(finding, bool(silent), otherwise, "whether predictions are meant to be random")
+        otherwise = "random outputs on purpose" + ("" if silent else ": its argument training is stated")
+        objectives = [o for steps in rank.steps.values() for s in steps.values() for o in s.objectives or ()]
+        certain = row["of"] == "attention" or any(o["kind"] == "cross entropy" for o in objectives)
+        yield weakened(finding, bool(silent) and certain, otherwise, "whether predictions are meant to be random")
         return
 
 
@@ -50,13 +53,14 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a generator of random numbers in one state at the forward of every step, with dropout on: each step draws
     the same masks, so that the same units are never trained.
 
-    It is proved on a CPU, whose generator the masks come from. Programs that repeat a draw on purpose do so within a
-    step."""
+    It is proved on a CPU, whose generator the masks come from, if the forward changes its state: dropout may draw from
+    another one. Programs that repeat a draw on purpose do so within a step."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn and _drops(s)]
         states = {s.drawn[0] for s in steps}
         cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
-        if len(steps) >= LEAST and len(states) == 1 and cpu and not any(s.closure for s in steps):
+        draws = all(len(s.drawn) > 1 and s.drawn[0] != s.drawn[1] for s in steps)
+        if len(steps) >= LEAST and len(states) == 1 and cpu and draws and not any(s.closure for s in steps):
             what = f"torch's generator is in the same state at the forward of each of {len(steps)} steps, and dropout "
             what += "is on: the same units are dropped in every step"
             cause = "seed once, before training: manual_seed in the loop, or in forward, begins the same numbers anew"

@@ -99,11 +99,10 @@ def _twins(trace: Trace) -> tuple[int, int] | None:
 def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that no called model has registered and no optimizer holds.
 
-    Layers in a list of Python are not registered, and neither trained nor saved. A frozen network is hidden from a
-    model in the same way, often with requires_grad left on: then its weights are loaded, or a copy. It is proved of
-    parameters made one by one (nn.Parameter), and of layers that nobody has written to since their weights were drawn,
-    in a list of a called model: who makes one, and gives it to the loss, means it to be trained, and nothing, not even
-    other code than an optimizer, has changed it."""
+    Layers in a list of Python are not registered, and neither trained nor saved. A frozen network (a random prior or
+    target, too) is hidden from a model in the same way, often with requires_grad left on, so that is never proved. It
+    is proved of parameters made one by one (nn.Parameter) in a list of a called model: who makes one, and gives it to
+    the loss, means it to be trained, and nothing, not even other code than an optimizer, has changed it."""
     if optimizer != trace.optimizers[0]:
         return
     for rank in trace.ranks[:1]:
@@ -125,7 +124,7 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
         )
         cause += "not looked into by parameters(), to() and state_dict()"
         otherwise = (
-            "a network that is hidden on purpose and not trained (a perceptual loss), or weights updated by hand"
+            "a network that is hidden and not trained on purpose (a perceptual loss, a prior), or updates by hand"
         )
         decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
         yield weakened(Finding("unregistered", what, cause, steps[0].step), proved, otherwise, decides)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
@@ -74,8 +74,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     and a cosine of as many steps as epochs, that is stepped with the optimizer.
 
     The first is over at the end of no such run: who makes a schedule of exactly as many steps as all epochs have means
-    it to end with them, and a trial of a longer run has another number. The second goes up and down many times, which
-    may be meant."""
+    it to end with them, and a trial of a longer run has another number, unless it is a round one. The second goes up
+    and down many times, which may be meant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
         return
@@ -88,7 +88,9 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"{name} is made for {length} steps, as many as the optimizer makes, and is stepped {count} times, "
             what += f"once in each of {rounds} epochs: {count / length:.0%} of the schedule have passed at the end"
             cause = "step it after each optimizer.step() (interval 'step' in Lightning), or make it for the epochs"
-            yield Finding("scheduler-unit", what, cause, None, WRONG)
+            round_ = length % 10 == 0 or length & (length - 1) == 0
+            otherwise = "a short trial of a long schedule, whose round length is this number by chance"
+            yield weakened(Finding("scheduler-unit", what, cause), not round_, otherwise, COUNTS)
         elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
             what = f"{name} is made for {length} steps, as many as there are epochs, and is stepped {count} times, "
             what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"
@@ -264,7 +266,8 @@ def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
     step of a whole run.
 
     Other code sets one rate for all before the first step, and again whenever it changes: no step ever uses the
-    different rates that the script states. A right program that wants one rate states none for a group."""
+    different rates that the script states. A right program that wants one rate states none for a group, but in a search
+    for a rate, which lets one grow from step to step."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     first = rank.steps[optimizer].get(0) if rank is not None else None
     if rank is None or first is None or not trace.complete:
@@ -285,9 +288,10 @@ def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
         "something sets one rate for all groups: multiply each group's own (LambdaLR does), or give a list of rates "
     )
     cause += "(max_lr of OneCycleLR)"
-    otherwise = "an optimizer that sets rates itself"
+    grows = all(b[0] > a[0] for a, b in itertools.pairwise(rates))
+    otherwise = "a search for a rate" if grows else "an optimizer that sets rates itself"
     finding = Finding("rates-overwritten", what, cause, 0)
-    yield weakened(finding, not first.layout.own, otherwise, "what sets the rates of its groups")
+    yield weakened(finding, not first.layout.own and not grows, otherwise, "what sets the rates of its groups")
 
 
 def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -82,7 +82,8 @@ def _padded(looks: list[Look]) -> Iterator[Finding]:
 
     The mask says that these tokens are no content, and the loss that they are to be predicted, each from another one
     that is none. Proved where the model shifts labels, as a language model does; another model may learn to repeat its
-    whole input. The first token behind a text may be its end."""
+    whole input, and tokens may be hidden from attention in the midst of a text and predicted. The first token behind a
+    text may be its end."""
     rows = [
         (s, t, f)
         for s, t, f in looks
@@ -94,8 +95,9 @@ def _padded(looks: list[Look]) -> Iterator[Finding]:
     what = f"step {step.step}: {look['padded']} of the loss's {function['targets']} targets are at positions whose "
     what += "attention_mask is 0, behind others like that: padding is learned from padding"
     cause = "give padded positions the label -100: labels.masked_fill(attention_mask == 0, -100)"
-    proved = all(t["first"] > 0 and f["targets"] == _behind(t) for _, t, f in rows)
-    otherwise, decides = "a model that repeats its whole input", "whether padding is to be predicted"
+    proved = all(t["first"] > 0 and f["targets"] == _behind(t) and not t["holes"] for _, t, f in rows)
+    otherwise = "a model that repeats its whole input, or tokens that are hidden at random"
+    decides = "whether padding is to be predicted"
     yield weakened(Finding("padding-learned", what, cause, step.step), proved, otherwise, decides)
 
 

@@ -7,6 +7,7 @@ In: models, losses before backward. Out: facts for a model's or a step's record.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from . import placement
+from .graph import name_of
+from .strays import NODES
 
 UNITS_AT = 4  # step before which units are compared
 BORN = 256  # most parameters made in forwards that are remembered
+PRODUCTS, TRANSPOSED = ("Addmm", "Mm", "Linear", "Convolution"), ("T", "Transpose", "View")
 WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -41,25 +45,68 @@ class Born:
         if len(self._refs) < BORN:
             self._refs[id(parameter)] = weakref.ref(parameter), type(module).__name__
 
-    def in_graph(self, leaves: Sequence[Any], models: Iterable[nn.Module]) -> list[str]:
-        """Return the classes of layers made in the last forwards that a loss depends on, and that no model has
-        registered; forget all."""
+    def in_graph(self, loss: Any, leaves: Sequence[Any], models: Iterable[nn.Module]) -> list[str]:
+        """Return the classes of layers made in the last forwards that a loss depends on, that no model has registered,
+        and that are given what registered parameters have computed; forget all. Layers that distort inputs at random
+        are given no such thing, and the weights of a task's own layers are updated in the forward."""
         refs, self._refs = self._refs, {}
         if not refs:
             return []
         registered = {id(p) for model in models for p in model.parameters()}
-        rows = [refs[id(p)] for p in leaves if id(p) in refs and id(p) not in registered]
-        return sorted({kind for (ref, kind) in rows if ref() is not None})
+        rows = {id(p): refs[id(p)] for p in leaves if id(p) in refs and id(p) not in registered}
+        uses = _uses(loss, set(rows)) if rows else {}
+        kinds = set()
+        for key, (ref, kind) in rows.items():
+            products = [node for node in uses.get(key, ()) if name_of(node) in PRODUCTS]
+            if ref() is None or not products or len(products) < len(uses[key]):
+                continue
+            others = [n for n, _ in products[0].next_functions if n is not None and key not in _variables(n, 2)]
+            if any(_variables(n, NODES) & registered for n in others):
+                kinds.add(kind)
+        return sorted(kinds)
+
+
+def _uses(loss: Any, keys: set[int]) -> dict[int, list[Any]]:
+    """Return id -> nodes of a graph that take a parameter, or its transpose."""
+    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
+    known: set[Any] = set()
+    rows: dict[int, list[Any]] = {}
+    while waiting and len(known) < NODES:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        before = [n for n, _ in node.next_functions if n is not None]
+        for each in before if name_of(node) not in TRANSPOSED else ():
+            for key in _variables(each, 2) & keys:
+                rows.setdefault(key, []).append(node)
+        waiting.extend(before)
+    return rows
+
+
+def _variables(node: Any, count: int) -> set[int]:
+    """Return the ids of parameters in the first nodes of a graph: of two, a parameter or its transpose."""
+    waiting, known = deque([node]), set[Any]()
+    rows: set[int] = set()
+    while waiting and len(known) < count:
+        node = waiting.popleft()
+        if node is None or node in known or (count == 2 and name_of(node) not in (*TRANSPOSED, "AccumulateGrad")):
+            continue
+        known.add(node)
+        if hasattr(node, "variable"):
+            rows.add(id(node.variable))
+        waiting.extend(n for n, _ in node.next_functions)
+    return rows
 
 
 def units_alike(models: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Return name -> whether all rows of a layer's weight are equal, int64 [1] on its device."""
+    """Return name -> whether all rows of a layer's weight, and of its gradient, are equal, int64 [1] on its device."""
     rows: dict[str, Tensor] = {}
     for model in models:
         for name, module in model.named_modules():
             weight = getattr(module, "weight", None) if isinstance(module, WITH_UNITS) else None
             if type(weight) is nn.Parameter and weight.requires_grad and len(weight) > 1:
-                values = weight.detach()
+                values = [weight.detach()] + ([] if weight.grad is None else [weight.grad])
                 plain = placement.plain_name(f"{name}.weight" if name else "weight")
-                rows[plain] = torch.eq(values, values[:1]).all().reshape(1).long()
+                rows[plain] = torch.stack([torch.eq(v, v[:1]).all() for v in values]).all().reshape(1).long()
     return rows

@@ -217,6 +217,8 @@ class Recorder:
         """Record that `backward` is about to be called on tensors. `whole`: without inputs or gradients given."""
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
+        if len(self.since.drawn) == 1:
+            self.since.drawn.append(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
         self.gradients.before_backward(self.steps)
         cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
         self.since.cleared += cleared
@@ -241,7 +243,7 @@ class Recorder:
                 self.since.notes += handmade(loss)
                 pairs = compares_all(loss, self.columns) if self.columns else None
                 self.since.pairs += [] if pairs is None else [pairs]
-                self.since.born += self.born.in_graph(self.strays.look(loss, self.models()), self.models())
+                self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
                     self.since.attention.append(look)
         self.called = []

@@ -38,7 +38,7 @@ class Since:
     averages: list[tuple[str, Tensor]] = field(default_factory=list)  # `Averages.measured`
     ratios: list[Tensor] = field(default_factory=list)  # `ratios.all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
-    drawn: list[int] = field(default_factory=list)  # states of the generator at calls
+    drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
     pairs: list[Tensor] = field(default_factory=list)  # `all_pairs.compares_all`
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward

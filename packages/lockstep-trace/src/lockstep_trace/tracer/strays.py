@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import placement
-from .versions import version
 
 NODES = 4096  # nodes of a graph to visit
 MOST = 64  # parameters kept
@@ -59,23 +58,14 @@ class Strays:
 
 
 def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
-    """Return the class and attribute of a model whose list, tuple or dictionary has as an element a parameter, or a
-    module of which it is a parameter that nobody has written to since it was drawn: torch's layers draw in one write,
-    a copy is made by none, and loading writes again."""
-    drawn = version(parameter) == 1
+    """Return the class and attribute of a model whose list, tuple or dictionary has a parameter as an element."""
     for model in models:
         for module in model.modules():
             for name, value in vars(module).items():
                 values = value.values() if isinstance(value, dict) else value
-                if isinstance(value, list | tuple | dict) and any(_holds(each, parameter, drawn) for each in values):
+                if isinstance(value, list | tuple | dict) and any(each is parameter for each in values):
                     return f"{type(module).__name__}.{name}"
     return ""
-
-
-def _holds(value: Any, parameter: nn.Parameter, drawn: bool) -> bool:
-    if value is parameter:
-        return True
-    return drawn and isinstance(value, nn.Module) and any(p is parameter for p in value.parameters())
 
 
 def _leaves(loss: Any) -> list[nn.Parameter]:
