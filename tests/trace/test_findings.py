@@ -11,7 +11,7 @@ import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import gradients, inputs, losses, noise, replicas
+from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
@@ -19,12 +19,13 @@ from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
 from support.right_cases import RIGHT_ON_PURPOSE
+from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, no_target_that_counts
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE
-SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE
+SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
@@ -157,6 +158,20 @@ def test_fixed_parts_of_replicas_that_share_examples_are_suspected(rows: range, 
         ranks.append(rank)
     findings_ = [*inputs.overlapping(Trace(Path(), {}, tuple(ranks), 0), 0)]
     assert [(f.code, f.level) for f in findings_] == [(code, "suspicious") for code in codes]
+
+
+@pytest.mark.parametrize("overlap", [0, 96])
+def test_workers_that_shuffle_a_stream_each_are_suspected(overlap: int) -> None:
+    rank, name = Rank({"rank": 0, "world": 1}, Path()), "1.0"
+    rank.loaders.append({"loader": name, "streamed": True, "workers": 2})
+    layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
+    orders = [torch.randperm(96) + (96 - overlap) * worker for worker in range(2)]
+    rank.steps[0] = {}
+    for at in range(16):
+        rows = [str(int(i)) for i in orders[at % 2].split(12)[at // 2]]
+        rank.steps[0][at] = Step({"step": at, "examples": rows, "micro": [12], "fed": [[name, at]]}, layout)
+    rows_ = [*data.whole_stream(Trace(Path(), {}, (rank,), 0))]
+    assert [(f.code, f.level) for f in rows_] == ([("whole-stream", "suspicious")] if overlap else [])
 
 
 @pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])

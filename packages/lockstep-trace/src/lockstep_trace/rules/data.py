@@ -140,6 +140,35 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
                 cause = "let each worker yield its share: torch.utils.data.get_worker_info() in the data set's __iter__"
                 yield Finding("whole-stream", what, cause, first_step(rank, name, optimizer), WRONG)
                 return
+            lists = [[h for i, b in sorted(batches.items()) if i % workers == k for h in b] for k in range(workers)]
+            once = all(len(set(each)) == len(each) >= DISTINCT for each in lists)
+            both = set.intersection(*map(set, lists))
+            if once and len(both) >= max(DISTINCT, 0.5 * max(map(len, lists))):
+                what = f"{len(both)} examples of a stream come once from each of {workers} workers, in other orders"
+                cause = "let each worker yield its share: torch.utils.data.get_worker_info() in the data set's __iter__"
+                otherwise, decides = "workers that shuffle all rows each, on purpose", "how long a pass is meant to be"
+                at = first_step(rank, name, optimizer)
+                yield Finding("whole-stream", what, cause, at, SUSPICIOUS, otherwise, decides)
+                return
+
+
+def unreached(trace: Trace) -> Iterator[Finding]:
+    """Report a WeightedRandomSampler with fewer weights than its data set has rows: the rest is never drawn.
+
+    A weight of zero leaves a row out on purpose. Weights of the first rows alone may be meant, so it is proved only if
+    as many rows are drawn as the data set has, or more, of an eighth of it or less: weights of classes, not rows."""
+    for rank in trace.ranks[:1]:
+        for begun in rank.loaders:
+            size = begun.get("size") or 0
+            count, draws = begun.get("weights") or (size, 0)
+            if 0 < count < size:
+                what = f"a WeightedRandomSampler has {quantity(count, 'weight')}, and the data set {size} rows: only "
+                what += f"the first {count} are ever drawn, {draws} times in an epoch"
+                cause = "give it one weight for each row: weights_of_classes[labels]"
+                otherwise, decides = "weights of the first rows alone on purpose", "what the weights are of"
+                proved = draws >= size >= 8 * count
+                yield weakened(Finding("rows-unreached", what, cause), proved, otherwise, decides)
+                return
 
 
 # -- an epoch over ranks ---------------------------------------------------------------------------------------------

@@ -188,3 +188,25 @@ def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
     proved = premises.declared(trace) or any(m.get("fsdp") for r in trace.ranks for m in r.models)
     otherwise = "ranks that train models of their own"
     yield weakened(Finding("skipped-some", what, cause, step), proved, otherwise, "whether ranks train one model")
+
+
+ACCUMULATED = ("momentum_buffer", "momentum", "velocity", "exp_avg", "exp_avg_sq", "sum", "square_avg", "m", "v")
+
+
+def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report an optimizer's state that is the memory of the gradients, which zero_grad clears between steps.
+
+    Backward then adds the new gradient to it, and what the state has accumulated is gone. A right program that keeps
+    momentum in the gradients does not clear them. A state under another name may be one to look at."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.shared_state]
+    if len(steps) < PATIENCE:
+        return
+    name = next((n for n in steps[0].shared_state if n in ACCUMULATED), steps[0].shared_state[0])
+    what = (
+        f"step {steps[0].step}: the state {name} of {steps[0].layout.optimizer} is the memory of the gradients, which"
+    )
+    what += f" zero_grad clears before backward, as in {len(steps)} steps: nothing of earlier steps is left in it"
+    cause = "clone the gradient where the state begins: state[name] = grad.clone()"
+    otherwise, decides = "a state that is only looked at", "whether a later step reads it"
+    yield weakened(Finding("state-cleared", what, cause, steps[0].step), name in ACCUMULATED, otherwise, decides)

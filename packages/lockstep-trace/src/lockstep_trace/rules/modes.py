@@ -186,3 +186,25 @@ def packed(trace: Trace, optimizer: int) -> Iterator[Finding]:
             "rows at positions, or a block-diagonal mask"
         )
         yield Finding("packed-rows", what, cause, steps[0].step, WRONG)
+
+
+def without_statistics(trace: Trace) -> Iterator[Finding]:
+    """Report a copy of a trained model that is evaluated, with other weights each time, by batch norms that all keep
+    their first statistics (mean 0, variance 1), while those of the trained model collect theirs.
+
+    An average of weights needs statistics, too: averages of those of the model, or new ones. A model that was never
+    trained, as a baseline, has the same weights each time. No right program normalizes by numbers that are of no
+    data."""
+    for rank in trace.ranks[:1]:
+        models = {m["name"] for m in rank.models}
+        modes = [(s.mode or {}).get("norms", [0, 0]) for steps in rank.steps.values() for s in steps.values()]
+        counts = {total for on, total in modes if on == total}
+        rows = [r for r in rank.evaluations if r.get("unused_norms") and r["model"] in models and not r["trained"]]
+        for name in sorted({r["model"] for r in rows}):
+            looks = [r["unused_norms"] for r in rows if r["model"] == name]
+            if all(initial and count in counts for count, initial, _ in looks) and any(new for *_, new in looks):
+                what = f"a copy of {name} is evaluated {len(looks)} times with changing weights, and its {looks[0][0]} "
+                what += "batch norms still have the statistics they were made with: mean 0, variance 1"
+                cause = "copy or average buffers with the parameters (AveragedModel(use_buffers=True), update_bn)"
+                yield Finding("norms-without-statistics", what, cause, None, WRONG)
+                return

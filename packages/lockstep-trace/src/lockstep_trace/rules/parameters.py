@@ -96,6 +96,26 @@ def _twins(trace: Trace) -> tuple[int, int] | None:
     return None
 
 
+def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report an optimizer that holds all parameters of another one, and more, and takes turns with it.
+
+    Two losses may share a part on purpose, so it is never proved."""
+    rank = trace.ranks[0]
+    for other in rank.steps:
+        a, b = ([s for _, s in sorted(rank.steps.get(o, {}).items())] for o in (optimizer, other))
+        if other == optimizer or min(len(a), len(b)) < PATIENCE:
+            continue
+        own, others = ({p.name for p in steps[-1].layout.parameters if p.trained} for steps in (a, b))
+        turns = a[1].raw["at"] > b[0].raw["at"] and b[1].raw["at"] > a[0].raw["at"]
+        if turns and others and others < own and a[-1].raw["at"] > b[PATIENCE - 1].raw["at"]:
+            what = f"optimizers {optimizer} and {other} take turns, and the first holds all {len(others)} parameters of"
+            what += f" the second ({few(sorted(others))}) beside {len(own - others)} of its own: its loss trains both"
+            cause = "give each optimizer the parameters of its own model"
+            otherwise, decides = "a part that both losses are meant to train", "which loss is to train which part"
+            yield Finding("in-two-optimizers", what, cause, None, SUSPICIOUS, otherwise, decides)
+            return
+
+
 def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that no called model has registered and no optimizer holds.
 

@@ -294,6 +294,26 @@ def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield weakened(finding, not first.layout.own and not grows, otherwise, "what sets the rates of its groups")
 
 
+def unread(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report an attribute `lr` of an optimizer of torch that changes from step to step, while the rates of its groups
+    never do.
+
+    torch reads the rates of groups alone. A right program that keeps a number of its own there sets the groups' rates
+    from it, or keeps it constant."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [s for _, s in sorted(rank.steps[optimizer].items())] if rank is not None else []
+    rates = {tuple(group.get("lr") for group in s.groups) for s in steps}
+    written = [s.unread_rate for s in steps if s.unread_rate is not None]
+    if len(set(written)) < LEAST_OF or len(rates) != 1 or len(written) < len(steps) - 1:
+        return
+    rate = next(iter(rates))[0]
+    what = f"{steps[0].layout.optimizer} has an attribute lr of {len(set(written))} values, from {min(written):.3g} to "
+    what += f"{max(written):.3g}, and the rate of its groups is {rate:g} in all {len(steps)} steps"
+    cause = "torch does not read optimizer.lr: set group['lr'] for each group of optimizer.param_groups"
+    finding = Finding("rate-unread", what, cause, steps[0].step)
+    yield weakened(finding, trace.complete, "a rate that is set later", "a trace of the whole run")
+
+
 def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report ReduceLROnPlateau that waits for a maximum of a score that falls together with the training loss.
 

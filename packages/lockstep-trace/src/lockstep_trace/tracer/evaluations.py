@@ -42,6 +42,7 @@ class Evaluation:
     count: int = 0
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges` of first calls
     looks: int = 0
+    unused_norms: Tensor | None = None  # `UnusedNorms.look`
 
     def add(self, batch: CallInputs) -> None:
         """Count a batch, and keep its hashes."""
@@ -62,6 +63,7 @@ class Evaluation:
             "mode": self.mode,
             "optimizers": self.optimizers,
             "known": hexed(self.known),
+            "unused_norms": [] if self.unused_norms is None else self.unused_norms.tolist(),
             "ranges": [r.tolist() for r in self.ranges],
             "count": self.count,
             "examples": hexed(self.hashes),

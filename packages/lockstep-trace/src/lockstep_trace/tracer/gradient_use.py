@@ -17,6 +17,7 @@ class GradientUse:
 
     def __init__(self) -> None:
         self.zeroed = False  # `zero_grad` was called since the last backward
+        self.zeroed_before = False  # and before it
         self._late: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # clipped before any backward of a step
 
     def before_backward(self, after: Sequence[GradientVersion]) -> bool:
@@ -26,7 +27,7 @@ class GradientUse:
                 clip["unused"] = True
         self._late = []
         cleared = bool(after) and all(self._cleared(row) for row in after)
-        self.zeroed = False
+        self.zeroed_before, self.zeroed = self.zeroed, False
         return cleared
 
     def _cleared(self, row: GradientVersion) -> bool:

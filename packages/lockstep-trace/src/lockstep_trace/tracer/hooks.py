@@ -488,6 +488,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         shuffle=getattr(inner, "shuffle", type(inner).__name__ in ("RandomSampler", "SeedableRandomSampler")),
         replacement=bool(getattr(inner, "replacement", False)),
         epoch=getattr(inner, "epoch", None),
+        weights=observers.weights_of(inner),
         replicas=getattr(inner, "num_replicas", None),
         batch=getattr(loader, "batch_size", None),
         drop=bool(getattr(loader, "drop_last", False)),

@@ -333,3 +333,10 @@ def number_of_data(recorder: Any, data: Any) -> int:
         ref = None
     recorder.datasets.append((id(data), ref))
     return len(recorder.datasets) - 1
+
+
+def weights_of(sampler: Any) -> list[int] | None:
+    """Return how many weights torch's WeightedRandomSampler has, and how many draws; None for another sampler."""
+    if type(sampler) is not torch.utils.data.WeightedRandomSampler:
+        return None
+    return [len(sampler.weights), int(sampler.num_samples)]

@@ -31,6 +31,7 @@ from .layers import UNITS_AT, Born, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import ModelModes
+from .optimizer_state import shared_with_gradients, unread_rate
 from .pending import Pending
 from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
@@ -39,6 +40,7 @@ from .schedules import Schedules
 from .settings import Settings
 from .state_loads import StateLoads
 from .strays import Strays
+from .unused_norms import UnusedNorms
 from .versions import watch_foreach, written
 from .writer import Writer
 
@@ -73,6 +75,7 @@ class Recorder:
         self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
         self.modes = ModelModes()
         self.norms = FrozenNorms()
+        self.unused_norms = UnusedNorms()
         self.since = Since()
         self.evaluation: Evaluation | None = None
         self.loader: str | None = None
@@ -198,6 +201,8 @@ class Recorder:
             if trained:
                 self.since.evaluated_at = {id(p): written(p) for p in module.parameters()}
             self.evaluation = Evaluation(setting, active, self.modes.mode(module), self._trainers(module))
+            if not trained and any(self.steps):
+                self.evaluation.unused_norms = self.unused_norms.look(module)
         if batch is not None:
             self.evaluation.add(batch)
 
@@ -351,6 +356,7 @@ class Recorder:
         if step == UNITS_AT:
             self.since.alike = units_alike(self.models())
         layout = self.layouts.of(optimizer, number, parameters, named, self.models())
+        shared = shared_with_gradients(optimizer) if 0 < step < LOOKED_AT and self.use.zeroed_before else []
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {
             "number": number,
@@ -358,6 +364,7 @@ class Recorder:
             "optimizer": optimizer,
             "parameters": parameters,
             "groups": groups,
+            "shared_state": shared,
         }
         if step and self.gradients.added_to(number):
             self.since.notes.append(f"not zeroed: {number}")
@@ -477,6 +484,8 @@ class Recorder:
             "born": since.born,
             "sequences": since.sequences,
             "drawn": since.drawn,
+            "unread_rate": unread_rate(here["optimizer"]),
+            "shared_state": here.get("shared_state"),
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
