@@ -186,7 +186,11 @@ def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Pa
         ("d.json", {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}}, "optimizer: OneBitAdam"),
         ("d.json", {"optimizer": {"type": "AdamW", "params": {"bias_correction": True}}}, "optimizer: bias_correction"),
         ("d.json", {"scheduler": {"type": "OneCycle", "params": {}}}, "scheduler: OneCycle"),
-        ("d.json", {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "warmup_type: log"),
+        (
+            "d.json",
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+            "warmup_type, by default: log",
+        ),
         (
             "d.json",
             {"train_batch_size": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}},

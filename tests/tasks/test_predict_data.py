@@ -157,7 +157,7 @@ def test_a_checkpoint_is_asked_and_scored(output: Path, capfd: pytest.CaptureFix
         scored.append([line for line in capfd.readouterr().out.splitlines() if line.startswith("│")])
     assert scored[0] == scored[1] != scored[2]
     assert main(["predict", f"{output}/checkpoints/step-000009", "x"]) == 2
-    assert mentions(capfd.readouterr().err, "LS5010", "step-000009", "manifest.json")
+    assert mentions(capfd.readouterr().err, "LS5010", "step-000009", "no such folder", "has step-000001, step-000002,")
 
 
 def test_a_damaged_checkpoint_is_not_asked(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -89,8 +89,10 @@ def test_a_better_step_is_named_with_what_would_export_it() -> None:
     assert found["better"].endswith("loss 1.55, accuracy 0.6; the export (step 1,020) has loss 4.29, accuracy 0.5")
     assert "best" in found
     both = Best()
-    both.update(34, {"loss": 1.55, "accuracy": 0.4})  # only its loss is better: nothing is recommended
-    assert set(better_step(Job.of(run), both, 1020, scores)) == {"better"}
+    both.update(34, {"loss": 1.55, "accuracy": 0.4})  # only its loss is better
+    found = better_step(Job.of(run), both, 1020, scores)
+    assert set(found) == {"lower loss"}
+    assert found["lower loss"].endswith("accuracy 0.5; export=best exports that step")
     by_score = tiny("checkpoint.best=accuracy", "export=last", output="out")
     found = better_step(Job.of(by_score), best_of("accuracy", at34=0.75, at1020=0.5), 1020, scores)
     assert "accuracy 0.75" in found["better"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.manifest import broken, read_manifest
+from lockstep.checkpoint.manifest import broken, folder_of, read_manifest
 from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
 from lockstep.data.cache import cached
@@ -48,6 +48,9 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
     labels and tokens. `trusted`: custom code that its run file needs may run. Errors: `RunError`."""
     manifest = read_manifest(checkpoint)
     fault = manifest if isinstance(manifest, str) else broken(checkpoint, manifest)
+    if not checkpoint.exists():
+        there = sorted(path.name for path in folder_of(output).glob("step-*"))
+        fault = f"there is no such folder; {output} has {', '.join(there) if there else 'no checkpoint'}"
     if fault is not None or isinstance(manifest, str):
         raise RunError("LS5010", f"{checkpoint} cannot be used: {fault}")
     # otherwise DeepSpeed prints messages

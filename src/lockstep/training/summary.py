@@ -134,9 +134,9 @@ def best_so_far(job: Job, step: int) -> Best:
 
 def better_step(job: Job, best: Best, exported: int, scores: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
     """Describe an evaluation that was better than that of the exported model, and the command that exports its model;
-    empty if there is none. If it is better by loss, the text also gives a score such as accuracy; if the exported model
-    has the better score, no command is recommended. `best`: of all evaluations of the run. `exported`: step of the
-    exported model."""
+    empty if there is none. If its loss is lower, the text also gives a score such as accuracy; if the exported model
+    has the better score, the line is called `lower loss` and names the key, but recommends no command. `best`: of all
+    evaluations of the run. `exported`: step of the exported model."""
     run = job.run
     final = scores.get("validation", {})
     value = final.get(best.name)
@@ -149,8 +149,11 @@ def better_step(job: Job, best: Best, exported: int, scores: Mapping[str, Mappin
         f"step {best.step:,}: validation {best.name} {best.value:.4g}{both[0]}; the export (step {exported:,}) has "
         f"{best.name} {value:.4g}{both[1]}"
     )
-    if run.average.last is not None or (score is not None and final[score] > best.numbers[score]):
-        return {"better": text}  # a mean is exported, so a single step cannot be; or the step is better by loss alone
+    if run.average.last is not None:
+        return {"better": text}  # a mean is exported, so a single step cannot be
+    if score is not None and final[score] > best.numbers[score]:
+        which = "higher" if higher_is_better(best.name) else "lower"
+        return {f"{which} {best.name}": f"{text}; export=best exports that step"}
     if run.launch.name != "local":  # this shell may not be able to start its ranks
         return {"better": f"{text}; export: best in the run file exports the best step"}
     words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best", *_in_a_folder_of_its_own(run, "best")]

@@ -95,7 +95,7 @@ def _set(scheduler: DeepSpeedScheduler, name: str, value: Any, by_default: str, 
     elif name in keys:
         draft.set(keys[name], count, f"scheduler: {name}{by_default}")
     elif name != "warmup_min_ratio" or count:
-        draft.drop(f"scheduler: {name}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
+        draft.drop(f"scheduler: {name}{by_default}", value, "a warm-up is linear, from 0", True, ("optim.schedule",))
 
 
 def _settle(scheduler: DeepSpeedScheduler, draft: RunDraft) -> None:
