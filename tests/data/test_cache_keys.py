@@ -17,6 +17,7 @@ import torch
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
+from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokenizer import load as tokenizer_of
 from lockstep.tasks.models import padding
@@ -92,6 +93,7 @@ def same_as_anew(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(padding, "cache_folder", cache_folder)  # verdicts of the session's other tests do not count
     return tmp_path
 
 

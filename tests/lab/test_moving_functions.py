@@ -122,9 +122,11 @@ def test_rows_and_settings_of_a_trainer_by_their_names(here: Path) -> None:
 def test_a_warm_up_is_as_long_as_the_script_rounds_it(here: Path) -> None:
     rows = "".join(f'{{"text": "word {i}", "label": {i % 2}}}\n' for i in range(64))
     (here / "a.jsonl").write_text(rows)
+    (here / "b.jsonl").write_text(rows.replace("word", "other"))
+    files = '{"train": "a.jsonl", "validation": "b.jsonl"}'
     text = changed(
         MAIN.format(train=TRAIN),
-        ('load_dataset("acme/reviews")', 'load_dataset("json", data_files={"train": "a.jsonl"})'),
+        ('load_dataset("acme/reviews")', f'load_dataset("json", data_files={files})'),
         ("    for epoch", "    total = args.epochs * math.ceil(len(loader) / 4)\n    sched = SCHEDULE\n    for epoch"),
         ("                optimizer.step()\n", "                optimizer.step()\n                sched.step()\n"),
         ("default_data_collator\n", "default_data_collator, get_scheduler\n"),

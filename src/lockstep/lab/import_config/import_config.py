@@ -69,7 +69,7 @@ def move(
         draft.set(key, value, "")
     _replace_columns(draft)
     looked = _look(draft, flags["data"] is not None, talk)
-    if looked is not None and "data.validation_fraction" not in draft.keys:
+    if looked is not None and ("validation" in looked.sizes or "data.validation" in draft.keys):  # nothing is held out
         draft.rows = looked.sizes.get("train")
     _fit(draft, looked, talk)
     for check in draft.at_end:

@@ -144,7 +144,7 @@ class RunDraft:
     read: list[str] = field(default_factory=list)  # for scripts: each line that was read, and its meaning
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys given on the command line
     folder: Path = Path()  # folder of the file, searched for other files
-    rows: int | None = None  # number of rows of the training split, if the data were looked at
+    rows: int | None = None  # rows that are trained on; None if the data were not looked at, or a share is held out
     deepspeed: Any = None  # a DeepSpeed file that it names, or the settings themselves
     at_end: list[Callable[[RunDraft], object]] = field(default_factory=list)  # once the data were looked at
 
