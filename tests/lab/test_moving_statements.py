@@ -245,6 +245,14 @@ def test_names_of_labels_are_not_lost(here: Path, capsys: pytest.CaptureFixture[
     of_data = changed(ACCELERATE, (load, f"{load}, id2label=dict(enumerate(names))"))
     moved("acc.py", changed(of_data, ("train =", "names = raw['train'].features['label'].names\ntrain =")))
     assert "label_names" not in (here / "moved.yaml").read_text()
+    rows = "".join(f'{{"first": "word {i}", "second": "b", "label": "{("bad", "good")[i % 2]}"}}\n' for i in range(64))
+    (here / "a.jsonl").write_text(rows)
+    local = 'load_dataset("json", data_files={"train": "a.jsonl", "validation": "a.jsonl"})'
+    of_texts = changed(
+        ACCELERATE, (load, f"{load}, id2label={{0: 'no', 1: 'yes'}}"), ('load_dataset("acme/pairs")', local)
+    )
+    assert moved("acc.py", of_texts).task.options["label_names"] is None  # which plan would refuse
+    assert "the labels of the data are texts" in capsys.readouterr().out
     (here / "moved.yaml").unlink()
     said = refused("acc.py", changed(ACCELERATE, (load, f"{load}, id2label=names")), capsys)
     assert "from_pretrained(id2label=names) (labels have the data's names" in said

@@ -203,6 +203,7 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
             _columns(draft, other, looked, talk)
     if "." in (task := str(draft.keys["task.name"])):
         return
+    _drop_names_of_texts(draft, looked)
     task_keys = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
     lengths = ("data.max_length", "task.block_size")  # one setting; language modelling calls it block_size
     theirs, ours = lengths if "block_size" in task_keys else lengths[::-1]
@@ -213,6 +214,14 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
     for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in task_keys]:
         why = f"the task {task} has no such key"
         draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+
+
+def _drop_names_of_texts(draft: RunDraft, looked: DatasetProfile | None) -> None:
+    """Leave out `task.label_names`, which name integers, if the labels of the data are texts."""
+    key, column = "task.label_names", str(draft.keys.get("task.label", "label"))
+    if key in draft.keys and key not in draft.by_hand and looked is not None and looked.kinds.get(column) == "text":
+        why = "the labels of the data are texts, and the model's outputs have these names"
+        draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why)
 
 
 def _columns(draft: RunDraft, fit: columns.Fit, looked: DatasetProfile, talk: Prompter) -> None:
