@@ -15,9 +15,10 @@ from support.command import Process, ended, start, start_anew
 from support.contradiction_cases import CONTRADICTIONS
 from support.forked import FORK_TRACED
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
-from support.noise_cases import NOISE
+from support.noise_cases import NOISE, NOISE_SUSPECTED
 from support.places import ROOT
 from support.proved_cases import LIKELY, PROVED
+from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED
 from support.traced_cases import PAIRS
 
@@ -37,7 +38,8 @@ def test_every_finding_has_an_exhibit() -> None:
     assert len(codes()) > 25
     shown = {e.expected for e in FAULTS if e.reference is None}
     in_tests = {"packed-rows", "equal-shards", "labels-without-offset", "equal-masks", "parts-overlap"}  # tests/trace
-    proved, likely = PAIRS | PROVED | LAYERS | NOISE, SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED
+    proved = PAIRS | PROVED | LAYERS | NOISE | STATE
+    likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 
