@@ -16,13 +16,14 @@ FULL, LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield `wandb.proto.wandb_internal_pb2.Record`s."""
+    """Yield `wandb.proto.wandb_internal_pb2.Record`s. Errors: `ValueError` for a file of another kind; protobuf's for a
+    damaged record."""
     from wandb.proto import wandb_internal_pb2
 
     new: Any = wandb_internal_pb2
-    data, place, parts = path.read_bytes(), 0, b""
-    assert data[:4] == b":W&B"
-    place = HEADER
+    data, place, parts = path.read_bytes(), HEADER, b""  # the file's own header is as long as a chunk's
+    if data[:4] != b":W&B":
+        raise ValueError(f"{path} is not a file of W&B")
     while place + HEADER <= len(data):
         if BLOCK - place % BLOCK < HEADER:  # no header fits: the block ends in zeros
             place += BLOCK - place % BLOCK

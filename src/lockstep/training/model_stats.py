@@ -245,9 +245,10 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
     undecided = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
-    whole = None if undecided or issubclass(strategy, ShardedRecovery) else f"under {run.strategy.name}, where each "
+    sharded = undecided or issubclass(strategy, ShardedRecovery)
+    whole = f"under {run.strategy.name}, where each rank has a whole copy"
     idle = {
-        "launch.replicate_every": whole and f"{whole}rank has a whole copy",
+        "launch.replicate_every": None if sharded else whole,
         "launch.rebalance_every": "on one process" if processes == 1 else None,
         "launch.processes_per_gpu": "on CPUs" if on_cpu else None,
         "hub.private": None if run.hub.push_to else "without hub.push_to",

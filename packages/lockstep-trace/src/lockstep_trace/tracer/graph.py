@@ -7,6 +7,7 @@ targets, on their device.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,19 @@ class LossFunction:
 def objectives(loss: Any) -> list[LossFunction]:
     """Return the loss functions in a tensor's graph, nearest to the loss first."""
     return [loss_function(node) for node in loss_nodes(loss)]
+
+
+def nodes_of(loss: Any, most: int) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph, breadth first from the loss, each once and at most `most`."""
+    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
+    known: set[Any] = set()
+    while queue and len(known) < most:
+        node = queue.popleft()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        yield node
+        queue.extend(before for before, _ in node.next_functions)
 
 
 def loss_nodes(loss: Any) -> list[Any]:
@@ -232,15 +246,8 @@ def shape_of(node: Any) -> list[int]:
 def unmasked_attention(loss: Any) -> bool | None:
     """Return whether the first fused attention in a loss's graph is causal without a mask, so that each query attends
     to all earlier tokens. None if the graph has no fused attention."""
-    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
-    while queue and len(known) < ATTENTION_NODES:
-        node = queue.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
+    for node in nodes_of(loss, ATTENTION_NODES):
         if name_of(node).startswith("ScaledDotProduct"):
             masks = [getattr(node, n, None) for n in ("_saved_attn_mask", "_saved_attn_bias")]
             return bool(getattr(node, "_saved_is_causal", False)) and all(mask is None for mask in masks)
-        queue.extend(before for before, _ in node.next_functions)
     return None

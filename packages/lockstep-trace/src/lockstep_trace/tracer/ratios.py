@@ -5,31 +5,23 @@ In: a loss before backward. Out: one number on its device.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from torch import Tensor
 
-from .graph import NODES, name_of
+from .graph import NODES, name_of, nodes_of
 
 FIRST, MOST = 1, 96  # losses to look at: without such a ratio, and with one
 
 
 def all_one(loss: Any) -> Tensor | None:
     """Return whether all ratios are 1 that are clamped in the graph of a loss, int64 [1]; None without any."""
-    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
-    while queue and len(known) < NODES:
-        node = queue.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
+    for node in nodes_of(loss, NODES):
         before = [n for n, _ in node.next_functions]
         if name_of(node) == "Clamp" and before and before[0] is not None:
             one = _is_one(before[0])
             if one is not None:
                 return one.reshape(1).long()
-        queue.extend(before)
     return None
 
 

@@ -6,13 +6,13 @@ In: losses before backward. Out: shapes for a step's record. The graphs of a mod
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from . import placement
+from .graph import nodes_of
 
 NODES = 4096  # nodes of a graph to visit
 MOST = 64  # parameters kept
@@ -71,16 +71,9 @@ def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
 def _leaves(loss: Any) -> list[nn.Parameter]:
     """Return the parameters in a graph, in order from the loss; plain tensors, as inputs and learned images, are
     none."""
-    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
     leaves = []
-    while queue and len(known) < NODES:
-        node = queue.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
+    for node in nodes_of(loss, NODES):
         variable = getattr(node, "variable", None)
         if type(variable) is nn.Parameter:
             leaves.append(variable)
-        queue.extend(before for before, _ in node.next_functions)
     return leaves
