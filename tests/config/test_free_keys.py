@@ -61,9 +61,10 @@ SHOWN = {
     "answer_tokens": 2,
     "corpus": 5,
 }
-SLOW = ("translation", "token_classification", "masked", "pairs")
+SLOW = ("translation",)
 # `reward` learns of the pairs of `preference`, and `questions` finds places of words as `token_classification` does.
-LONG = ("reward", "questions")
+# `masked` and `pairs` have the loaders of `documents` and of classification.
+LONG = ("reward", "questions", "token_classification", "masked", "pairs")
 # What is tried elsewhere: where a run takes place, what it is called, when it stops, and what needs a network.
 ELSEWHERE = {"name", "output", "remote_dir", "max_time", "hub.push_to", "track.to", "strategy.options"}
 ELSEWHERE |= {

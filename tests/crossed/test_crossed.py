@@ -27,7 +27,7 @@ PLANTED: dict[str, tuple[str, dict[str, object]]] = {
     "unscored_row": ("an evaluation scores each example once", {}),
     "late_refusal": ("what cannot be is refused before processes start", {"average": "ema", "second": ("zero2", 2)}),
 }
-SEED, COUNT = 20261126, 14  # `make crossed` runs any number, and 2,000 are recorded as promised
+SEED, COUNT = 20261126, 9  # `make crossed` runs any number, and 2,000 are recorded as promised
 DRAWN = list(itertools.islice(draw.cases(SEED), COUNT))
 WRITTEN = sorted(CASES.glob("*.yaml"))
 

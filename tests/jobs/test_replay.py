@@ -24,6 +24,7 @@ from support.command import (
     until,
     write,
 )
+from support.marks import long
 from support.signalling_strategies import state_of, variables
 
 pytestmark = [
@@ -80,7 +81,7 @@ def test_ctrl_c_a_killed_rank_and_all_killed_in_a_row(tmp_path: Path, cache: Pat
     as_untouched(tmp_path, cache, untouched)
 
 
-@pytest.mark.parametrize("moment", ["export", "delivered"])
+@pytest.mark.parametrize("moment", [long("export"), "delivered"])
 def test_killed_in_the_export_and_twice_started_again(
     moment: str, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:

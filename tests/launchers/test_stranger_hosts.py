@@ -11,6 +11,7 @@ from support import hosts
 from support.command import LOCKSTEP, step_of
 from support.host_jobs import HELD, PORT, hold, release, three, until, until_step, write
 from support.hosts import Hosts, Job
+from support.marks import long
 from support.places import TESTS_PATH
 
 __all__ = ["three"]  # fixtures
@@ -69,7 +70,7 @@ def clean(job: Job, status: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "given"),
-    [("pickle", True), ("pickle", False), ("malformed", True), ("malformed", False), ("forged", True)],
+    [("pickle", True), long("pickle", False), long("malformed", True), ("malformed", False), ("forged", True)],
 )
 def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool, tmp_path: Path) -> None:
     """The attack comes while the first machine waits for the second."""
@@ -98,7 +99,7 @@ def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
     assert job.ended() == 0, job.err
 
 
-@pytest.mark.parametrize("how", ["pickle", "beats"])
+@pytest.mark.parametrize("how", ["pickle", long("beats")])
 def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path) -> None:
     """The attack is on rank 0's own store, while both machines train."""
     folders = [write(three.folder(host)) for host in (0, 1)]

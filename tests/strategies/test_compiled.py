@@ -284,6 +284,7 @@ def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int
 
 @pytest.mark.processes
 @pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.long
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_resumed_run_has_the_same_bits(precision: str) -> None:
     words = (f"precision={precision}", COMPILE, "data.max_length=4")  # one length, so no code for padded micro-batches

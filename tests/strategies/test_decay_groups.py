@@ -124,8 +124,11 @@ HEADS = [head.auto for head in heads.BUILT_IN.values()]
 LEAST = {"AutoModel": 500, "AutoModelForCausalLM": 150, "AutoModelForSequenceClassification": 80}
 
 
-EVERY = [  # some start ninja to build their own kernels
-    pytest.param(auto, [*CONFIG_MAPPING], marks=[pytest.mark.slow, pytest.mark.processes], id=auto) for auto in HEADS
+# Of all families: some start ninja to build their own kernels. Changes with transformers alone: .ci/newest runs it.
+OFTEN = {"AutoModelForSequenceClassification": pytest.mark.slow}
+EVERY = [
+    pytest.param(auto, [*CONFIG_MAPPING], marks=[OFTEN.get(auto, pytest.mark.long), pytest.mark.processes], id=auto)
+    for auto in HEADS
 ]
 
 

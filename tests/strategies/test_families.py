@@ -141,7 +141,7 @@ def written_by(head: str, family: str, entries: dict[str, Any]) -> set[str]:
     return {name for name, _ in model.named_parameters()} & (effects.written | effects.evaluated)
 
 
-@pytest.mark.slow
+@pytest.mark.long  # changes with transformers alone: .ci/newest runs it
 @pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize("head", ["causal", "masked"])
 def test_no_other_family_writes_to_its_weights(head: str) -> None:
@@ -156,7 +156,7 @@ def test_no_other_family_writes_to_its_weights(head: str) -> None:
     assert tried > 0.9 * len(small.known()[head])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize("head", ["causal", "masked", "classification", "token_classification", "seq2seq"])
 def test_no_other_family_loads_weights_that_were_not_saved(head: str, tmp_path: Path) -> None:

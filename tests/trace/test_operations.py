@@ -20,6 +20,7 @@ import lockstep_trace
 from lockstep_trace.operations import aligned, comparison_lines, recorded, summary_lines
 from lockstep_trace.read import read
 from support.harness import lockstep_environment
+from support.marks import long
 
 HERE = os.path.relpath(__file__)
 
@@ -486,7 +487,7 @@ print(sorted(torch._dynamo.utils.counters["stats"].items()), total.hex())
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["module", "in place", "function"])
+@pytest.mark.parametrize("how", ["module", long("in place"), long("function")])
 def test_a_compiled_region_stays_compiled_and_is_one_entry(tmp_path: Path, how: str) -> None:
     (tmp_path / "train.py").write_text(COMPILED)
     environment = lockstep_environment(tmp_path / "cache")
