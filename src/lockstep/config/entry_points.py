@@ -45,7 +45,8 @@ def named(kind: str) -> dict[str, list[EntryPoint]]:
     entries: dict[str, list[EntryPoint]] = {}
     for entry in _by_group(tuple(sys.path))[GROUPS[kind]]:
         entries.setdefault(entry.name, []).append(entry)
-    return {name: sorted(entries[name], key=origin) for name in sorted(entries)}
+    # `origin` parses the metadata of a distribution: for the few names that have several entries
+    return {name: each if len(each) == 1 else sorted(each, key=origin) for name, each in sorted(entries.items())}
 
 
 @lru_cache(maxsize=64)
