@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,16 @@ def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pyte
         assert calls[2] == "pickle"
     finally:
         torch.distributed.destroy_process_group()
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py")
+def test_variable_length_attention_does_not_choose_cudnn() -> None:
+    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs, and it answers no for any device."""
+    from torch.nn.attention import varlen
+
+    assert inspect.signature(varlen._should_use_cudnn).parameters.keys() == {"device_index"}
+    assert varlen._should_use_cudnn(0) is False
+    source = inspect.getsource(varlen)
+    calls = [part for part in source.split("\n\n\n") if "torch.ops.aten._cudnn_attention" in part]
+    assert len(calls) == 2  # forward and backward
+    assert all("if use_cudnn:" in part and "_should_use_cudnn(" in part for part in calls)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, arithmetic_of
+from lockstep.distributed.torch_internals import may_attend_by_cudnn
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.inference import Decoding, by_transformers
@@ -312,3 +313,16 @@ def test_texts_apart_are_for_packed_texts_and_families_that_can(tmp_path: Path) 
             "model.config=" + "{}",
         )
     assert "\n" not in str(caught.value)
+
+
+def test_kernels_whose_bits_need_not_repeat_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that prefers cuDNN's attention, or that does not say what it prefers."""
+    from torch.nn.attention import varlen
+
+    device = torch.device("cuda", 0)
+    assert not may_attend_by_cudnn(device)
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: index == 0)
+    assert may_attend_by_cudnn(device)
+    assert not may_attend_by_cudnn(torch.device("cuda", 1))
+    monkeypatch.delattr(varlen, "_should_use_cudnn")
+    assert may_attend_by_cudnn(device)

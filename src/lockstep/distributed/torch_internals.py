@@ -1,7 +1,7 @@
 """Private parts of torch that this package uses outside of the engines, and asynchronous copies.
 
 See each function for in and out. If a torch release moves one of the private parts (the default store, groups, pickles,
-the flight recorder, gloo's threads, the parts of a sparse tensor), only this file breaks;
+the flight recorder, gloo's threads, the parts of a sparse tensor, the kernel of attention), only this file breaks;
 src/lockstep/strategies/engines/README.md lists what stops working then.
 
 `torch.tensor(..., device=)`, `.to()` and `.item()` wait until the device has finished its queue; copies between
@@ -39,6 +39,16 @@ def by_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether a tensor must go through host memory to reach other ranks of a group: ranks that share a GPU use gloo,
     which supports CUDA only in all_reduce, all_gather and broadcast."""
     return tensor.device.type == "cuda" and dist.get_backend(group) == "gloo"
+
+
+def may_attend_by_cudnn(device: torch.device) -> bool:
+    """Whether torch's variable-length attention may run cuDNN's kernel on a CUDA device. The gradient of that kernel need
+    not repeat its bits (pytorch#187770 prefers it on some devices, no release up to 2.13 does). True where torch does
+    not say."""
+    from torch.nn.attention import varlen
+
+    prefers = getattr(varlen, "_should_use_cudnn", None)
+    return prefers is None or bool(prefers(device.index or 0))
 
 
 def rows_of(gradient: Tensor) -> Tensor:

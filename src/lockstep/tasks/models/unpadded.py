@@ -27,7 +27,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from lockstep.data import host_facts
 from lockstep.data.host_facts import RealTokens
-from lockstep.distributed.torch_internals import to_device
+from lockstep.distributed.torch_internals import may_attend_by_cudnn, to_device
 from lockstep.tasks.models import masks, repeatable
 from lockstep.tasks.models.model_configs import UNPADDED
 
@@ -259,7 +259,8 @@ def attention(
     else:
         to = of = attention_mask
     causal = of.causal and to is of
-    if query.is_cuda and of.plain and not dropout and query.dtype in (torch.bfloat16, torch.float16):
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and of.plain and not dropout and half and not may_attend_by_cudnn(query.device):
         return _by_length(query, key, value, to, of, scaling), None
     query, key, value = to.spread(query), of.spread(key), of.spread(value)  # [B, h, T, d]
     if query.device.type == "cpu" and max(to.width, of.width) <= SHORT.get(query.dtype, 0):
