@@ -245,7 +245,7 @@ def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pyte
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_variable_length_attention_does_not_choose_cudnn() -> None:
-    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs, and it answers no for any device."""
+    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs, and the answer is no."""
     from torch.nn.attention import varlen
 
     assert inspect.signature(varlen._should_use_cudnn).parameters.keys() == {"device_index"}
