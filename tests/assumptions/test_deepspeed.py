@@ -75,6 +75,32 @@ def test_weights_of_stage_3_are_parts() -> None:
     assert seen["gathered"] == ["AVAILABLE", [3, 2]]
 
 
+@rests_on_it("src/lockstep/strategies/engines/zero_state.py")
+def test_the_state_of_stage_1_is_linked_when_it_is_asked_for() -> None:
+    """At stages 1 and 2 `single_partition_of_fp32_groups` holds the tensors that the optimizer updates. safe_get and
+    safe_set of states read and write the tensors of the last link, which the first step has made; with
+    `_hp_optimizer_states_linked` False, `_lazy_init_hp_params_optimizer_state` links those that are in the optimizer's
+    state now. `update_lp_params` writes the weights into the model, which safe_set_full_fp32_param does not."""
+    seen = facts()["1"]
+    assert seen["flat"] == [True, 16, "torch.float32"]
+    assert seen["linked"] == [True, False, True, True]
+    assert seen["written"] == [False, True, True, True]
+
+
+@rests_on_it("src/lockstep/strategies/engines/zero_state.py")
+def test_the_state_of_stage_3_is_written_into_the_parts() -> None:
+    """At stage 3 `fp32_partitioned_groups_flat` holds this rank's parts of each group, which safe_set_local_fp32_param
+    writes. `_partition_all_parameters` frees every whole weight, `_reassign_or_swap_out_partitioned_parameters` copies
+    a group's parts into the model, and the next all_gather brings them. `persistent_parameters` has the small
+    weights."""
+    seen = facts()["3"]
+    assert seen["flat"] == [[16, "torch.float32"]]
+    assert seen["first"]
+    assert seen["all in parts"] == ["NOT_AVAILABLE"] * 3
+    assert seen["then"] == [True, []]
+    assert seen["kept whole"] == [[2, 2]]
+
+
 @rests_on_it("src/lockstep/strategies/engines/zero_config.py")
 def test_an_unknown_key_of_the_top_is_read_in_silence() -> None:
     """DeepSpeedConfig ignores an unknown top-level key, and raises pydantic's errors for an unknown key in a section

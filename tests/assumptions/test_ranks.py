@@ -98,6 +98,29 @@ def test_fsdp_averages_and_adds_at_the_next_sync() -> None:
         assert kind == "torch.float32"
 
 
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py")
+def test_a_sharded_block_has_a_group_of_its_weights() -> None:
+    """fully_shard marks a module and those below by `_is_fsdp_managed_module`. A block's state has `_fsdp_param_groups`
+    (or one `_fsdp_param_group`), whose `fsdp_params` have the module's own weight as `sharded_param`, from the first
+    gather on the whole one as `_unsharded_param`, and its name as `_param_fqn`. A hook registered later runs when the
+    block is gathered. The group's `post_backward` is looked up at each call: before it, gradients are in .grad of whole
+    weights, and after it in .grad of shards only."""
+    whole, sharded = [[True, False]] * 2, [[False, True]] * 2
+    names = ["0.weight", "0.bias"]
+    for seen in facts()["parts_of_fsdp"]:
+        assert seen == [[True] * 3, [True] * 2, [False] * 2, [True] * 2, whole, sharded, names]
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fsdp1.py")
+def test_a_flat_parameter_knows_which_slices_a_rank_has() -> None:
+    """FSDP1's `_handle.flat_param` has `_fqns`, `_shapes` and `_shard_param_infos`: where a rank's part of each weight
+    begins in the weight and in the shard, and how long it is; `_params` is None, or with use_orig_params the parts."""
+    shapes = [["0.weight", [5, 2], True], ["0.bias", [5], True], ["1.weight", [3, 5], True]]
+    for flat, originals in facts()["parts_of_flat_parameters"]:
+        assert flat == [True, True, shapes]
+        assert originals == [True, False, shapes]
+
+
 @rests_on_it("src/lockstep/strategies/engines/hooked_ddp.py", "src/lockstep/strategies/ddp.py")
 def test_ddp_averages_and_a_hook_does_not() -> None:
     """DDP broadcasts rank 0's weights and averages gradients; no_sync keeps a rank's own gradient, to which the next
@@ -108,6 +131,17 @@ def test_ddp_averages_and_a_hook_does_not() -> None:
         assert same
         assert (averaged, alone, accumulated, hooked) == (2.0, rank + 1.0, 4.0, 6.0)
         assert in_bucket
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/hooked_ddp.py", "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py"
+)
+def test_ddp_knows_its_hooks_and_what_it_ignores() -> None:
+    """DDP averages no gradient of weights that `_set_params_and_buffers_to_ignore_for_model` has named before, and
+    lists them in `parameters_to_ignore`; `_comm_hooks` is empty until a hook is registered; `process_group` and
+    `bucket_bytes_cap` are those that DDP uses."""
+    for rank, seen in enumerate(facts()["parts_of_ddp"]):
+        assert seen == [["b.weight"], RANKS, 3 << 20, [0, 1], [2.0, rank + 1.0]]
 
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +50,164 @@ def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
     losses, _ = torch.ops.aten.nll_loss_forward(logs, targets, None, 0, -100)
     assert torch.equal(losses, wanted)
     assert losses[5] == 0
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@rests_on_it("src/lockstep/tasks/cross_entropy.py")
+def test_log_softmax_backward_can_write_over_its_input(reduction: str) -> None:
+    """nll_loss_backward and `_log_softmax_backward_data.out`, run on some of the rows and writing over the very rows of
+    log-probabilities that they read, give the bits of cross_entropy's gradient."""
+    logits = torch.randn(37, 1003, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    targets, number = torch.arange(37) * 27, {"none": 0, "sum": 2}[reduction]
+    targets[5] = -100
+    above = torch.linspace(0.5, 2, 37) if reduction == "none" else torch.tensor(0.3)
+    functional.cross_entropy(logits, targets, reduction=reduction).backward(above)
+    logs = logits.detach().log_softmax(1)
+    _, weight = torch.ops.aten.nll_loss_forward(logs, targets, None, number, -100)
+    for part in (slice(0, 11), slice(11, 37)):
+        each, rows = above[part] if above.dim() else above, logs[part]
+        of_logs = torch.ops.aten.nll_loss_backward(each, rows, targets[part], None, number, -100, weight)
+        torch.ops.aten._log_softmax_backward_data.out(of_logs, rows, 1, torch.float32, out=rows)
+    assert logits.grad is not None
+    assert torch.equal(logs, logits.grad)
+
+
+@rests_on_it("src/lockstep/tasks/translation.py", "src/lockstep/plain/scores.py")
+def test_scores_of_translations_are_functions_of_sums() -> None:
+    """sacrebleu's `_extract_corpus_statistics` gives each sentence 10 integers for BLEU (two lengths, matches and
+    counts of 1 to 4 words) and 18 for chrF; `_compute_score_from_stats` of their sums, in whatever parts, is the score
+    of the whole corpus."""
+    pytest.importorskip("sacrebleu")
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
+
+    written = ["the cat sat on the mat", "", "a dog, it barks!", "one two three four five"]
+    references = ["the cat is on the mat", "nothing", "a dog: it barks", "one two three four six"]
+    metrics: list[tuple[Any, int]] = [(BLEU(tokenize="13a", force=True), 10), (CHRF(), 18)]
+    for metric, size in metrics:
+        whole = np.array(metric._extract_corpus_statistics(written, [references]))
+        assert (whole.shape, whole.dtype.kind) == ((4, size), "i")
+        parts = [metric._extract_corpus_statistics(written[p], [references[p]]) for p in (slice(0, 1), slice(1, 4))]
+        total = [int(number) for number in np.sum(np.concatenate(parts), axis=0)]
+        expected = metric.corpus_score(written, [references]).score
+        assert metric._compute_score_from_stats(total).score == expected > 0
+
+
+LAPACK = {
+    "linalg_cholesky_ex": lambda a: torch.linalg.cholesky(a),
+    "cholesky": lambda a: torch.cholesky(a),
+    "cholesky_inverse": lambda a: torch.cholesky_inverse(a),
+    "cholesky_solve": lambda a: torch.cholesky_solve(a, a),
+    "_linalg_det": lambda a: torch.linalg.det(a),
+    "_linalg_slogdet": lambda a: torch.logdet(a),
+    "linalg_eig": lambda a: torch.linalg.eigvals(a),
+    "_linalg_eigh": lambda a: torch.linalg.eigvalsh(a),
+    "_linalg_svd": lambda a: torch.linalg.cond(a),
+    "linalg_householder_product": lambda a: torch.orgqr(a, a[0]),
+    "linalg_inv_ex": lambda a: torch.linalg.inv(a),
+    "linalg_ldl_factor_ex": lambda a: torch.linalg.ldl_factor(a),
+    "linalg_lstsq": lambda a: torch.linalg.lstsq(a, a),
+    "linalg_lu": lambda a: torch.linalg.lu(a),
+    "linalg_lu_factor_ex": lambda a: torch.linalg.lu_factor(a),
+    "linalg_lu_solve": lambda a: torch.lu_solve(a, *torch.linalg.lu_factor(a)),
+    "linalg_qr": lambda a: torch.linalg.qr(a),
+    "_linalg_solve_ex": lambda a: torch.linalg.solve(a, a),
+    "geqrf": lambda a: torch.geqrf(a),
+    "ormqr": lambda a: torch.ormqr(a, a[0], a),
+    "triangular_solve": lambda a: torch.triangular_solve(a, a),
+    "_fft_r2c": lambda a: torch.fft.rfft(a),
+    "_fft_c2c": lambda a: torch.fft.fft(a + 0j),
+    "_fft_c2r": lambda a: torch.fft.irfft(a + 0j),
+    "_embedding_bag_forward_only": lambda a: functional.embedding_bag(torch.tensor([[0, 1]]), a),
+    "addbmm": lambda a: torch.addbmm(a, a[None], a[None]),
+    "exponential_": lambda a: torch.empty_like(a).exponential_(),
+    "asin": lambda a: torch.asin(a),
+    "acos": lambda a: torch.acos(a),
+    "atan": lambda a: torch.atan(a),
+    "erfc": lambda a: torch.erfc(a),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@rests_on_it("src/lockstep/distributed/portable.py")
+def test_functions_of_lapack_are_these_operations() -> None:
+    """torch's functions that call MKL dispatch to operations of these names; a kernel registered for an operation on
+    the CPU replaces torch's, also where another operation calls it; torch knows all names that lockstep refuses."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    square = torch.eye(3) + 1
+    for name, function in LAPACK.items():
+        names.clear()
+        with Noted():
+            function(square)
+        assert name in names, f"{name}: {names}"
+    others = "_addmm_activation _int_mm _scaled_mm _weight_int8pack_mm _weight_int4pack_mm_for_cpu to_mkldnn"
+    others += " linalg_eigvals _linalg_eigvals _cholesky_solve_helper linalg_ldl_solve _embedding_bag"
+    others += " _scaled_dot_product_flash_attention_for_cpu"
+    assert [name for name in others.split() if not hasattr(torch.ops.aten, name)] == []
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("_cholesky_solve_helper", lambda *operands: operands[0] + 7, "CPU")
+        assert torch.equal(torch.cholesky_solve(square, square), square + 7)
+    finally:
+        library._destroy()
+    assert not torch.equal(torch.cholesky_solve(square, square), square + 7)
+
+
+WRITE_ONLY = {
+    "copy_": lambda x: x.copy_(torch.arange(6.0).view(2, 3)),
+    "fill_": lambda x: x.fill_(2),
+    "zero_": lambda x: x.zero_(),
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(),
+    "bernoulli_": lambda x: x.bernoulli_(0.5),
+    "random_": lambda x: x.random_(),
+    "exponential_": lambda x: x.exponential_(),
+    "geometric_": lambda x: x.geometric_(0.5),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "set_": lambda x: x.set_(torch.arange(6.0).view(2, 3)),
+    "_foreach_copy_": lambda x: torch._foreach_copy_([x], [torch.arange(6.0).view(2, 3)]),
+    "_foreach_zero_": lambda x: torch._foreach_zero_([x]),
+}
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
+def test_these_operations_do_not_read_what_they_write_over() -> None:
+    """Operations named copy_, fill_, zero_, set_, those that draw numbers, and _foreach_copy_ and _foreach_zero_ give
+    the same, whatever the tensor held before; resize_ keeps what it held."""
+    for name, write in WRITE_ONLY.items():
+        assert hasattr(torch.ops.aten, name)
+        results = []
+        for before in (0.0, float("nan")):
+            torch.manual_seed(0)
+            tensor = torch.full((2, 3), before)
+            write(tensor)
+            results.append(tensor)
+        assert torch.equal(*results), name
+    assert torch.arange(4.0).resize_(2).tolist() == [0.0, 1.0]
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
+def test_an_attention_returns_its_output_first() -> None:
+    """Operations whose names begin with _scaled_dot_product, _flash_attention, _efficient_attention or _cudnn_attention
+    return the attention's output first; those with "backward" in their name return the gradients."""
+    begins = ("_scaled_dot_product", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_")
+    for name in ("_flash_attention_forward", "_efficient_attention_forward", "_scaled_dot_product_cudnn_attention"):
+        assert name.startswith(begins)
+        assert getattr(torch.ops.aten, name).default._schema.returns[0].name == "output"
+    parts = [torch.randn(1, 1, 4, 4, requires_grad=True) for _ in range(3)]
+    out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    gradients = kernel(torch.ones_like(out), *parts, out, total, 0.0, False)
+    assert [each.shape for each in gradients] == [each.shape for each in parts]
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fingerprint.py")

@@ -381,6 +381,7 @@ REFUSED = """
 import json
 square, answers = torch.eye(4) + 1, {}
 calls = {"asin": lambda: torch.asin(square), "in place": lambda: torch.asin_(square.clone()),
+         "drawn": lambda: torch.empty(4).exponential_(),
          "out": lambda: torch.asin(square, out=torch.empty(0)), "inverse": lambda: torch.linalg.inv(square),
          "determinant": lambda: torch.linalg.det(square), "transform": lambda: torch.fft.rfft(square),
          "sparse": lambda: torch.sparse.mm(square.to_sparse(), square), "rows": lambda: square.to_sparse_csr() @ square,

@@ -68,6 +68,25 @@ facts["gradient kept"] = own_gradient(made) is not None and own_gradient(made).n
 made.step()
 facts["moved"] = [float((p.detach().float() - s).abs().max()) > 0 for p, s in zip(made.module.parameters(), start)]
 facts["skipped"] = made.skipped_steps
+
+# stage 1: where the optimizer's weights and states are, and how they are written and read again
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.utils import safe_set_full_optimizer_state
+inner, first, (flat,) = made.optimizer, next(made.module.parameters()), made.optimizer.single_partition_of_fp32_groups
+facts["1"] = {"flat": [flat is made.optimizer.param_groups[0]["params"][0], flat.numel(), str(flat.dtype)]}
+linked = [inner._hp_optimizer_states_linked]
+inner.optimizer.state[flat] = {"step": torch.tensor(1.0), "exp_avg": torch.full_like(flat, 3.0)}
+linked.append(safe_get_full_optimizer_state(first, "exp_avg").flatten().tolist() == [3.0] * 6)
+inner._hp_optimizer_states_linked = False
+inner._lazy_init_hp_params_optimizer_state()
+linked.append(safe_get_full_optimizer_state(first, "exp_avg").flatten().tolist() == [3.0] * 6)
+safe_set_full_optimizer_state(first, torch.full((3, 2), 4.0), "exp_avg")
+facts["1"]["linked"] = [*linked, inner.optimizer.state[flat]["exp_avg"].tolist() == [4.0] * 6 + [3.0] * 10]
+safe_set_full_fp32_param(first, torch.full((3, 2), 5.0))
+before = first.flatten().tolist() == [5.0] * 6
+inner.update_lp_params()
+facts["1"]["written"] = [before, flat[:6].tolist() == [5.0] * 6, first.flatten().tolist() == [5.0] * 6]
+facts["1"]["written"].append(safe_get_full_fp32_param(first).tolist() == [[5.0] * 2] * 3)
 made.destroy()
 
 sums = []
@@ -107,6 +126,23 @@ facts["3"]["gathered"] = [weights[0].ds_status.name, list(weights[0].shape)]
 weights[0].partition()
 made.backward(made.module(torch.ones(1, 2)).sum())
 facts["3"]["gradient"] = [safe_get_local_grad(p).numel() for p in weights]
+from deepspeed.utils import safe_set_local_fp32_param
+inner = made.optimizer
+flats = inner.fp32_partitioned_groups_flat
+facts["3"]["flat"] = [[flat.numel(), str(flat.dtype)] for flat in flats]
+safe_set_local_fp32_param(weights[0], torch.full((6,), 5.0))
+facts["3"]["first"] = flats[0][:6].tolist() == [5.0] * 6
+weights[1].all_gather()
+inner._partition_all_parameters()
+facts["3"]["all in parts"] = [p.ds_status.name for p in weights]
+for i in range(len(inner.fp16_groups)):
+    inner._reassign_or_swap_out_partitioned_parameters(i)
+inner.empty_partition_cache()
+weights[0].all_gather()
+facts["3"]["then"] = [weights[0].flatten().tolist() == [5.0] * 6, list(inner.persistent_parameters)]
+made.destroy()
+made = engine(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 5})
+facts["3"]["kept whole"] = [tuple(p.ds_shape) for p in made.optimizer.persistent_parameters]
 made.destroy()
 
 # what it makes of a config

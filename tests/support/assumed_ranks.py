@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks.default_hooks
 from torch import nn
 
 RANKS = 3
@@ -220,6 +221,58 @@ def fsdp_gradient(rank: int, _: Path) -> list[Any]:
 
 
 @fact
+def parts_of_fsdp(rank: int, _: Path) -> list[Any]:
+    """Names of FSDP2's groups; in forward and before reduction, which weights are gathered and where gradients are."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+    fully_shard(model[0])
+    fully_shard(model)
+    state = model[0]._get_fsdp_state()
+    (group,) = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    parts, reduced, seen = group.fsdp_params, group.post_backward, []
+
+    def post_backward(*arguments: Any) -> None:
+        seen.append([[p._unsharded_param.grad is not None, p.sharded_param.grad is not None] for p in parts])
+        reduced(*arguments)
+
+    def gathered(module: nn.Module, _: Any) -> None:
+        seen.append([part._unsharded_param is own for part, own in zip(parts, module.parameters(), strict=True)])
+
+    marks = [module._is_fsdp_managed_module for module in model.modules()]
+    own = [part.sharded_param is p for part, p in zip(parts, model[0].parameters(), strict=True)]
+    before = [hasattr(part, "_unsharded_param") for part in parts]
+    group.post_backward = post_backward
+    model[0].register_forward_pre_hook(gathered)
+    model(torch.ones(1, 2)).sum().backward()
+    seen.append([[p._unsharded_param.grad is not None, p.sharded_param.grad is not None] for p in parts])
+    return [marks, own, before, *seen, [part._param_fqn for part in parts]]
+
+
+@fact
+def parts_of_flat_parameters(rank: int, _: Path) -> list[list[Any]]:
+    """Of FSDP1's flat parameters, as one tensor and as the original ones: names, shapes, and whether each part is the
+    slice of the whole weight that `_shard_param_infos` says."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    seen = []
+    for originals in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 5), nn.Linear(5, 3, bias=False))
+        whole = {name: p.detach().clone().flatten() for name, p in model.named_parameters()}
+        wrapper: Any = FullyShardedDataParallel(model, use_orig_params=originals, device_id=torch.device("cpu"))
+        handle, right = wrapper._handle, []
+        flat = handle.flat_param
+        for at, (name, shape, info) in enumerate(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)):
+            first, size = (info.intra_param_start_idx, info.numel_in_shard) if info.in_shard else (0, 0)
+            place = info.offset_in_shard if info.in_shard else 0
+            part = flat._params[at].detach().flatten() if originals else flat.detach()[place : place + size]
+            right.append([name, list(shape), torch.equal(part, whole[name][first : first + size])])
+        seen.append([handle.uses_sharded_strategy, flat._params is None, right])
+    return seen
+
+
+@fact
 def ddp_gradient(rank: int, _: Path) -> list[Any]:
     """Gradients of 1, 2 and 3: averaged; after a step in no_sync; with a hook that adds; weights of rank 0."""
 
@@ -255,6 +308,22 @@ def ddp_gradient(rank: int, _: Path) -> list[Any]:
     assert layer.weight.grad is not None
     in_bucket = layer.weight.grad.untyped_storage().data_ptr() == buckets[-1].untyped_storage().data_ptr()
     return [same, averaged, alone, accumulated, layer.weight.grad.item(), in_bucket]
+
+
+@fact
+def parts_of_ddp(rank: int, _: Path) -> list[Any]:
+    """Of a DDP that ignores one of its weights: what it knows of it, its hooks before and after one is registered, and
+    whether gradients of both weights are averaged."""
+    model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
+    model.forward = lambda x: model["a"](x) + model["b"](x)  # type: ignore[method-assign]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["b.weight"])
+    wrapper: Any = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=3)
+    wrapper(torch.full((1, 1), rank + 1.0)).sum().backward()
+    seen = [list(wrapper.parameters_to_ignore), wrapper.process_group.size(), wrapper.bucket_bytes_cap]
+    hooks = [len(wrapper._comm_hooks)]
+    wrapper.register_comm_hook(None, dist.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook)
+    gradients = [p.grad.item() for p in model.parameters() if p.grad is not None]
+    return [*seen, [*hooks, len(wrapper._comm_hooks)], gradients]
 
 
 @fact

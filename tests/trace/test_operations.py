@@ -317,6 +317,32 @@ def test_memory_that_nothing_was_written_to_is_not_compared(tmp_path: Path) -> N
     assert all(o["out"] == [] for o in rows if o["op"].startswith("aten.empty"))
 
 
+def resized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.resize_(4, 16)  # half of x
+    z = torch.empty(0).resize_(64)
+    return plain(model, y) + z.zero_().sum()
+
+
+def test_what_a_resized_tensor_keeps_is_read_and_what_it_gains_is_undefined(tmp_path: Path) -> None:
+    train(tmp_path, resized, step=1)
+    cut, grown = (o for o in operations(tmp_path) if o["op"].startswith("aten.resize_"))
+    assert (len(cut["in"]), len(cut["out"])) == (1, 1)
+    assert (grown["in"], grown["out"]) == ([], [])
+
+
+def attending(model: Any, x: torch.Tensor) -> torch.Tensor:
+    parts = model.first(x).view(1, 8, 4, 8).transpose(1, 2).unbind(0) * 3
+    return model.last(F.scaled_dot_product_attention(*(part[None] for part in parts)).reshape(8, 32)).square().mean()
+
+
+def test_an_attention_backward_has_three_gradients(tmp_path: Path) -> None:
+    train(tmp_path, attending)
+    (forward,) = (o for o in operations(tmp_path) if "flash_attention_for_cpu." in o["op"])
+    (backward,) = (o for o in operations(tmp_path) if "flash_attention_for_cpu_backward" in o["op"])
+    assert (len(forward["out"]), len(backward["out"])) == (1, 3)
+
+
 def test_a_part_of_new_memory_is_compared_once_it_is_written_to(tmp_path: Path) -> None:
     """As the gradients of ZeRO are, one after the other in one buffer."""
 

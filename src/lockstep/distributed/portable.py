@@ -40,8 +40,9 @@ FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 # Operations of MKL, oneDNN or FBGEMM without a replacement here, with all variants of each name: LAPACK, transforms,
 # other kinds of products, and functions that no known model trains with.
 REFUSED = (
-    *("asin", "acos", "atan", "erfc", "addbmm", "_addmm_activation", "_embedding_bag", "_embedding_bag_forward_only"),
-    *("_int_mm", "_scaled_mm", "_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "to_mkldnn"),
+    *("asin", "acos", "atan", "erfc", "exponential", "addbmm", "_addmm_activation"),
+    *("_embedding_bag", "_embedding_bag_forward_only", "_int_mm", "_scaled_mm"),
+    *("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu", "to_mkldnn"),
     *("_fft_c2c", "_fft_r2c", "_fft_c2r", "geqrf", "ormqr", "linalg_qr", "linalg_householder_product", "linalg_lstsq"),
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "_linalg_det"),
     *("_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_inv_ex", "linalg_cholesky_ex"),

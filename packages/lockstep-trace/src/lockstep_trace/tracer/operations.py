@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +35,7 @@ UNDEFINED = -1  # index of a value that is not looked at
 MAKE_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 WRITE_ONLY = {
     *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"),
-    *("cauchy_", "log_normal_", "set_", "resize_", "_foreach_copy_", "_foreach_zero_"),
+    *("cauchy_", "log_normal_", "set_", "_foreach_copy_", "_foreach_zero_"),
 }
 NO_NUMBERS = ("detach", "alias", "lift_fresh")  # names of what they are given
 FIRST_ALONE = (
@@ -262,6 +263,8 @@ class Operations(dispatch.TorchDispatchMode):
         reads, writes = _read_and_written(func, arguments)
         if func.namespace == "_c10d_functional" and _base(func) == "wait_tensor":
             reads = []
+        if _base(func) == "resize_" and math.prod(args[1]) > args[0].numel():  # what it adds is undefined
+            reads, writes = [], []
         values = {a.name: text for a, v in arguments if (text := _as_text(v)) is not None}
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         return self._entry(str(func), site, reads, values, seeded), writes
@@ -311,11 +314,12 @@ class Operations(dispatch.TorchDispatchMode):
     def _after(self, entry: dict[str, Any], writes: list[Tensor], func: Any, result: Any) -> None:
         """Complete an entry by what its operation has computed."""
         name, results = _base(func), list(_tensors(result))
-        if name in MAKE_NOTHING:
-            self._undefined |= {self._address(t): [] for t in results}
+        if name in MAKE_NOTHING or (name == "resize_" and not writes):
+            for address in map(self._address, results):
+                self.allocated(address)
             entry["shapes"][1] = [_shape(t) for t in results]
             return
-        if name.startswith(FIRST_ALONE):  # the others have parts that are undefined
+        if name.startswith(FIRST_ALONE) and "backward" not in name:  # the others have parts that are undefined
             results = results[:1]
         returns = getattr(getattr(func, "_schema", None), "returns", ())
         viewed = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)

@@ -1,0 +1,171 @@
+"""What lockstep assumes about torch elastic's agent and rendezvous, without any process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+    _NodeDesc,
+    _RendezvousExitOp,
+    _RendezvousState,
+)
+
+from support.assumed import rests_on_it
+
+
+class Meeting:
+    """A rendezvous of this machine alone."""
+
+    waiting = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("localhost", 1))
+
+    def num_nodes_waiting(self) -> int:
+        waiting, self.waiting = self.waiting, 0
+        return waiting
+
+    def get_run_id(self) -> str:
+        return "job"
+
+    def get_backend(self) -> str:
+        return "none"
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
+def test_an_agent_calls_these_methods() -> None:
+    """LocalElasticAgent.run calls `_rendezvous` and `_start_workers`, makes events by `_construct_event`, and calls
+    `_monitor_workers` until it succeeds; a failure costs one of `_remaining_restarts` and calls `_restart_workers`, a
+    waiting machine calls it for free with the group's state HEALTHY, and both call `_stop_workers`. Then
+    `_exit_barrier` is called, and in any case `_shutdown` with `_shutdown_timeout`, which closes `_pcontext`."""
+    results = [WorkerState.HEALTHY, WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.SUCCEEDED]
+    calls: list[Any] = []
+    events: list[int] = []
+
+    class Agent(LocalElasticAgent):
+        def _rendezvous(self, worker_group: Any) -> None:
+            calls.append("rendezvous")
+            super()._rendezvous(worker_group)  # type: ignore[no-untyped-call]
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            calls.append(("start", [worker.global_rank for worker in worker_group.workers]))
+            return {0: 4, 1: 5}
+
+        def _monitor_workers(self, worker_group: Any) -> RunResult:
+            state = results.pop(0)
+            calls.append((state.name, self._remaining_restarts))
+            spec.rdzv_handler.waiting = int(len(results) == 2)  # type: ignore[attr-defined]
+            return RunResult(state, return_values={0: 0, 1: 0})
+
+        def _stop_workers(self, worker_group: Any) -> None:
+            calls.append(("stop", worker_group.state.name))
+
+        def _construct_event(self, *_: Any, **__: Any) -> Any:
+            events.append(1)
+            return super()._construct_event(*_, **__)
+
+        def _exit_barrier(self) -> None:
+            calls.append("barrier")
+
+    spec = WorkerSpec("r", 2, Meeting(), entrypoint=print, max_restarts=3, monitor_interval=0.001)  # type: ignore[arg-type]
+    agent: Any = Agent(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
+    agent._shutdown_timeout = 7
+    agent._pcontext = SimpleNamespace(close=lambda number, timeout: calls.append(("close", number, timeout)))
+    assert agent.run().state == WorkerState.SUCCEEDED
+    begun = ["rendezvous", ("start", [0, 1])]
+    steps: list[Any] = [*begun, ("HEALTHY", 3), ("HEALTHY", 3), ("stop", "HEALTHY"), *begun, ("FAILED", 3)]
+    steps += [("stop", "FAILED"), *begun, ("SUCCEEDED", 2), "barrier"]
+    assert calls == [*steps, ("close", signal.SIGTERM, 7)]
+    assert events
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
+def test_no_signals_are_handled_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PContext.start installs torch elastic's handlers for the signals in TORCHELASTIC_SIGNALS_TO_HANDLE, and none if
+    that is empty."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    context: Any = MagicMock()
+    try:
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+        PContext.start(context)
+        assert {number: signal.getsignal(number) for number in before} == before
+        monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP")
+        PContext.start(context)
+        assert signal.getsignal(signal.SIGHUP) != before[signal.SIGHUP]
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class InMemory(RendezvousBackend):
+    """The state of a job, of which each write has a new token."""
+
+    def __init__(self) -> None:
+        self.held: tuple[bytes, int] | None = None
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        return self.held
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, int, bool]:
+        mine = token == (self.held and self.held[1])
+        if mine:
+            self.held = state, (token or 0) + 1
+        assert self.held is not None
+        return (*self.held, mine)
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
+def test_a_rendezvous_has_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic rendezvous calls `_record` of itself, its `_op_executor` and its `_state_holder`, where a function on
+    the object replaces it; next_rendezvous returns the store of `_get_store`, looked up on the object too. `state` of
+    `_state_holder` is a `_RendezvousState`, with machines as `_NodeDesc` under `participants`, and `_this_node` among
+    them until `_op_executor` runs `_RendezvousExitOp`; `_stop_heartbeats` ends the heartbeats."""
+    rounds, recorded = [], []
+
+    def handler(backend: InMemory, record: Callable[..., None]) -> Any:
+        made: Any = DynamicRendezvousHandler.from_backend(
+            "job", dist.HashStore(), backend, 1, 1, "127.0.0.1", RendezvousTimeout(*[timedelta(seconds=9)] * 4)
+        )
+        for part in (made, made._op_executor, made._state_holder):
+            assert callable(part._record)
+            part._record = record
+        return made
+
+    backend = InMemory()
+    one = handler(backend, lambda *_, **named: recorded.append(named))
+    own = dist.HashStore()
+    wrapped = one._wrap_store(own)
+    one._get_store = lambda: rounds.append(one._state_holder.state.round) or wrapped
+    info = one.next_rendezvous()
+    assert (info.rank, info.world_size, rounds) == (0, 1, [0])
+    assert info.store is wrapped
+    assert recorded
+    state = one._state_holder.state
+    assert isinstance(state, _RendezvousState)
+    assert list(state.participants) == [one._this_node]
+    assert isinstance(one._this_node, _NodeDesc)
+    assert (one._this_node.addr, one._this_node.pid, one._this_node.local_id) == ("127.0.0.1", os.getpid(), 0)
+    one._stop_heartbeats()
+    assert not one._keep_alive_timer._thread.is_alive()
+    one._op_executor.run(_RendezvousExitOp(), one._get_deadline(timedelta(seconds=9)))
+    assert not one._state_holder.state.participants

@@ -1,0 +1,140 @@
+"""What lockstep assumes about private parts of torch's FSDP, DDP, pipelining and process groups, in one process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.assumed import rests_on_it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py")
+def test_transformers_believes_the_mark_of_a_sharded_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers runs all layers of a module for which is_fsdp_managed_module is true: one whose
+    `_is_fsdp_managed_module` is set, or a FullyShardedDataParallel; one whose mark is set to False is none."""
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FullyShardedDataParallel=nn.Identity))
+    module: Any = nn.Linear(2, 3)  # the class above stands for one that takes a second to import
+    assert not is_fsdp_managed_module(module)
+    module._is_fsdp_managed_module = True
+    assert is_fsdp_managed_module(module)
+    module._is_fsdp_managed_module = False
+    assert not is_fsdp_managed_module(module)
+    assert is_fsdp_managed_module(nn.Identity())
+
+
+@rests_on_it("src/lockstep/strategies/engines/pipelining.py")
+def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
+    """A schedule of one stage has `_stage_forward_initialized` and `_stage_backward_initialized`, one of several stages
+    `_stages_...`; if they are set, `_step_microbatches` negotiates no shapes, and gives each micro-batch its own
+    keywords and target."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, *, micro: torch.Tensor) -> torch.Tensor:
+            return (micro * self.weight).sum()
+
+    stage: Any = PipelineStage(Times(), 0, 1, torch.device("cpu"))
+    stage._runtime_validate, stage.has_backward, stage.chunks = False, True, 2
+    stage._stage_meta.inputs = stage._stage_meta.input_grads = ()
+    stage.args_recv_info, stage.grad_recv_info = {0: (), 1: ()}, {0: (), 1: ()}
+    stage.act_send_info, stage.grad_send_info = {0: []}, []
+    stage._prepare_forward_infra = stage._prepare_backward_infra = None  # a call would raise
+    losses: list[float] = []
+
+    def loss(output: torch.Tensor, _: None) -> torch.Tensor:
+        losses.append(output.item())
+        return output
+
+    schedule: Any = Schedule1F1B(stage, 2, loss_fn=loss, scale_grads=False)
+    several: Any = ScheduleInterleaved1F1B([stage], 2, loss_fn=loss)
+    assert (schedule._stage_forward_initialized, schedule._stage_backward_initialized) == (False, False)
+    assert (several._stages_forward_initialized, several._stages_backward_initialized) == (False, False)
+    schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
+    stage.clear_runtime_states()
+    schedule._step_microbatches(
+        kwarg_mbs=[{"micro": torch.ones(2)}, {"micro": torch.ones(5)}], target_mbs=[None] * 2, return_outputs=False
+    )
+    assert losses == [2.0, 5.0]
+    assert stage.submod.weight.grad.item() == 7.0
+
+
+@rests_on_it("src/lockstep/strategies/engines/pipelining.py")
+def test_what_a_stage_receives_is_described_so() -> None:
+    """A stage receives what its `_RecvInfo`s describe: name, rank of the source, buffer, and a `_TensorMeta`, which
+    from_tensor makes of a tensor on the meta device with shape, strides, dtype and whether it needs a gradient."""
+    from torch.distributed.pipelining._utils import _TensorMeta
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+    meta = _TensorMeta.from_tensor(torch.empty((2, 3), device="meta", requires_grad=True))
+    assert meta == _TensorMeta(torch.Size([2, 3]), (3, 1), torch.float32, True)
+    info = _RecvInfo("hidden", 4, torch.ones(2, 3), meta)
+    assert (info.input_name, info.source, info.tensor_meta) == ("hidden", 4, meta)
+    assert torch.equal(info.buffer, torch.ones(2, 3))  # type: ignore[arg-type]
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py")
+def test_groups_stores_and_timeouts_of_the_process() -> None:
+    """`_get_default_store` is the default group's store, `_world.pg_map` has the groups of the process as keys, those
+    of meshes too, and `_set_pg_timeout` sets the time limit of a group, None being the default one, alone."""
+    module: Any = dist.distributed_c10d
+    other: Any = dist.new_group([0])
+    module._get_default_store().set("key", "value")
+    assert module._get_default_store().get("key") == b"value"
+    assert {dist.group.WORLD, other} <= set(module._world.pg_map)
+
+    def limit(group: Any) -> float:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    before = limit(other)
+    module._set_pg_timeout(timedelta(seconds=77), None)
+    assert (limit(dist.group.WORLD), limit(other)) == (77, before)
+    module._set_pg_timeout(timedelta(seconds=78), other)
+    assert (limit(dist.group.WORLD), limit(other)) == (77, 78)
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py", "src/lockstep/distributed/rendezvous.py")
+def test_the_flight_recorder_lists_collectives() -> None:
+    """With TORCH_FR_BUFFER_SIZE set before the first group, `_dump_fr_trace_json(True, False)` lists each collective of
+    gloo with name, number, dtypes and sizes of its inputs, group, and `retired` once it has ended."""
+    dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    if dump is None:
+        pytest.skip("torch without its flight recorder")
+    dist.all_reduce(torch.ones(2, 3))
+    entry = json.loads(dump(True, False))["entries"][-1]
+    assert (entry["profiling_name"], entry["retired"]) == ("gloo:all_reduce", True)
+    assert (entry["input_dtypes"], entry["input_sizes"]) == (["Float"], [[2, 3]])
+    assert entry["process_group"][1] == "default_pg"
+    assert entry["collective_seq_id"] >= 1
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py")
+def test_parts_of_a_sparse_tensor_are_its_memory() -> None:
+    """`_indices` and `_values` of a sparse tensor are its own memory, also if it is not coalesced."""
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3), check_invariants=False)
+    assert rows._indices().tolist() == [[1, 1]]
+    rows._values().fill_(5)
+    assert rows.to_dense()[1].tolist() == [10.0] * 3
