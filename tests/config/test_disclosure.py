@@ -210,6 +210,9 @@ def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
         ["--password=two plainsecret words"],
         ["sh", "-c", "python train.py --token=plainsecret --lr 1"],
         ["curl", "-H", "Authorization: Bearer plainsecret"],
+        ["curl", "-H", "X-Auth-Token: plainsecret", "-H", "PRIVATE-TOKEN:plainsecret"],
+        ["--hub", '{"token":"plainsecret", "api_key": "plainsecret"}', "--set={'hf': {'hub_token': 'plainsecret'}}"],
+        ["sh", "-c", 'python train.py --hub "{\\"token\\": \\"plainsecret\\"}"'],
         ["--url", "https://u:plainsecret@host/x?access_token=plainsecret"],
     ],
     ids=" ".join,
@@ -222,6 +225,7 @@ def test_words_of_a_command_lose_their_secrets(words: list[str]) -> None:
 
 def test_the_control_other_words_of_a_command_stay() -> None:
     words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
+    words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
     assert redact_words(words) == words
     assert redact(" ".join(words)) == " ".join(words)
     said = "tokenizer.pad_token: <pad>; image_token: <image>; the api_key: null; LOCKSTEP_SECRET: too short"

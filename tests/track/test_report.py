@@ -370,6 +370,20 @@ def test_values_of_other_types_end_no_report(name: str, values: object, tmp_path
     assert (tmp_path / "report.html").is_file()
 
 
+def test_the_files_that_no_page_can_be_made_of_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = folder_of(tmp_path / "one", steps=60)
+    damage = {
+        "ranks.jsonl": {"time": 1.0, "step": 70, "steps": 1, "ranks": 2, "seconds": {"forward": ["x", 2.0]}},
+        "events.jsonl": {"time": 1.0, "event": "checkpoint", "step": [1]},
+    }
+    for names, name in (("ranks.jsonl",), "ranks.jsonl"), (("events.jsonl", "ranks.jsonl"), "events.jsonl"):
+        with open(folder / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(damage[name]) + "\n")
+        assert main(["report", str(folder)]) == 2
+        files = " and ".join(str(folder / name) for name in names)
+        mentions(capsys.readouterr().err, "LS8530", f": {files} hold")
+
+
 HUGE = 10**400
 
 

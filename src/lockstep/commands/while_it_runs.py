@@ -319,7 +319,7 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from lockstep.track.report.report import write_comparison, write_report
+    from lockstep.track.report.report import DAMAGED, write_comparison, write_report
     from lockstep_trace.read import is_trace
 
     folders = [Path(output) for output in args.output]
@@ -338,8 +338,8 @@ def run_report(args: argparse.Namespace) -> int:
             print(write_report(folder))
         except OSError as error:
             raise RunError("LS8141", _not_written(what, error, folder / "report.html")) from None
-        except _DAMAGED as error:
-            raise RunError("LS8530", _not_readable(what, error)) from None
+        except DAMAGED as error:
+            raise RunError("LS8530", _not_readable(what, [folder], error)) from None
     if len(folders) > 1:
         common_folder = Path(os.path.commonpath([folder.resolve().parent for folder in folders]))
         path = Path(args.to) if args.to is not None else common_folder / "comparison.html"
@@ -348,13 +348,9 @@ def run_report(args: argparse.Namespace) -> int:
             print(write_comparison(folders, path))
         except OSError as error:
             raise RunError("LS8142", _not_written(what, error, path)) from None
-        except _DAMAGED as error:
-            raise RunError("LS8510", _not_readable(what, error)) from None
+        except DAMAGED as error:
+            raise RunError("LS8510", _not_readable(what, folders, error)) from None
     return 0
-
-
-# errors caused by values of other types
-_DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 def _not_written(what: str, error: OSError, path: Path) -> str:
@@ -362,20 +358,24 @@ def _not_written(what: str, error: OSError, path: Path) -> str:
     return f"{what} cannot be written: {error.filename2 or error.filename or path}: {reason_of(error).lower()}"
 
 
-def _not_readable(what: str, error: Exception) -> str:
+def _not_readable(what: str, folders: list[Path], error: Exception) -> str:
     """Message for a page whose files hold values that lockstep does not write."""
+    from lockstep.track.report.report import damaged_records
+
     damage = str(error)
-    if not damage.startswith("run.yaml"):
-        files = "metrics.jsonl, events.jsonl, ranks.jsonl, system.jsonl, samples.jsonl, tables.json or scores.json"
-        damage = f"a file in it ({files}) holds other values than lockstep writes ({type(error).__name__}: {error})"
-    return f"{what} cannot be written: {damage}. Restore that file, or move it away"
+    if "run.yaml" not in damage:
+        files = [str(folder / name) for folder in folders for name in damaged_records(folder)]
+        named = " and ".join(files) or "a record in it (a .jsonl file, tables.json or scores.json)"
+        holds = "hold" if len(files) > 1 else "holds"
+        damage = f"{named} {holds} other values than lockstep writes ({type(error).__name__}: {error})"
+    return f"{what} cannot be written: {damage}. Restore it, or move it away"
 
 
 def watched(folder: Path) -> int:
     """Update the page of a run until the run ends or the command is interrupted; its last version does not reload
     itself. Returns the exit status. Errors: `RunError`."""
     from lockstep.distributed import job_record
-    from lockstep.track.report.report import Live, write_report
+    from lockstep.track.report.report import DAMAGED, Live, write_report
 
     announced = False
     try:
@@ -397,8 +397,8 @@ def watched(folder: Path) -> int:
         pass
     except OSError as error:
         raise RunError("LS8143", _not_written(f"the report of {folder}", error, folder / "report.html")) from None
-    except _DAMAGED as error:
-        raise RunError("LS8511", _not_readable(f"the report of {folder}", error)) from None
+    except DAMAGED as error:
+        raise RunError("LS8511", _not_readable(f"the report of {folder}", [folder], error)) from None
     write_report(folder)
     return 0
 

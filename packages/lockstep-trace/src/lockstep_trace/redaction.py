@@ -61,15 +61,25 @@ _LISTED = re.compile(
     rf"(?P<keep>(?<![\w.-])(?:[a-z0-9]+[_-])*(?:[a-z0-9]+[_-](?:{_WORDS.lower()})|(?:{_WHOSE})[_-]token|api_?key):\s+)"
     r"(?!\*\*\*|\.\.\.|(?:null|none|true|false)\b)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)]+)"
 )
-# Authorization: Bearer value (HTTP header)
-_BEARER = re.compile(r"(?P<keep>\bAuthorization:\s*(?:Bearer|Basic|token)\s+)(?!\*\*\*)[^\s\"']+", re.IGNORECASE)
+# Authorization: Bearer value; X-Api-Key: value (HTTP headers)
+_HEADER = re.compile(
+    r"(?P<keep>\b(?:Authorization:\s*(?:Bearer|Basic|token)\s+|(?:X(?:-[a-z]+)*-(?:key|token|secret)|Private-Token):\s*))"
+    r"(?!\*\*\*)[^\s\"']+",
+    re.IGNORECASE,
+)
 # --password value, --token=value (command line)
 _OPTION = re.compile(
     rf"(?P<keep>(?<![\w-])--(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:{_WORDS}|token)(?:\s+|=))"
     r"(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
     re.IGNORECASE,
 )
-_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _BEARER, _OPTION)
+_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _HEADER, _OPTION)
+# "token": "value" in JSON among the words of a command; in other texts a token may be a piece of text
+_FIELD = re.compile(
+    rf"(?P<keep>[\"'](?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:token|credentials?|{_WORDS})\\?[\"']\s?:\s?)"
+    r"(?!\\?[\"']\*\*\*)(?:\\?\"[^\"\n]*\"|\\?'[^'\n]*')",
+    re.IGNORECASE,
+)
 _NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
 _SPECIAL = re.compile(rf"(^|[_.-])({_SPECIAL_TOKENS})[_-]token$", re.IGNORECASE)
 # C0 except tab and newline, DEL, C1; bidirectional controls; line ends that only some programs recognize; lone
@@ -113,7 +123,7 @@ def redact_words(words: Sequence[str]) -> list[str]:
         elif value and " " not in name and names_secret(name.lstrip("-+")):
             redacted.append(f"{redact(name)}{equals}{STRUCK}")
         else:
-            redacted.append(redact(word))
+            redacted.append(_FIELD.sub(rf"\g<keep>{STRUCK}", redact(word)))
     return redacted
 
 

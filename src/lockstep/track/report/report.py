@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 _NO_METRICS = ("step", "examples")
+# Fields of a history, and the files that they are read from
+_RECORDS = {
+    "metrics": "metrics.jsonl",
+    "events": "events.jsonl",
+    "ranks": "ranks.jsonl",
+    "system": "system.jsonl",
+    "samples": "samples.jsonl",
+    "tables": "tables.json",
+    "scores": "scores.json",
+}
+# Errors of a page whose records hold values of other types
+DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,28 @@ def write_report(folder: Path, live: Live | None = None) -> Path:
     periodically. Errors: `OSError` or `ValueError` if the folder holds no run."""
     history = read(folder)
     return write_page(folder / "report.html", "run.html.jinja", title=history.name, live=live, **_page(history, live))
+
+
+def damaged_records(folder: Path) -> list[str]:
+    """Return the names of the files of an output folder of which no page can be made: each of which fails on its own,
+    else each without which the page can be written; [] if there is none such. Errors: as `write_report`."""
+    history = read(folder)
+    without = {field: type(getattr(history, field))() for field in _RECORDS}
+    alone = [
+        field for field in _RECORDS if not _can_be_shown(replace(history, **without | {field: getattr(history, field)}))
+    ]
+    if not alone:
+        alone = [field for field, empty in without.items() if _can_be_shown(replace(history, **{field: empty}))]
+    return [_RECORDS[field] for field in alone if getattr(history, field)]
+
+
+def _can_be_shown(history: History) -> bool:
+    """Return whether a page can be made of a history."""
+    try:
+        _rendered("run.html.jinja", title=history.name, **_page(history, None))
+    except DAMAGED:
+        return False
+    return True
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -78,12 +112,15 @@ def templates() -> Environment:
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
     """Render a template of `pages/` to `path`, atomically. Errors: `OSError`."""
-    values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
-    text = templates().get_template(template).render(**values)
-    text = printable(text)
+    text = printable(_rendered(template, **values))
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, text)  # atomic: a live page and the run may write concurrently
     return path
+
+
+def _rendered(template: str, **values: Any) -> str:
+    values = {"live": None, "written": time.strftime("%Y-%m-%d %H:%M:%S")} | values
+    return templates().get_template(template).render(**values)
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
