@@ -276,12 +276,20 @@ def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.Monk
         ),
         ({"network": {"hub_reachable": False}}, "the Hub cannot be reached, so models and data have to be local"),
         ({"problems": ["a", "b"]}, "; 2 problems above"),
+        ({"processes": {"failed": "no /proc"}}, "this machine trains with one process only, on 4 CPU cores"),
         ({"ranks": {"failed": "no route"}}, "these ranks cannot train together"),
     ],
 )
 def test_the_verdict(changed: dict[str, Any], wanted: str) -> None:
     found = {"machine": {"cores": 4}, "torch": {"version": "2.13", "devices": []}, "problems": []} | changed
     assert wanted in doctor.verdict(found)
+
+
+def test_a_machine_on_which_ranks_cannot_meet_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine_info.several_processes() == {"several": "yes"}
+    monkeypatch.setattr(machine_info, "LOOPBACK", "192.0.2.1")  # no address of any machine
+    problem = doctor.problems({"processes": machine_info.several_processes()})[0]
+    assert problem.startswith("processes: 192.0.2.1 cannot be reached")
 
 
 def test_facts_are_told_in_words_with_their_units() -> None:

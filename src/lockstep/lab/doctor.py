@@ -190,6 +190,8 @@ def verdict(report: dict[str, Any]) -> str:
     where = (
         f"on {len(devices)} GPU{'s' * (len(devices) > 1)}" if devices else f"on {cores} CPU cores; torch sees no GPU"
     )
+    if "failed" in report.get("processes", {}):
+        where = f"with one process only, {where}"
     offline = report.get("network", {}).get("hub_reachable") is False
     hub = "; the Hub cannot be reached, so models and data have to be local" * offline
     if breaks(report):

@@ -23,7 +23,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lockstep.config.errors import RunError
 from lockstep.distributed.hardware import available_cores, processor
+from lockstep.launchers.local import LOOPBACK
+from lockstep.launchers.processes import machine_limits
 
 Facts = dict[str, Any]
 NO_ANSWER = "no answer"  # how the failure of a probe begins that took too long
@@ -107,6 +110,7 @@ def probe(folder: Path, seconds: float = 60.0) -> dict[str, Facts]:
     sections: Mapping[str, tuple[Callable[[], Facts], float]] = {
         "machine": (machine, 5),
         "memory": (memory, 5),
+        "processes": (several_processes, 10),
         "torch": (lambda: torch_facts(seconds), seconds + 5),
         "portable": (lambda: portable_facts(seconds), seconds + 5),
         "packages": (packages, 10),
@@ -156,6 +160,15 @@ def memory() -> Facts:
     if Path("/dev/shm").is_dir():
         facts["shared_memory_gb"] = _gb(shutil.disk_usage("/dev/shm").free)
     return facts
+
+
+def several_processes() -> Facts:
+    """Return whether several ranks can start on this machine, by the checks of `lockstep train`."""
+    try:
+        machine_limits.check(LOOPBACK, max(2, available_cores()))
+    except RunError as error:
+        return {"failed": str(error)}
+    return {"several": "yes"}
 
 
 def torch_facts(seconds: float) -> Facts:
