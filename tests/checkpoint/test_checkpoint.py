@@ -250,6 +250,9 @@ def test_a_change_of_version_or_threads_is_told(folder: Path, trained: tuple) ->
     assert (step, state) == (4, trained[1][4])
     assert [note.split()[0] for note in notes] == ["threads", "torch", "transformers"]
     assert "64" in notes[0]
+    versions = manifest_of(path).versions | {"the processor's instruction set": "another"}
+    (path / "manifest.json").write_bytes(dataclasses.replace(changed, versions=versions).dump())
+    assert "instruction set was another" in resumed(run_in(folder))[1][-1]
 
 
 def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Path) -> None:

@@ -195,6 +195,8 @@ def test_a_model_s_folder_is_compared_by_its_files(tmp_path: Path) -> None:
 def _refused(world: World, threads: int) -> str:
     run = tiny()
     world.threads = threads if world.rank else 1
+    if world.rank and threads > 1:
+        consistency_check.instructions = lambda: "another"
     try:
         agree(run, world, prepare(run, find("tasks", run.task.name)).key, {})
     except RunError as caught:
@@ -203,11 +205,12 @@ def _refused(world: World, threads: int) -> str:
 
 
 @pytest.mark.processes
-def test_ranks_that_compute_with_other_threads_do_not_train() -> None:
+def test_ranks_that_compute_with_other_threads_or_instructions_do_not_train() -> None:
     assert run_on(2, _refused, 1) == ["", ""]
     first, second = run_on(2, _refused, 2)
     assert first == second
     assert f"launch.threads: 1 on {socket.gethostname()} (rank 0), 2 on {socket.gethostname()} (rank 1)" in first
+    assert f"another on {socket.gethostname()} (rank 1)" in first
 
 
 # -- rendezvous ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from lockstep.config import user_code
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
+from lockstep.distributed.consistency_check import INSTRUCTIONS, instructions
 from lockstep.track.report import history
 
 if TYPE_CHECKING:
@@ -357,7 +358,7 @@ def _drawn(arithmetic: dict[str, Any]) -> list[Any]:
 
 
 def facts_of(world: World) -> dict[str, Any]:
-    """Facts outside the run file that can change bits: device type, threads, versions."""
+    """Facts outside the run file that can change bits: device type, threads, versions, instructions on CPUs."""
     import torch
     import transformers
 
@@ -365,6 +366,8 @@ def facts_of(world: World) -> dict[str, Any]:
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()}"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if not world.portable:
+        if device.type == "cpu":
+            versions[INSTRUCTIONS] = instructions()
         return {"device": kind, "threads": world.threads, "versions": versions}
     from lockstep.distributed import portable
 
@@ -384,7 +387,7 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
 
 
 def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
-    """Describe differences from the saving run that can change bits: strategy, device type, threads, versions. `bits`:
+    """Describe differences from the saving run that can change bits: strategy, and those of `facts_of`. `bits`:
     whether this run is bitwise equal to a single process."""
     notes = []
     if not (manifest.bits and bits):
@@ -395,6 +398,8 @@ def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manif
         notes.append(f"{name} was written with another version of {', '.join(files)}")
     now = facts_of(world)
     then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
+    if INSTRUCTIONS in now["versions"]:  # older checkpoints lack it
+        then.setdefault(INSTRUCTIONS, now["versions"][INSTRUCTIONS])
     return notes + [
         f"{key} was {then.get(key)} when the checkpoint was written and is {value} now: results may "
         "differ in the last bits from an uninterrupted run"

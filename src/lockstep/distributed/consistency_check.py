@@ -23,6 +23,8 @@ from lockstep.config.run import Run, RunError
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
 
+INSTRUCTIONS = "the processor's instruction set"  # a fact, as ranks and checkpoints name it
+
 # Keys that may differ between machines.
 _OWN = ("name", "output", "launch")
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
@@ -65,6 +67,13 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
     return versions
 
 
+def instructions() -> str:
+    """Return the instruction set that torch's kernels use on this processor; with another one bits differ."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
+
+
 def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
     """Refuse to train if the ranks' facts, or the facts in `more`, differ. Collective. Errors: `RunError`, the same on
     every rank."""
@@ -75,6 +84,8 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
         mine["what this processor computes"] = portable.probe()
     elif run.strategy.exact:
         mine["launch.threads"] = str(world.threads)
+        if world.device.type == "cpu":
+            mine[INSTRUCTIONS] = instructions()
     if run.strategy.exact:
         mine["kind of device"] = f"{world.device.type} {platform.machine()}"
     seal = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
