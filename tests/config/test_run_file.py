@@ -173,6 +173,7 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
             "batch_size: null",
             "batch_size: invalid value null; expected an integer; leave the key out for its default, 128",
         ),
+        ("launch: {processes: null}", "null; expected an integer or 'auto'; leave the key out for its default, auto ("),
         ("optim: {betas: [1, 2, 3]}", "optim.betas: invalid value [1, 2, 3]; expected 2 values"),
         ("optim: {name: sgd, momentum: 1}", "optim.momentum: invalid value 1; expected a number less than 1 ("),
         ("data: {source: x, train: [5]}", "data.train: invalid value [5]; expected a text or a list of texts ("),

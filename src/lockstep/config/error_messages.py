@@ -141,6 +141,9 @@ def explain(
             rows[key] = [message]
             continue
         before, invalid, further = uncoded(message).partition("; expected ")
+        if _LEAVE_OUT in further:  # said once, at the end
+            default = further[further.index(_LEAVE_OUT) :]
+            rows[key] = [text.replace(default, "") for text in rows[key]]
         rows[key].append(f"or {further}" if invalid and "invalid value" in before else uncoded(message))
     return RunError.read(
         "\n".join(
@@ -167,13 +170,16 @@ _KINDS = {
 }
 
 
+_LEAVE_OUT = "; leave the key out for its default,"
+
+
 def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
     """Describe the value that pydantic expected, in the vocabulary of run files."""
     if item["input"] is None and ":" in str(item["loc"][-1]):  # {label:integer} is one key without a value
         return f"expected a space behind the colon of {item['loc'][-1]!r}"
     if item["input"] is None and field is not None and not field.is_required():
         default = field.get_default(call_default_factory=True)
-        return f"{_expected(item, field)}; leave the key out for its default, {_written(default)}"
+        return f"{_expected(item, field)}{_LEAVE_OUT} {_written(default)}"
     return _expected(item, field)
 
 
