@@ -86,7 +86,9 @@ def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeyp
     assert f"sync {trained.run.folder.name}" in events[place:]
 
 
-@pytest.mark.parametrize("what", ["flipped", "cut", "missing", "zeros in JSON", "no hashes", "tokenizer", "no record"])
+@pytest.mark.parametrize(
+    "what", ["flipped", "cut", "missing", "zeros in JSON", "no keys", "no hashes", "tokenizer", "no record"]
+)
 def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
     export = write(trained)
     assert is_finished(trained)
@@ -101,6 +103,8 @@ def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
         weights.unlink()
     elif what == "zeros in JSON":
         (export / "config.json").write_bytes(bytes(200))
+    elif what == "no keys":
+        (export / "config.json").write_text("[1]")
     elif what == "no record":
         (export.parent / export_hashes.FILE).unlink()
     elif what == "tokenizer":

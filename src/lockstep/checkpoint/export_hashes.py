@@ -17,6 +17,7 @@ from lockstep.config.errors import reason_of
 from lockstep.config.run import RunError, replace_text
 
 FILE = "export.json"
+_MAPPINGS = ("config.json", "tokenizer.json")  # a model without the keys of these cannot be loaded
 
 
 def settle(aside: Path, output: Path) -> None:
@@ -55,7 +56,8 @@ def withdraw(output: Path) -> None:
 
 def damage(output: Path) -> str | None:
     """Describe damage to the export of an output folder, or return None. Reads the weights. The user may edit the card
-    and the JSON files except the index of sharded weights, but they must exist and be valid JSON."""
+    and the JSON files except the index of sharded weights, but they must exist, be valid JSON, and config and tokenizer
+    must have keys."""
     export = output / "export"
     if not (export / "config.json").is_file():
         return "config.json is missing"
@@ -68,7 +70,9 @@ def damage(output: Path) -> str | None:
     for name, known in hashes.items():
         try:
             if _editable(name):
-                json.loads((export / name).read_bytes())
+                values = json.loads((export / name).read_bytes())
+                if name in _MAPPINGS and not (isinstance(values, dict) and values):
+                    return f"{name} holds no keys"
                 continue
             digest = sha256_of(export / name)
         except FileNotFoundError:
