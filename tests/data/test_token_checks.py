@@ -118,7 +118,7 @@ def test_of_rows_with_several_texts_the_limit_is_named_too(
 def test_few_sequences_of_many_texts_are_noted(folder: Path) -> None:
     texts = [f"{WORDS[number % 3]} name{number} w5 w6 w7" for number in range(24)]
     notes = " ".join(notes_of(run_on(folder, labelled(texts))))
-    assert "18 different texts of train become 3 different sequences" in notes
+    assert "18 different texts of train give only 3 different sequences of tokens: the tokenizer does not" in notes
 
 
 def test_a_constant_column_is_noted(folder: Path) -> None:

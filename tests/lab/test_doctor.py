@@ -275,6 +275,7 @@ def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.Monk
             "undecided: torch reported no answer in 60 s, perhaps because the machine is busy",
         ),
         ({"network": {"hub_reachable": False}}, "the Hub cannot be reached, so models and data have to be local"),
+        ({"network": {"hub_reachable": False, "offline": "1"}}, "no GPU; HF_HUB_OFFLINE is set, so models and"),
         ({"problems": ["a", "b"]}, "; 2 problems above"),
         ({"processes": {"failed": "no /proc"}}, "this machine trains with one process only, on 4 CPU cores"),
         ({"ranks": {"failed": "no route"}}, "these ranks cannot train together"),

@@ -172,6 +172,14 @@ def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(
                 use()
     assert list((tmp_path / "theirs").iterdir()) == []
 
+    theirs = tmp_path / "theirs/keep"
+    theirs.touch()
+    for kind in (TensorBoard, WandB):  # the next start finds the link: of this run, nothing is behind it
+        resumed = kind(tiny(f"output={tmp_path / 'out'}"), kind.Options(), 3, "id4")
+        with pytest.raises(OSError, match=f"{kind.packages[0]} is a link to .*, which has nothing of this run"):
+            resumed.open()
+    assert list((tmp_path / "theirs").iterdir()) == [theirs]
+
 
 def test_a_sink_is_given_again_what_a_kill_made_it_lose(tmp_path: Path) -> None:
     """W&B's file of an offline run lacks the last steps before a kill; metrics.jsonl has them."""

@@ -118,10 +118,10 @@ def explain(
     rows: dict[str, list[str]] = {}
     for item in error.errors():
         # Pydantic adds list indices and union members (`int`, `list[str]`) to locations: those are not keys.
-        location = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])]
+        location, inside = [*([prefix] if prefix else []), *(str(part) for part in item["loc"])], None
         if item["type"] != "extra_forbidden":
             depth = next((n for n in range(len(location), 0, -1) if ".".join(location[:n]) in known), len(location))
-            location = location[:depth]
+            location, inside = location[:depth], location[-1] if depth < len(location) else None
         key = ".".join(location)
         if item["type"] == "extra_forbidden":
             parent = key.rpartition(".")[0]
@@ -135,12 +135,15 @@ def explain(
             text = f"{key}: {uncoded(str(cause))}" if key else uncoded(str(cause))
             message = coded(cause.code, text) if isinstance(cause, CodedError) else coded("LS1003", text)
         else:
-            expectation = _expectation(dict(item), known.get(key))
-            message = coded("LS1002", f"{key}: invalid value {_as_given(item['input'])}; {expectation}")
+            entry = _entry(inside, known.get(key))
+            expectation = _expectation(dict(item), None if entry else known.get(key))
+            message = coded("LS1002", f"{key}{entry}: invalid value {_as_given(item['input'])}; {expectation}")
         if key not in rows:
             rows[key] = [message]
             continue
         before, invalid, further = uncoded(message).partition("; expected ")
+        if invalid and uncoded(rows[key][0]).endswith(f"; expected {further}"):  # of another entry of a list
+            continue
         if _LEAVE_OUT in further:  # said once, at the end
             default = further[further.index(_LEAVE_OUT) :]
             rows[key] = [text.replace(default, "") for text in rows[key]]
@@ -181,6 +184,14 @@ def _expectation(item: dict[str, Any], field: FieldInfo | None) -> str:
         default = field.get_default(call_default_factory=True)
         return f"{_expected(item, field)}{_LEAVE_OUT} {_written(default)}"
     return _expected(item, field)
+
+
+def _entry(inside: Any, field: FieldInfo | None) -> str:
+    """Return `.name` for an error in the entry `inside` of a mapping that is a key's value, else an empty text."""
+    whole, *parts = _members(field)
+    kinds = [whole] if get_origin(whole) is dict else [each for each in parts if each is not type(None)]
+    is_mapping = [get_origin(each) for each in kinds] == [dict]
+    return f".{inside}" if is_mapping and isinstance(inside, str) and re.fullmatch(r"[\w-]+", inside) else ""
 
 
 def _as_given(value: Any) -> str:

@@ -28,6 +28,16 @@ class FolderInside:
             return None
         return f"{self.path} was replaced by a link to {now}, where nothing is written; restart the run to write there"
 
+    def not_of_run(self, pattern: str) -> str | None:
+        """Return why a resumed run may not write here: the folder is a link to one without a file of this `pattern`,
+        so it was linked since the run wrote such files. None if it may."""
+        if self._target is None or any(self.path.glob(pattern)):
+            return None
+        return (
+            f"{self.path} is a link to {self._target}, which has nothing of this run ({pattern}); remove the link, or "
+            "move the run's files there"
+        )
+
 
 def _real(path: Path) -> Path:
     """The path without links; of a link to itself, as far as it leads. `Path.resolve` fails on one in Python 3.11."""

@@ -7,7 +7,7 @@ keys: an exact match in these tables, else the closest name. docs/reference/comi
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,4 +76,16 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
     places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # the first of equal names
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
-    return f"known here: {', '.join(siblings)}"
+    section = key.rpartition(".")[0]
+    keys = f"keys of {section} are" if section else "keys are"
+    if section and "options" in siblings:  # a mapping that an engine reads
+        plain = ", ".join(name for name in siblings if name != "options")
+        return f"{keys} {plain}; an option of the engine would be '{section}.options.{last}'"
+    return f"{keys} {', '.join(siblings)}"
+
+
+def close_file(path: Path, files: Iterable[Path]) -> Path | None:
+    """Return the file whose name without its ending is closest to that of a missing `path`, or None."""
+    stems = {file.stem: file for file in files}
+    close = difflib.get_close_matches(path.stem, list(stems), 1, cutoff=CLOSE)
+    return path.with_name(stems[close[0]].name) if close else None

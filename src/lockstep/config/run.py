@@ -8,7 +8,6 @@ none.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -313,7 +312,7 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
         text = Path(path).read_text(encoding="utf-8")
         values, lines = messages.read_yaml_with_lines(text)
     except OSError as error:
-        instead = "" if Path(path).exists() else _instead(Path(path))
+        instead = _instead(Path(path))
         raise RunError("LS1105", f"cannot read the run file {path}: {error.strerror}{instead}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RunError("LS1106", f"{path} is not valid YAML: {messages.yaml_fault(error)}") from error
@@ -487,7 +486,8 @@ def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip().lstrip("-").replace("-", "_")
     if not equals or not KEY.fullmatch(key):
-        raise RunError("LS1113", f"{text!r} is not key=value, for example optim.learning_rate=3e-5")
+        several = "; a command takes one run file" if not equals and Path(text).exists() else ""
+        raise RunError("LS1113", f"{text!r} is not key=value, for example optim.learning_rate=3e-5{several}")
     try:
         return key, messages.read_yaml(value)
     except yaml.YAMLError as error:
@@ -560,11 +560,15 @@ def _placed(value: Any, folder: Path) -> Any:
 
 
 def _instead(path: Path) -> str:
-    """Return a suggestion for a missing run file."""
+    """Return a suggestion for a run file that cannot be read."""
+    output, mark, step = str(path).rpartition("@")
     with suppress(OSError):
-        names = [file.name for file in path.absolute().parent.glob("*.y*ml")]
-        if near := difflib.get_close_matches(path.name, names, 1):
-            return f"; did you mean {path.with_name(near[0])}?"
+        if (path / "run.yaml").is_file():
+            return f"; it is the output folder of a run, whose run file is {path / 'run.yaml'}"
+        if mark and step.isdigit() and Path(output).is_dir():
+            return f"; OUTPUT@N comes first: lockstep branch {path} RUN.yaml"
+        if (near := key_aliases.close_file(path, path.absolute().parent.glob("*.y*ml"))) is not None:
+            return f"; did you mean {near}?"
     return "; `lockstep init` writes one" if not path.exists() else ""
 
 

@@ -126,8 +126,9 @@ def _named(line: str, run: Any) -> str:
     if not known or run.wrote(key) or value is None or value == {}:
         return line
     text = str(value).lower() if isinstance(value, bool) else value
-    what = "its defaults hold" if isinstance(value, BaseModel) else f"{text} is its default"
-    return appended(line, f" ({key} is not set; {what})")
+    if isinstance(value, BaseModel):
+        return appended(line, f" (the run file sets no key of {key})")
+    return appended(line, f" ({key} is not set; {text} is its default)")
 
 
 def value_of(run: Any, key: str) -> tuple[bool, Any]:

@@ -8,7 +8,6 @@ column for each row's source. Imports `datasets` only when called.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import itertools
 import re
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config import key_aliases
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
@@ -549,8 +549,8 @@ def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
 def _near(path: Path) -> str:
     """Suggest a similar existing file, for a message."""
     with suppress(OSError):
-        if near := difflib.get_close_matches(path.name, [file.name for file in path.parent.iterdir()], 1):
-            return f"; did you mean {path.with_name(near[0])}?"
+        if (near := key_aliases.close_file(path, path.parent.iterdir())) is not None:
+            return f"; did you mean {near}?"
     return ""
 
 

@@ -192,8 +192,10 @@ def verdict(report: dict[str, Any]) -> str:
     )
     if "failed" in report.get("processes", {}):
         where = f"with one process only, {where}"
-    offline = report.get("network", {}).get("hub_reachable") is False
-    hub = "; the Hub cannot be reached, so models and data have to be local" * offline
+    network = report.get("network", {})
+    hub = "; the Hub cannot be reached, so models and data have to be local" * (network.get("hub_reachable") is False)
+    if network.get("offline") not in (None, "", "0"):
+        hub = "; HF_HUB_OFFLINE is set, so models and data have to be local or in the Hub's cache"
     if breaks(report):
         return f"these ranks cannot train together with the same bits{hub}{listed}"
     return f"this machine trains {where}{hub}{listed}"

@@ -33,6 +33,9 @@ class TensorBoard(Tracker):
             raise OSError(fault)
         folder = self._place.path
         folder.mkdir(parents=True, exist_ok=True)
+        fault = self._place.not_of_run("events.out.tfevents.*") if self.after and any(folder.iterdir()) else None
+        if fault is not None:
+            raise OSError(fault)
         # SummaryWriter reopens its file by name at each flush, from a thread, through any link put there by then.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._records = RecordWriter((folder / name).open("ab"))  # closed by `close`

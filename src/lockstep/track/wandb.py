@@ -47,10 +47,13 @@ class WandB(Tracker):
     def __init__(self, run: Run, options: Any, after: int, run_id: str | None) -> None:
         # chosen here, because `open` takes seconds and a checkpoint written before it returns must hold the id
         super().__init__(run, options, after, run_id or secrets.token_hex(4))
+        self._resumes = run_id is not None
         self._place = FolderInside(run.folder, "wandb")
 
     def open(self) -> str:
         self._refuse_link()
+        if self.after and self._resumes and (fault := self._place.not_of_run(f"*run-*-{self.run_id}")) is not None:
+            raise OSError(fault)
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports
         import wandb
 

@@ -85,7 +85,7 @@ def move(
             talk.console.say(f"replaced by {by}: {gap.name} ({gap.why})" if by else str(gap))
     if refused:
         raise _incomplete(origin, refused)
-    run = _written(path, text, partial, talk)
+    run = _written(path, text, partial, looked is not None, talk)
     listed = "; the file lists what was left out" if draft.gaps else ""
     talk.console.say(f"wrote {path}: {run.task.name}{listed}")
     empty = [key for key, value in draft.keys.items() if value == FILL_IN]
@@ -132,11 +132,13 @@ def _incomplete(origin: Path, deciding: Sequence[Gap]) -> RunError:
     )
 
 
-def _written(path: Path, text: str, partial: bool, talk: Prompter) -> Run:
-    """Write the file, after planning it. Requirements that only this machine lacks become notes. Errors: `RunError`."""
+def _written(path: Path, text: str, partial: bool, with_data: bool, talk: Prompter) -> Run:
+    """Write the file, after planning it; `with_data`: with its data, which are here. Requirements that only this machine
+    lacks become notes. Errors: `RunError`."""
     run = init.loaded(path, text)
     try:
-        for lacking in init.plan(init.with_small_model(run) if run.model.source == FILL_IN else run):
+        filled = run.model.source != FILL_IN
+        for lacking in init.plan(run if filled else init.with_small_model(run), with_data and filled):
             talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
     except RunError as error:
         if not partial:

@@ -459,15 +459,19 @@ _OF_MACHINE = {"LS0500", "LS1120", "LS2139", "LS3070", "LS3129", "LS3171", "LS33
 _OF_MACHINE |= {"LS7215", "LS7361", "LS3127", "LS7070", "LS7290", "LS4041"}
 
 
-def plan(run: Run) -> list[str]:
-    """Run the checks of `lockstep plan`, except those of the data. Returns what this machine lacks for the run; the
-    rest is then checked with a small model in place of its own. Errors: `RunError` for a fault of the run file."""
+def plan(run: Run, with_data: bool = False) -> list[str]:
+    """Run the checks of `lockstep plan`, those of the data only `with_data`. Returns what this machine lacks for the
+    run; the rest is then checked with a small model in place of its own. Errors: `RunError` for a fault of the run
+    file."""
     from lockstep.launchers import start
 
     lacking: list[str] = []
     for each in (run, with_small_model(run)):
         try:
             start.refuse_options(each)
+            if with_data and not lacking:
+                launcher = start.launcher_of(each)
+                start.preview(each, launcher, start.plan_of(each, launcher))
             break
         except RunError as error:
             if error.code not in _OF_MACHINE and not unreached(error):
