@@ -88,6 +88,8 @@ def test_the_page_has_the_names() -> None:
         ("launch.machine=2", "keys of launch are name, "),
         ("strategy.gather=step", "tensor_leaves; an option of the engine would be 'strategy.options.gather'"),
         ("optim.learning_rat=1", "did you mean 'learning_rate'?"),
+        ("data.types.a=null", "data.types.a: invalid value null; expected 'text', 'integer' or 'number' ("),
+        ("optim.betas=[2, 3]", "optim.betas: invalid value 2; expected a number less than 1 ("),
         ("size=1", "keys are name, output, remote_dir, seed"),  # like batch_size by half: no guess
         (
             "training={lr: 1, eval_steps: 4, x: 1}",

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from lockstep.config.plugins import find
 from lockstep.config.run import load
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.prepare import prepare
+from support.messages import mentions
 from support.moving_scripts import moved, refused
 
 _FACTORY = "stage: sft\nmodel_name_or_path: a/b\ndataset: NAME\ntemplate: qwen\nfinetuning_type: full\n"
@@ -49,6 +53,31 @@ def test_messages_on_the_command_line_replace_the_columns_of_instructions(
     (here / "data" / "rows.json").write_text('[{"instruction": "a", "output": "b"}]')
     (here / "moved.yaml").unlink()
     assert "data/rows.json has no column 'talk'" in refused("lf.yaml", text, capsys, "task.messages=talk")
+
+
+def test_an_input_that_is_empty_in_every_row_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA-Factory then makes a prompt of the instruction alone."""
+    text = factory(here, {"file_name": "rows.json"}).replace("template: qwen\n", "")
+    rows = [{"instruction": f"say {n}", "input": "", "output": "b"} for n in range(8)]
+    (here / "data" / "rows.json").write_text(json.dumps(rows))
+    run = moved("lf.yaml", text)
+    assert (run.task.options["prompt"], run.task.options["response"]) == ("instruction", "output")
+    assert "columns: query: input -> nothing: it is empty in every row" in capsys.readouterr().out
+    (here / "moved.yaml").unlink()
+    (here / "data" / "rows.json").write_text(json.dumps([*rows, rows[0] | {"input": "x"}]))
+    assert "columns: query: input, by default" in refused("lf.yaml", text, capsys)
+    for value in ("data.validation_fraction=0", "batch_size=0"):
+        assert mentions(refused("lf.yaml", text, capsys, value), "LS1002", value.replace("=", ": invalid value "))
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>").save_pretrained("base")
+    LlamaConfig(vocab_size=3, hidden_size=8, intermediate_size=8, num_attention_heads=1).save_pretrained("base")
+    text = factory(here, TALKS).replace("a/b", "base")
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "a a"}]
+    (here / "data" / "t.jsonl").write_text(f"{json.dumps({'talk': talk})}\n" * 20)
+    assert mentions(refused("lf.yaml", text, capsys), "LS3351", "task.messages", "task.chat_template")
 
 
 OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
+from support.messages import mentions
 from support.moving_scripts import TRAINER, USUAL, moved, refused
 from support.trainer_variants import changed
 
@@ -135,3 +136,14 @@ def test_a_warm_up_is_as_long_as_the_script_rounds_it(here: Path) -> None:
         schedule = f"get_scheduler('linear', optimizer, {share}, total)"
         optim = moved("a.py", text.replace("SCHEDULE", schedule)).optim
         assert (optim.warmup_steps, optim.warmup_fraction) == ((warmup, 0.0) if warmup else (0, 0.3)), share
+
+
+def test_imports_of_a_project_are_named_with_their_lines(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("net.py", "pkg/__init__.py", "pkg/rows.py", "fit.py"):
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).touch()
+    text = "import torch\nfrom net import build\nfrom pkg import rows\nimport fit as train\ntrain.fit(build(), rows)\n"
+    files = "net.py (line 2), pkg/rows.py (line 3), fit.py (line 4)"
+    assert mentions(refused("main.py", text, capsys), "LS8207", "init follows no imports", files)
+    text = text.replace("train.fit(build(), rows)", "for x in rows:\n    build().loss(x).backward()")
+    assert mentions(refused("main.py", text, capsys), "LS8209", "init follows no imports", files)

@@ -222,6 +222,17 @@ def test_a_loop_of_accelerate_with_a_model_of_transformers(here: Path) -> None:
     )
 
 
+def test_a_seed_through_a_function_and_labels_that_are_numbered(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds = "\ndef seeded(seed=5):\n    torch.manual_seed(seed)\n\nseeded(SEED)\n"
+    text = ACCELERATE.replace("set_seed(3)\n", f"SEED = 9{seeds}")
+    text = text.replace('load_dataset("acme/pairs")', 'load_dataset("acme/pairs").class_encode_column("label")')
+    assert moved("acc.py", text).seed == 9
+    shown = capsys.readouterr().out
+    assert "seeded(SEED) -> seed" in shown
+    assert "manual_seed" not in shown
+    assert "class_encode_column('label') -> nothing: labels are numbered by their sorted texts" in shown
+
+
 @pytest.mark.parametrize(("name", "text"), [("pl.py", LIGHTNING), ("nano.py", NANO)])
 def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
     name: str, text: str, here: Path, capsys: pytest.CaptureFixture[str]
@@ -234,6 +245,12 @@ def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
     else:
         assert (run.steps, run.batch_size, run.micro_batches) == (600, 60, 5)
         assert (run.optim.betas, run.optim.weight_decay, run.optim.max_grad_norm) == ((0.9, 0.95), 0.1, 1.0)
+        groups = "[{'params': model.head.parameters(), 'weight_decay': decay}]"
+        ends = text.replace("model.parameters(), lr", f"{groups}, lr").replace("weight_decay=1e-1", "eps=1e-7")
+        ends = f"decay = 0.3\niter_num = 0{ends}    iter_num += 1\n    if iter_num > max_iters:\n        break\n"
+        run = moved(name, ends, "--partial")  # nanoGPT's loop makes max_iters + 1 steps
+        assert (run.steps, run.optim.weight_decay, run.optim.learning_rate) == (601, 0.3, 6e-4)
+        assert "(the largest of the groups of line 10, which were not read)" in Path("moved.yaml").read_text()
 
 
 # -- command lines ---------------------------------------------------------------------------------------------------

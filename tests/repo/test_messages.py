@@ -40,6 +40,7 @@ RANGES = {
 # Codes of messages that are gone: no other message takes them. One a line.
 RETIRED = {
     "LS7522",
+    "LS8200",
     "LS1092",
     "LS2006",
     "LS2007",

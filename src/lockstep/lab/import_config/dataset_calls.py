@@ -385,6 +385,11 @@ def of_trainer(call: Call, at: Reading) -> None:
                 del at.draft.keys["data.test"]  # its file is the one that the script validates on
 
 
+def encoded(call: Call, at: Reading) -> None:
+    """Read `class_encode_column`, which numbers the labels in the order of their texts, as lockstep does."""
+    at.read(call, "nothing: labels are numbered by their sorted texts here, too")
+
+
 HANDLERS = {
     "load_dataset": load,
     "concatenate_datasets": _several,
@@ -399,6 +404,7 @@ METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | 
     "with_format": columns,
     "select_columns": columns,
     "remove_columns": columns,
+    "class_encode_column": encoded,
     "map": mapped,
     "set_transform": mapped,
     "with_transform": mapped,

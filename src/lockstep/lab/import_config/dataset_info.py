@@ -6,6 +6,7 @@ conversations (`formatting`) and their keys and roles (`tags`). Each of them is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,26 @@ def _instructions(names: dict[str, Any], usual: bool, origin: str, draft: RunDra
     if usual:
         names["query"] = "input"
     for theirs in [name for name in _JOINED if names.get(name)]:
+        if theirs != "history" and _is_empty(draft.keys.get("data.source"), names[theirs]):
+            draft.read.append(f"{origin}: columns: {theirs}: {names.pop(theirs)} -> nothing: it is empty in every row")
+            continue
         why = "lockstep reads one prompt column: join the columns and set task.prompt=..."
         default = ", by default" * (usual and theirs == "query")
         draft.lacks(f"{origin}: columns: {theirs}: {names.pop(theirs)}{default}", why, "task.prompt", "task.messages")
     _others(names, origin, draft)
+
+
+def _is_empty(source: Any, column: Any) -> bool:
+    """Return whether a JSON file has no text in a column; LLaMA-Factory then takes the instruction alone."""
+    file = Path(str(source))
+    if file.suffix not in (".json", ".jsonl") or not file.is_file():
+        return False
+    try:
+        text = file.read_text(encoding="utf-8")
+        rows = json.loads(text) if file.suffix == ".json" else [json.loads(line) for line in text.split("\n") if line]
+        return not any(row.get(column) for row in rows)
+    except (ValueError, AttributeError, RecursionError):  # not rows of a data set, which planning reports
+        return False
 
 
 def _talks(entry: Mapping[str, Any], names: dict[str, Any], origin: str, draft: RunDraft, pairs: bool) -> None:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.lab.import_config import axolotl, command_line, loops, torchtune, trainer, trainer_script
+from lockstep.lab.import_config import axolotl, command_line, loops, project_files, torchtune, trainer, trainer_script
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, NAMES, Gap, RunDraft, decides, only_its_own, read_keys
 from lockstep.lab.init import columns, detect_layout, init, questions
@@ -49,6 +52,8 @@ def move(
     talk, overridden = Prompter(ask, Console(True)), init.keys_of(overrides)
     names = {"data": "data.source", "task": "task.name", "model": "model.source"}
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
+    for key, value in by_hand.items():
+        _check_value(key, value)
     draft = RunDraft(by_hand=by_hand, folder=origin.parent)
     processes = overridden.get("launch.processes")
     try:
@@ -84,7 +89,7 @@ def move(
             by = " and ".join(sorted(draft.by_hand.keys() & set(gap.by)))
             talk.console.say(f"replaced by {by}: {gap.name} ({gap.why})" if by else str(gap))
     if refused:
-        raise _incomplete(origin, refused)
+        raise _incomplete(origin, refused, draft.unread)
     run = _written(path, text, partial, looked is not None, talk)
     listed = "; the file lists what was left out" if draft.gaps else ""
     talk.console.say(f"wrote {path}: {run.task.name}{listed}")
@@ -116,8 +121,8 @@ def _deepspeed(draft: RunDraft) -> None:
         draft.read.append(f"{file} -> strategy")
 
 
-def _incomplete(origin: Path, deciding: Sequence[Gap]) -> RunError:
-    """The error for gaps that decide the training."""
+def _incomplete(origin: Path, deciding: Sequence[Gap], unread: Sequence[str]) -> RunError:
+    """The error for gaps that decide the training. `unread`: files that the script imports."""
     keys = list(dict.fromkeys(key for gap in deciding for key in gap.by))
     hint = f"give a replacement ({', '.join(f'{key}=...' for key in keys[:6])}), or " if keys else ""
     return RunError(
@@ -125,6 +130,7 @@ def _incomplete(origin: Path, deciding: Sequence[Gap]) -> RunError:
         "\n".join(
             [
                 f"--from: {origin} was not converted, because these parts would be lost:",
+                *([f"  not read: {_unfollowed(unread)}"] if unread else ()),
                 *(f"  {gap}" for gap in deciding),
                 f"To go on, {hint}write the rest with --partial",
             ]
@@ -133,8 +139,8 @@ def _incomplete(origin: Path, deciding: Sequence[Gap]) -> RunError:
 
 
 def _written(path: Path, text: str, partial: bool, with_data: bool, talk: Prompter) -> Run:
-    """Write the file, after planning it; `with_data`: with its data, which are here. Requirements that only this machine
-    lacks become notes. Errors: `RunError`."""
+    """Write the file, after planning it, `with_data` if its data are here. Requirements that only this machine lacks
+    become notes. Errors: `RunError`."""
     run = init.loaded(path, text)
     try:
         filled = run.model.source != FILL_IN
@@ -162,10 +168,12 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | No
     if not by_flag and not (places and all(Path(str(place)).expanduser().exists() for place in places)):
         return None
     try:
-        section = detect_layout.recognised(DataSection(**data_keys), talk)
-        looked = columns.look(section)
-    except ValueError as error:
-        raise RunError("LS8200", f"data: {error}") from None
+        given_section = DataSection(**data_keys)
+    except ValidationError as error:
+        explained = messages.explain(error, Run, "in the file", {}, {}, "data", (DataSection,))
+        raise RunError(explained.code, f"--from: {explained.message}") from None
+    section = detect_layout.recognised(given_section, talk)
+    looked = columns.look(section)
     for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
         value = getattr(section, key)
         if value is None:
@@ -173,6 +181,17 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | No
         elif key in section.model_fields_set or value != DataSection.model_fields[key].default:
             draft.set(f"data.{key}", value, draft.comments.get(f"data.{key}", ""))
     return looked
+
+
+def _check_value(key: str, value: Any) -> None:
+    """Check a value of the command line by itself, keys of plug-ins excepted. Errors: `RunError`."""
+    values: dict[str, Any] = {"model": {"type": "gpt2"}, "data": {}}
+    init.set_key(values, key, value)
+    try:
+        Run.model_validate(values)
+    except ValidationError as error:
+        if any(".".join(map(str, each["loc"])).startswith(key) for each in error.errors()):
+            raise messages.explain(error, Run, "", {}, messages.Overrides({key: value})) from None
 
 
 def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None:
@@ -429,7 +448,13 @@ class Read:
     """The kind of a file, and the function that converts it."""
 
     called: str
-    move: Mover  # called with `RunDraft`, and the processes if given by hand
+    mover: Mover
+    unread: Sequence[str] = ()  # files that a script imports
+
+    def move(self, draft: RunDraft, processes: int | None) -> None:
+        """Fill the draft. `processes`: their number if given by hand."""
+        draft.unread = [*draft.unread, *self.unread]
+        self.mover(draft, processes)
 
 
 def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
@@ -460,14 +485,20 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
+    unread = project_files.imported(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result)
+            return Read(*result, unread)
+    hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",
         f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no known form of training "
-        "loop; for a custom model and loss see docs/how-to/own-module.md",
+        f"loop; {_unfollowed(unread) if unread else hint}",
     )
+
+
+def _unfollowed(files: Sequence[str]) -> str:
+    return f"init follows no imports, and the script has {', '.join(files)}: put what trains into one file"
 
 
 def _source_of(path: Path, keys: Mapping[str, Any]) -> KeyFile:

@@ -48,7 +48,8 @@ class Reading:
     renamed: dict[str, str] = field(default_factory=dict)  # new column name -> name in the data
 
     def read(self, call: Call, what: str) -> None:
-        self.draft.read.append(f"{call} -> {what}")
+        if (line := f"{call} -> {what}") not in self.draft.read:
+            self.draft.read.append(line)
 
     def set(self, call: Call, key: str, value: Any) -> None:
         """Set a key of the run file; a call that sets another value is a gap."""

@@ -107,7 +107,7 @@ class Loop(Reading):
                 str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
             )
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
-            self._known(call, "seed", ("seed",), "seed")
+            self._seed(call)
         elif name in ("autocast", "Accelerator", "GradScaler"):
             self._precision(call)
         elif name == "Trainer" and root in trainer_script.LOOPS:
@@ -126,6 +126,24 @@ class Loop(Reading):
             self.draft.lacks(str(call), why, "optim.schedule")
         elif call.origin == "torch.compile":
             self._set(call, "model.compile", True)
+
+    def _seed(self, call: Call) -> None:
+        """Read a seed, also one that a function of the script gets from its only call."""
+        node = call.node.args[0]
+        function = self.script.scopes.get(id(node))
+        if isinstance(node, ast.Name) and isinstance(function, ast.FunctionDef):
+            names = tuple(each.arg for each in function.args.args)
+            calls = [c for c in self.script.calls if c.name == function.name and c.receiver is None]
+            if node.id in names and len(calls) == 1 and self.script.bindings.get((id(function), node.id)) == [None]:
+                own = self.script.arguments(calls[0], names)
+                defaults = dict(zip(names[::-1], function.args.defaults[::-1], strict=False))
+                value = own.known.get(
+                    node.id, None if node.id in own.nodes else self.script.known(defaults.get(node.id))
+                )
+                if value is not None and not own.more:
+                    self._set(calls[0], "seed", value)
+                    return
+        self._known(call, "seed", ("seed",), "seed")
 
     def _set(self, call: Call, key: str, value: Any) -> None:
         self.draft.set(key, value, f"{call.name}, line {call.line}")
@@ -173,8 +191,13 @@ class Loop(Reading):
             why = "Adam adds the decay to the gradient; AdamW, lockstep's, does not"
             self.draft.lacks(str(call), why, "optim.name")
         self.draft.set("optim.name", NAMES["optimizers"][call.name], f"line {call.line}")
-        self.draft.set("optim.learning_rate", arguments.known.get("lr", rate), f"lr, line {call.line}")
-        self.draft.set("optim.weight_decay", decay, f"line {call.line}")
+        later = f"(to be checked: its value in line {call.line} is known only when the script runs)"
+        values = {"learning_rate": ("lr", arguments.known.get("lr", rate)), "weight_decay": ("weight_decay", decay)}
+        for key, (name, value) in values.items():
+            known = name not in arguments.unknown
+            constant = None if known else number(self._constant_of(arguments.nodes[name]))
+            value = value if constant is None else constant
+            self.draft.set(f"optim.{key}", value, f"{name}, line {call.line}" if known else later)
         self._weights(call, arguments, rate, number(decay) or 0.0)
         keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
         defaults: dict[str, Any] = {"momentum": 0.0} if call.name == "SGD" else {}
@@ -203,9 +226,25 @@ class Loop(Reading):
         try:
             groups = DecayGroups(self.script, node, arguments.known.get("lr", rate), decay, f"line {call.line}")
         except NotRead:
+            largest = max(self._decays(node), default=decay)
+            note = "(the largest of the groups of"
+            self.draft.set("optim.weight_decay", largest, f"{note} line {call.line}, which were not read)")
             self.draft.unclear(f"line {call.line}: {code_of(node)}", GROUPS, "optim.groups")
             return
         self.draft.at_end.append(groups.set_keys)
+
+    def _decays(self, node: ast.expr) -> list[float]:
+        """Return the known decays of groups that are not read."""
+        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+        dicts = [each for each in ast.walk(value or node) if isinstance(each, ast.Dict)]
+        pairs = [pair for each in dicts for pair in zip(each.keys, each.values, strict=True)]
+        known = [number(self._constant_of(each)) for key, each in pairs if self.script.known(key) == "weight_decay"]
+        return [each for each in known if each is not None]
+
+    def _constant_of(self, node: ast.expr) -> Any:
+        """Return a known value; for an argument of a function, that of the script's constant of the same name."""
+        value = self.script.known(node)
+        return self._constant(node.id) if value is None and isinstance(node, ast.Name) else value
 
     def _loader(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
@@ -446,8 +485,9 @@ class Loop(Reading):
                 and key not in self.draft.keys
                 and not (key == "epochs" and "steps" in self.draft.keys)
             ):
-                self.draft.set(key, int(value) if value == int(value) else value, name)
-                self.draft.read.append(f"{name} = {value:g} -> {key}")
+                one, where = self._one_more(name) if key == "steps" else (0, "")
+                self.draft.set(key, int(value) + one if value == int(value) else value, f"{name}{where}")
+                self.draft.read.append(f"{name} = {value:g}{where} -> {key}")
         for name in NAMES["accumulation"]:
             if self.accumulated == 1 and (times := number(self._constant(name)) or self._shared_out(name)):
                 self.accumulated = int(times)
@@ -474,6 +514,26 @@ class Loop(Reading):
     def _constant(self, name: str) -> Any:
         values = self.script.bindings.get((id(None), name), [])
         return self.script.known(values[0]) if len(values) == 1 else None
+
+    def _one_more(self, name: str) -> tuple[int, str]:
+        """Return 1 and where, if a loop counts its steps from 0 and ends by `if count > NAME: break` behind a step, as
+        nanoGPT's does; else 0."""
+        for loop in (each for each in ast.walk(self.script.tree) if isinstance(each, ast.While)):
+            counted: set[str] = set()
+            for line in loop.body:
+                if (
+                    isinstance(line, ast.AugAssign)
+                    and isinstance(line.op, ast.Add)
+                    and self.script.known(line.value) == 1
+                ):
+                    counted.add(ast.unparse(line.target))
+                test = line.test if isinstance(line, ast.If) and isinstance(line.body[-1], ast.Break) else None
+                text = ast.unparse(test) if test is not None else ""
+                count = next((each for each in counted if text == f"{each} > {name}"), None)
+                starts = [v for v in self.script.bindings.get((id(None), count or ""), []) if v is not None]
+                if count is not None and len(starts) == 1 and self.script.known(starts[0]) == 0:
+                    return 1, f" + 1: line {line.lineno} ends the loop when {text}"
+        return 0, ""
 
     def _shared_out(self, name: str) -> int | None:
         """Return the steps of a process where the script divides those of the job: nanoGPT's

@@ -145,6 +145,7 @@ class RunDraft:
     by_hand: dict[str, Any] = field(default_factory=dict)  # dotted keys given on the command line
     folder: Path = Path()  # folder of the file, searched for other files
     rows: int | None = None  # rows that are trained on; None if the data were not looked at, or a share is held out
+    unread: list[str] = field(default_factory=list)  # files of the project that a script imports
     deepspeed: Any = None  # a DeepSpeed file that it names, or the settings themselves
     at_end: list[Callable[[RunDraft], object]] = field(default_factory=list)  # once the data were looked at
 

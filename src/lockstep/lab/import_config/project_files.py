@@ -1,0 +1,43 @@
+"""Files of its own project that a script imports, which `lockstep init --from` does not read.
+
+In: a `Script`. Out: the imports of files beside it, each with its line.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from lockstep.lab.import_config.script import Script
+
+
+def imported(script: Script) -> list[str]:
+    """Return `FILE (line N)` for each imported file of the project, in order."""
+    lines: dict[str, int] = {}
+    for node in ast.walk(script.tree):
+        for base, name in _modules(node):
+            place = _file(script.path.parent, base, name)
+            if place is not None and place.resolve() != script.path.resolve():
+                lines.setdefault(str(place), node.lineno)  # type: ignore[attr-defined]
+    return [f"{place} (line {line})" for place, line in lines.items()]
+
+
+def _modules(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield the modules of an import: a relative folder, and a dotted name."""
+    if isinstance(node, ast.Import):
+        yield from (("", each.name) for each in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base, name = "../" * (node.level - 1), node.module or ""
+        yield from ((base, ".".join(filter(None, (name, each.name)))) for each in node.names)
+
+
+def _file(folder: Path, base: str, name: str) -> Path | None:
+    """Return the file of a module, or of the package that holds a name; None for a module from elsewhere."""
+    parts = name.split(".")
+    for some in filter(None, (parts, parts[:-1])):
+        place = folder / base / Path(*some)
+        for file in (place.parent / f"{place.name}.py", place / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
