@@ -339,7 +339,7 @@ def test_the_mean_of_the_last_checkpoints_is_exported(
     assert told(tmp_path / "out")[7] == scores["splits"]["validation"]["loss"] != told(plain_job / "out")[7]
     assert trained(tmp_path) == 0  # a finished run exports another model on request
     out = capfd.readouterr().out
-    assert "is that of export: mean of 3; last is asked for and written" in out
+    assert "was written with export: mean of 3; it is written again with export: last" in out
     assert the_same(exported(tmp_path), exported(plain_job))
     assert trained(tmp_path) == 0
     assert "is finished (7 steps)" in capfd.readouterr().out

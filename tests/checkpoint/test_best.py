@@ -241,7 +241,7 @@ def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
     last = max(told(early / "out"))
     assert trained(folder, "export=last") == 0
-    assert "is that of export: best; last is asked for and written" in capfd.readouterr().out
+    assert "was written with export: best; it is written again with export: last" in capfd.readouterr().out
     scores, weights = end_of(folder / "out")
     assert (scores["step"], scores["export"]) == (last, "last")
     assert weights != end_of(early / "out")[1]

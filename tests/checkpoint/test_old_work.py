@@ -82,7 +82,7 @@ def test_links_in_a_circle_are_called_that(where: str, folder: Path) -> None:
     path.unlink() if path.is_file() else shutil.rmtree(path)
     path.symlink_to(path.name)
     run = run_in(folder)
-    with raises("LS6050", "its links lead in a circle"):
+    with raises("LS6050", "its links form a loop"):
         check_resumable(job_of(run))
 
 

@@ -93,7 +93,7 @@ def test_the_page_has_the_names() -> None:
         ("size=1", "keys are name, output, remote_dir, seed"),  # like batch_size by half: no guess
         (
             "training={lr: 1, eval_steps: 4, x: 1}",
-            "no such section; of what stands in it, 'lr': it is 'optim.learning_",
+            "no such section; about its keys: 'lr': it is 'optim.learning_",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_it_is_drawn_in_blocks() -> None:
             ["optim.schedule=cosine_with_min_lr"],
             "it is cosine here, with optim.min_lr_ratio (a share of learning_rate)",
         ),
-        (["optim.schedule=reduce_lr_on_plateau"], "would differ between a run and its resume"),
+        (["optim.schedule=reduce_lr_on_plateau"], "would differ after a resume"),
         (["optim.schedule=[[1, 2]]"], "expected points [[step, rate], ...] in the order of their steps"),
         (["optim.schedule=[[0, 1], [0, 2]]"], "expected points [[step, rate], ...] in the order of their steps"),
         (["optim.schedule=[[0, .nan]]"], "every rate must be finite and >= 0"),

@@ -145,7 +145,7 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
             "a: weight: invalid value [[0, 1.0], [9, 1.0], [7, 2.0]]",
         ),
         ("[{source: a.jsonl, wieght: 1}]", "a: unknown key 'wieght'; did you mean weight? known are name, weight"),
-        ("[{source: a.jsonl, weight: much}]", "a: weight: invalid value 'much'; share of the examples of a step"),
+        ("[{source: a.jsonl, weight: much}]", "a: weight: invalid value 'much'; share of a step's examples"),
         (
             "[{source: x/a.jsonl}, {source: y/a.jsonl}]",
             "two sources have the name a; give each source a different name",

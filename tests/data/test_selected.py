@@ -135,7 +135,7 @@ def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
             "a: None is not a condition; a condition is a value, a list of values, or a mapping with some of min, max",
         ),
         ("{a: {mni: 3}}", "a: unknown condition 'mni'; a condition is a value"),
-        ("{a: {min: x}}", "a: min: invalid value 'x'; expected a number: the least that a number may be"),
+        ("{a: {min: x}}", "a: min: invalid value 'x'; expected a number: lower bound of a number"),
         ("{a: {}}", "a: the condition is empty"),
         ("{a: []}", "a: [] is not a condition"),
         (

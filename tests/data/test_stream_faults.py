@@ -50,13 +50,16 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "data.validation_fraction=0.2",
-            "validation_fraction cannot be combined with data.stream: to cut it off needs all",
+            "validation_fraction cannot be combined with data.stream: splitting it off needs all",
         ),
-        ("data.test_fraction=0.1", "test_fraction cannot be combined with data.stream: to cut it off needs all rows"),
+        (
+            "data.test_fraction=0.1",
+            "test_fraction cannot be combined with data.stream: splitting it off needs all rows",
+        ),
         ("data.split_column=split", "split_column cannot be combined with data.stream"),
         (
             "data.group_by_length=5",
-            "group_by_length cannot be combined with data.stream: it sorts examples of many steps",
+            "group_by_length cannot be combined with data.stream: it sorts the examples of many steps",
         ),
         (
             "data.filter={text: {min_tokens: 3}}",
@@ -66,7 +69,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.layout=parallel", "layout cannot be combined with data.stream"),
         ("data.columns=[text]", "columns cannot be combined with data.stream: a stream reads no .csv"),
         ("data.encoding=latin-1", "encoding cannot be combined with data.stream: a stream reads UTF-8 only"),
-        ("model.compile=true", "model.compile: it looks for the shortest of all examples first"),
+        ("model.compile=true", "model.compile: it needs the shortest of all examples"),
         ("data.stream=false", "stream_window has an effect only with data.stream; set data.stream=true"),
         ("data.stream_window=0", "data.stream_window"),
     ],

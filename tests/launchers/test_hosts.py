@@ -57,7 +57,7 @@ def note(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 def together(first: Job, second: Job, *folders: Path) -> None:
     """Wait until both machines joined, in either order, and the job passed step 8. It was paused at step 0."""
-    until(lambda: second.when("machines   2") or first.when("another machine has come"), second)
+    until(lambda: second.when("machines   2") or first.when("another machine joined"), second)
     hold(8, *folders)
     second.says("machines   2")
     until_step(folders[0], 8, first)
@@ -204,7 +204,7 @@ def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..
     until_step(shared, 8, first)
     assert "machines   1 at" in first.out
     second = torchrun(two, 1, *QUICK, HELD, folder=shared, machines="1:2")
-    came = first.says("another machine has come")
+    came = first.says("another machine joined")
     release(shared)
     formed = first.says("machines   2 at")
     assert (first.ended(), second.ended()) == (0, 0), first.err + second.err

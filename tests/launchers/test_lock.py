@@ -158,7 +158,7 @@ def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
         over.set()
         thread.join()
     assert len(said) == 1
-    assert "Watching it for 60 s" in said[0]
+    assert "Waiting 60 s" in said[0]
 
 
 @pytest.mark.processes
@@ -170,7 +170,7 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
     said: list[str] = []
     lock = take(tmp_path, said.append, beat_s=0.02, stale_s=0.5)
     assert len(said) == 1
-    assert "Watching it for 0.5 s" in said[0]
+    assert "Waiting 0.5 s" in said[0]
     assert f"delete {path}" in said[0]
     lock.release()
 
@@ -189,7 +189,7 @@ def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> Non
     os.utime(written(tmp_path), (0, 0))
     said: list[str] = []
     take(tmp_path, said.append, beat_s=0.02).release()
-    assert "Watching it for 0.06 s" in said[0]
+    assert "Waiting 0.06 s" in said[0]
 
 
 @pytest.mark.processes

@@ -43,14 +43,14 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(two: Hosts, tmp_path: P
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
     os.kill(two.youngest(1), signal.SIGKILL)  # the rank
-    second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue; another takes its place (3")
+    second.says("rank process 0 of host-1 was killed by SIGKILL; the other ranks continue; a replacement is started (3")
     until(lambda: regrouped(shared)[before:] == ["rank 1 was lost", BACK], first)
     hold(step_of(shared) + 1, shared)
     two.kill(1)
     first.says(f"no heartbeat from host-1 for {LOST_S} s; the other machines continue")
     until(lambda: regrouped(shared)[before + 2 :] == ["rank 1 was lost"], first)
     again = torchrun(two, 1, *CONTINUE, folder=shared, machines="1:2")
-    again.says("comes into the job")
+    again.says("joins the running job")
     until(lambda: regrouped(shared)[before + 3 :] == [BACK], again)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
@@ -87,7 +87,7 @@ def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: P
     until(lambda: regrouped(shared)[before:] == ["rank 1 was lost"] and step_of(shared) >= 10, first)
     two.heal(1)
     again = torchrun(two, 1, *CONTINUE, folder=shared, machines="1:2")
-    again.says("comes into the job")
+    again.says("joins the running job")
     until(lambda: regrouped(shared)[before + 1 :] == [BACK], first)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err
@@ -113,8 +113,8 @@ def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, 
     until(lambda: regrouped(shared)[before:] == [f"rank {cut} was lost"] and step_of(shared) >= 10, alive)
     assert left.process.poll() is None
     three.heal(cut)
-    left.says("the others have gone on without this machine")
-    left.says("comes into the job")
+    left.says("the others continue without this machine")
+    left.says("joins the running job")
     until(lambda: regrouped(shared)[before + 1 :] == [BACK], alive)
     release(shared)
     assert (alive.ended(), left.ended()) == (0, 0), alive.err + left.err
@@ -166,7 +166,7 @@ def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, 
     first = torchrun(two, 0, *words, folder=shared, machines="1:2")
     until(lambda: step_of(shared) >= 8, first)
     second = torchrun(two, 1, *words, folder=shared, machines="1:2")
-    second.says("comes into the job")
+    second.says("joins the running job")
     until(lambda: regrouped(shared) == [BACK], first)
     hold(step := step_of(shared) + 2, shared)
     until(lambda: step_of(shared) >= step, first)

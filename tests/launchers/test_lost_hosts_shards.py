@@ -58,7 +58,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
 
     before = len(regrouped(shared))
     os.kill(two.youngest(1), signal.SIGKILL)  # a rank
-    second.says("was killed by SIGKILL; the other ranks continue; another takes its place (3")
+    second.says("was killed by SIGKILL; the other ranks continue; a replacement is started (3")
     until(lambda: came(before), first)
     hold(step_of(shared) + 3, shared)
     before = len(regrouped(shared))
@@ -67,7 +67,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
     until(lambda: len(regrouped(shared)) > before, first)
     assert regrouped(shared)[before].startswith("ranks 2, 3 were lost")
     again = torchrun(two, 1, *every, folder=shared, machines="1:2")
-    again.says("comes into the job")
+    again.says("joins the running job")
     until(lambda: came(before), first)
     release(shared)
     assert (first.ended(), again.ended()) == (0, 0), first.err + again.err

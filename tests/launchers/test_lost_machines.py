@@ -137,7 +137,7 @@ def test_a_silent_machine_is_lost_and_the_next_one_decides(store: Any, clock: Cl
     assert job.heard == ["host-0"]
     found = first.wait()  # it was stopped, and wakes up
     assert found is not None
-    assert first.why == "the others have gone on without this machine"
+    assert first.why == "the others continue without this machine"
     assert first.roll.given_up is None
 
 
@@ -183,7 +183,7 @@ def test_a_rank_without_a_state_cannot_go_on(store: Any, clock: Clock) -> None:
     store.delete_key("room/ready/0")
     job.machines[1].processes[0].exitcode = -9
     job.pass_by(clock, 1, 1, 0, 1)
-    assert job.machines[0].why == job.machines[1].why == "a rank is lost"
+    assert job.machines[0].why == job.machines[1].why == "a rank failed"
 
 
 def test_a_machine_that_comes_is_let_in_where_there_is_room(store: Any, clock: Clock) -> None:

@@ -193,7 +193,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "place", "words", "said"),
     [
-        (None, 0, (), "there is no checkpoint yet; training begins from the start (2 restarts left)"),
+        (None, 0, (), "no checkpoint yet; training starts over (2 restarts left)"),
         (10, 0, (), "restarting from the last checkpoint (2 restarts left)"),
         (None, 1, (), "restarting from the last checkpoint, if there is one (2 restarts left)"),  # on machine 0
         (None, 0, ("remote_dir=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
@@ -244,8 +244,8 @@ def test_a_rank_that_takes_all_memory(goes_on: bool, small: Path, tmp_path: Path
     status, _, err = ended(start_anew(command, tmp_path, cache, PYTHONPATH=TESTS_PATH), 400)
     assert status == 0, err
     assert "was killed by SIGKILL (the kernel killed it because memory ran out; it held " in err
-    assert " of 1.95 GiB that there are for all ranks of this machine. Use more micro_batches" in err
-    restarts = "there is no checkpoint yet; training begins from the start (1 restart"
+    assert " of 1.95 GiB available to all ranks of this machine. Use more micro_batches" in err
+    restarts = "no checkpoint yet; training starts over (1 restart"
     then = "the other ranks continue" if goes_on else restarts
     assert f"); {then}" in err
     assert "from the last checkpoint" not in err

@@ -65,7 +65,7 @@ def test_the_plan_of_one_to_four_machines() -> None:
     assert plan.processes == 8
     assert "--nnodes=1:4" in plan.command
     assert plan.variables["GLOO_SOCKET_IFNAME"] == "eth1"
-    assert "a lost machine costs a restart" in plan.notes[-1]
+    assert "a failed machine costs a restart" in plan.notes[-1]
 
 
 def test_the_plan_of_accelerate() -> None:

@@ -189,8 +189,13 @@ def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -
     ("name", "option", "code", "value"),
     [
         ("hf_accelerate", "bucket=1", "LS4200", "bucket"),
-        ("hf_trainer", "learning_rate=1", "LS4210", "strategy.options.learning_rate: is said by other keys"),
-        ("hf_trainer", "lerning_rate=1", "LS4210", "strategy.options.lerning_rate: is no TrainingArgument"),
+        ("hf_trainer", "learning_rate=1", "LS4210", "strategy.options.learning_rate: is set by other keys"),
+        (
+            "hf_trainer",
+            "lerning_rate=1",
+            "LS4210",
+            "strategy.options.lerning_rate: is not a field of TrainingArguments",
+        ),
         ("hf_accelerate", "fsdp={version: 1}", "LS4031", "strategy.options.fsdp: "),
         ("hf_accelerate", "fsdp=1", "LS4020", "strategy.options.fsdp: invalid value 1"),
         ("hf_accelerate", "deepspeed={zero_stage: 4}", "LS4034", "strategy.options.deepspeed.zero_stage: "),

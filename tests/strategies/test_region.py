@@ -191,7 +191,7 @@ def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("backend", "reason"),
-    [(drifting, "other bits"), (failing, "no kernel for this"), (wrong, "by the compiled code")],
+    [(drifting, "different bits"), (failing, "no kernel for this"), (wrong, "with the compiled code")],
 )
 def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
     backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -238,7 +238,7 @@ def test_auto_compiles_on_gpus_what_has_steps_enough(tmp_path: Path, monkeypatch
     assert decided(long, monkeypatch, gpus=0) == (False, [])
     choice, notes = decided(packed(tmp_path, "steps=20", "epochs=null"), monkeypatch)
     assert not choice
-    assert notes == ["not compiled: 20 steps are fewer than the 500 from which compiling pays"]
+    assert notes == ["not compiled: compiling pays from about 500 steps on, and this run has 20"]
 
 
 def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +266,9 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
         ("packed", "strategy.name=zero3", "in one piece"),
         ("packed", "model.checkpoint_activations=true", "layer by layer"),
         ("packed", "task.loss_chunk=16", "loss_chunk"),
-        ("packed", "data.padding=batch", "that of transformers"),
-        ("documents", "seed=1", "have the length of the longest"),
-        ("reward", "seed=1", "have the length of the longest"),
+        ("packed", "data.padding=batch", "transformers' attention"),
+        ("documents", "seed=1", "have the same length (the longest)"),
+        ("reward", "seed=1", "have the same length (the longest)"),
     ],
 )
 def test_what_cannot_be_compiled_whole(

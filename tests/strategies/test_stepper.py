@@ -74,14 +74,14 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.groups=[{match: 'clasifier.*'}]"], "optim.groups: no weight that is trained is called 'clasifier"),
+        (["optim.groups=[{match: 'clasifier.*'}]"], "optim.groups: no trainable weight is called 'clasifier"),
         (["optim.groups=[{match: '*'}, {match: 'bert.*'}]"], "all weights of 'bert.*' are in an earlier group"),
         (
             ["model.freeze=['layer.0.*']"],
-            "model.freeze: no weight that is trained is called 'layer.0.*'; there are bert",
+            "model.freeze: no trainable weight is called 'layer.0.*'; examples of trainable weights: bert",
         ),
         (["model.freeze=['*']"], "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer"),
-        (["model.freeze=['bert.*']", "optim.groups=[{match: 'bert.pooler.*'}]"], "optim.groups: no weight that is"),
+        (["model.freeze=['bert.*']", "optim.groups=[{match: 'bert.pooler.*'}]"], "optim.groups: no trainable weight"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
@@ -394,7 +394,7 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
             ["optim=muon", "strategy=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"],
             "optim.name: muon updates whole tensors",
         ),
-        (["optim=schedule_free", "strategy=zero1"], "optim.name: schedule_free exports an average of weights"),
+        (["optim=schedule_free", "strategy=zero1"], "optim.name: schedule_free exports averaged weights"),
         (["optim=schedule_free", "optim.schedule=linear"], "optim.schedule: schedule_free uses an average instead"),
         (
             ["optim=muon", "strategy=fsdp2", "strategy.options={cpu_offload: true}", "launch.device=auto"],

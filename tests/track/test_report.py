@@ -427,6 +427,6 @@ def test_a_page_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     folders = [str(folder_of(tmp_path / name, steps=60)) for name in ("one", "two")]
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    for to, why in ((loop / "page.html", "its links lead in a circle"), (tmp_path / "one", "is a directory")):
+    for to, why in ((loop / "page.html", "its links form a loop"), (tmp_path / "one", "is a directory")):
         assert main(["report", *folders, "--to", str(to)]) == 2
         mentions(capsys.readouterr().err, "LS8142", f"{to.parent if to.name == 'page.html' else to}: {why}")

@@ -197,8 +197,8 @@ def test_a_block_that_some_batches_leave_out_has_the_bits_of_one_process(tmp_pat
 @pytest.mark.parametrize(
     ("name", "strategy", "said"),
     [
-        ("Teacher", "ddp", "training changes teacher.bias, teacher.weight of the model beside the optimizer"),
-        ("Renormed", "ddp", "training changes words.weight of the model beside the optimizer"),
+        ("Teacher", "ddp", "training changes teacher.bias, teacher.weight of the model outside of the optimizer"),
+        ("Renormed", "ddp", "training changes words.weight of the model outside of the optimizer"),
         ("SwitchedLate", "ddp", "changes requires_grad of weights"),
         ("SwitchedLate", "fsdp2", "changes requires_grad of weights"),
         ("LeavesOutOfFour", "fsdp2", "fsdp2 needs all ranks to run the same layers in the same order"),

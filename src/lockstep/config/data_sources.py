@@ -29,18 +29,18 @@ from lockstep.config.errors import InvalidValue
 
 _NAMES = {"tab": "\t", "\\t": "\t", "comma": ",", "semicolon": ";", "bar": "|", "pipe": "|", "space": " "}
 LAYOUT = (
-    "of local files; class_folders: each text or image a file, in a folder called by its label; parallel: lines "
-    "of train.en and train.de (or .gz, ...) with the same number are one example; conll: lines of a word and its "
-    "tags, blank lines between sentences; squad: SQuAD's own JSON; columns: JSON that maps each column to the "
-    "list of its values; records: a JSON document that holds one list of rows"
+    "of local files; class_folders: one file per text or image, in a folder named after its label; parallel: "
+    "equally numbered lines of train.en and train.de (or .gz, ...) are one example; conll: a word and its tags per "
+    "line, blank lines between sentences; squad: SQuAD's JSON; columns: JSON that maps each column to the list of "
+    "its values; records: a JSON document with one list of rows"
 )
 SEPARATOR = (
-    "what separates the cells of .csv and .tsv files: one character, or tab, comma, semicolon, bar, space; default: a "
-    "comma in .csv, a tab in .tsv"
+    "separator of cells in .csv and .tsv files: one character, or tab, comma, semicolon, bar, space; default: comma "
+    "in .csv, tab in .tsv"
 )
 QUOTE = (
-    "quotes around cells of .csv and .tsv files that hold a separator or an end of line; none: quotes are letters; "
-    "default: double, unless the file is plainly not quoted"
+    "quotes around cells of .csv and .tsv files that contain a separator or an end of line; none: quotes are "
+    "ordinary characters; default: double, unless the file is clearly not quoted"
 )
 
 
@@ -198,15 +198,15 @@ class Condition(BaseModel):
     """Row filter on one column: a row is used if its value meets all conditions that are set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    min: int | float | None = Field(None, description="the least that a number may be")
-    max: int | float | None = Field(None, description="the most that a number may be")
-    none_of: list[Scalar] | None = Field(None, min_length=1, description="values that it may not be")
-    min_characters: Count | None = Field(None, description="the least characters that a text may have")
-    max_characters: Count | None = Field(None, description="the most characters that a text may have")
-    min_words: Count | None = Field(None, description="the least words of a text, or items of a list")
-    max_words: Count | None = Field(None, description="the most words of a text, or items of a list")
-    min_tokens: Count | None = Field(None, description="the least tokens that the run's tokenizer makes of a text")
-    max_tokens: Count | None = Field(None, description="the most tokens that the run's tokenizer makes of a text")
+    min: int | float | None = Field(None, description="lower bound of a number")
+    max: int | float | None = Field(None, description="upper bound of a number")
+    none_of: list[Scalar] | None = Field(None, min_length=1, description="excluded values")
+    min_characters: Count | None = Field(None, description="fewest characters of a text")
+    max_characters: Count | None = Field(None, description="most characters of a text")
+    min_words: Count | None = Field(None, description="fewest words of a text, or items of a list")
+    max_words: Count | None = Field(None, description="most words of a text, or items of a list")
+    min_tokens: Count | None = Field(None, description="fewest tokens of a text, by the run's tokenizer")
+    max_tokens: Count | None = Field(None, description="most tokens of a text, by the run's tokenizer")
 
     @model_serializer(mode="wrap")
     def _what_is_given(self, write: Any) -> dict[str, Any]:
@@ -281,14 +281,14 @@ class OneSource(Keys):
     """One source of a mixture. Its keys are those of `data`, plus `name`, `weight` and `rename`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    name: str = Field(pattern=r"^\w+$", description="what metrics call it; default: that of its file, folder or Hub id")
+    name: str = Field(pattern=r"^\w+$", description="its name in metrics; default: that of its file, folder or Hub id")
     weight: Weight | None = Field(
         None,
-        description="share of the examples of a step, beside the others' weights; or a list of [step, weight], each "
-        "from that step on; default: its number of examples",
+        description="share of a step's examples, relative to the other sources' weights; or a list of [step, "
+        "weight], each valid from that step on; default: its number of examples",
     )
     rename: dict[str, str] = Field(
-        default_factory=dict, description="the task's column: what it is called here (also a dotted path)"
+        default_factory=dict, description="the task's column -> its name in this source (also a dotted path)"
     )
     source: PathText | None = Field(None, description="as data.source")
     config: str | None = Field(None, description="as data.config")
@@ -416,16 +416,16 @@ _ALL_ROWS = "needs all rows of train at once"
 # Keys of `data` that a stream does not support -> why. Keys at their defaults are ignored.
 _REFUSED = {
     "layout": "a stream reads rows in .jsonl, .txt, .tar and .parquet files",
-    "columns": "a stream reads no .csv or .tsv files, whose rows may reach over lines; write .jsonl or .parquet",
+    "columns": "a stream reads no .csv or .tsv files, whose rows may span lines; write .jsonl or .parquet",
     "separator": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
     "quote": "a stream reads no .csv or .tsv files; write .jsonl or .parquet",
     "encoding": "a stream reads UTF-8 only",
     "split_column": f"it {_ALL_ROWS}; write validation and test to files of their own",
-    "test_fraction": f"to cut it off {_ALL_ROWS}; name files in data.test",
-    "validation_fraction": f"to cut it off {_ALL_ROWS}; name files in data.validation",
-    "deduplicate": f"it {_ALL_ROWS}; leave duplicates out when the shards are written",
+    "test_fraction": f"splitting it off {_ALL_ROWS}; name files in data.test",
+    "validation_fraction": f"splitting it off {_ALL_ROWS}; name files in data.validation",
+    "deduplicate": f"it {_ALL_ROWS}; remove duplicates when writing the shards",
     "limit": "name fewer shards in data.train",
-    "group_by_length": "it sorts examples of many steps, and a stream reads the next ones only",
+    "group_by_length": "it sorts the examples of many steps, and a stream reads only the next ones",
 }
 
 
@@ -434,16 +434,16 @@ class Streaming(Keys):
 
     stream: bool = Field(
         False,
-        description="read and encode the shards of train while training, instead of keeping its tokens in the cache",
+        description="read and tokenize the shards of train during training, instead of caching all tokens first",
     )
     stream_window: Annotated[int, Field(ge=1)] = Field(
         WINDOW,
-        description="examples of a stream that are shuffled together, per source",
+        description="size of the shuffle buffer of a stream, in examples, per source",
     )
 
     stream_cache_gb: Annotated[float, Field(gt=0)] = Field(
         CACHE_GB,
-        description="most gigabytes of the cache for copies of remote shards, over all runs; changes no bit",
+        description="gigabytes of cache for copies of remote shards, over all runs; does not change results",
     )
 
     @model_validator(mode="after")

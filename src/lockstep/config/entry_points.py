@@ -51,7 +51,7 @@ def named(kind: str) -> dict[str, list[EntryPoint]]:
 
 @lru_cache(maxsize=64)
 def _by_group(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return group -> entry points. `path`: `sys.path`; of distributions with one name the first counts."""
+    """Return group -> entry points. `path`: `sys.path`; the first of distributions with the same name counts."""
     owners = dict.fromkeys(name for place in path for name in _owners(os.path.abspath(place)))
     every = [entry for name in owners for entry in importlib.metadata.distribution(name).entry_points]
     return {group: tuple(entry for entry in every if entry.group == group) for group in GROUPS.values()}

@@ -311,13 +311,15 @@ class Yaml(yaml.SafeLoader):
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if id(node) not in self._sizes:
-                raise _fault(event.start_mark, f"the alias {event.anchor!r} stands inside what it stands for")
+                raise _fault(event.start_mark, f"the alias {event.anchor!r} refers to itself")
             return node
         _check_keys(node)
         inner = [self._sizes[id(each)] for each in _inner(node)]
         values, levels = 1 + sum(v for v, _ in inner), 1 + max((n for _, n in inner), default=0)
         if values > MOST_VALUES or levels > MOST_LEVELS:
-            raise _fault(event.start_mark, f"aliases make more than {MOST_VALUES} values or {MOST_LEVELS} levels of it")
+            raise _fault(
+                event.start_mark, f"its aliases expand to more than {MOST_VALUES} values or {MOST_LEVELS} levels"
+            )
         self._sizes[id(node)] = values, levels
         return node
 
@@ -349,7 +351,7 @@ def _check_keys(node: yaml.Node | None) -> None:
         first = first_nodes.setdefault((key.tag, str(key.value)), key)
         if first is not key:
             line = first.start_mark.line + 1
-            raise _fault(key.start_mark, f"the key {key.value!r} is there twice, first on line {line}")
+            raise _fault(key.start_mark, f"the key {key.value!r} occurs twice, first on line {line}")
 
 
 def _fault(mark: yaml.Mark | Any, problem: str) -> yaml.MarkedYAMLError:
@@ -362,7 +364,7 @@ def yaml_fault(error: Exception) -> str:
     if mark is None or problem is None:
         return " ".join(str(error).split())
     if "'\\t'" in problem:
-        return f"line {mark.line + 1}, column {mark.column + 1}: a tab; YAML is indented by spaces"
+        return f"line {mark.line + 1}, column {mark.column + 1}: a tab; YAML is indented with spaces"
     context = getattr(error, "context", None)
     return f"line {mark.line + 1}, column {mark.column + 1}: {f'{context}, ' if context else ''}{problem}"
 

@@ -26,31 +26,31 @@ OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REMEDIES = {
     errno.EACCES: "check its permissions and its owner",
     errno.EPERM: "check its permissions and its owner",
-    errno.EROFS: "its file system cannot be written; use another folder",
+    errno.EROFS: "its file system is read-only; use another folder",
     errno.ENOSPC: "free space on the disk, or use another folder",
     errno.EDQUOT: "the disk quota is used up: free space, or use another folder",
     errno.EFBIG: "the system limits the size of files (ulimit -f): raise the limit",
-    errno.ENOTDIR: "a file stands where a folder is expected",
-    errno.EISDIR: "a folder stands where a file is expected",
+    errno.ENOTDIR: "it is a file, and a folder is expected",
+    errno.EISDIR: "it is a folder, and a file is expected",
     errno.ELOOP: "remove one of them, or use another path",
-    errno.EIO: "the disk fails: check it, or use another one",
+    errno.EIO: "the disk reports an error: check it, or use another one",
     errno.ESTALE: "the network file system has lost it: mount it again",
 }
 
 
 def remedy_of(error: OSError) -> str:
-    """What to do about a file or disk error."""
+    """Return what to do about a file or disk error."""
     return REMEDIES.get(error.errno or 0, "remove the cause, or use another folder")
 
 
 def reason_of(error: OSError) -> str:
-    """Say in words why a file or folder cannot be used."""
+    """Describe why a file or folder cannot be used."""
     if error.errno == errno.EEXIST and error.filename is not None:
         try:
             os.stat(error.filename)
-        except OSError as cause:  # a link that leads nowhere stands in the place of a folder
+        except OSError as cause:  # a broken link where a folder is expected
             return reason_of(cause)
-    return "its links lead in a circle" if error.errno == errno.ELOOP else error.strerror or str(error)
+    return "its links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
 DONE = 0

@@ -72,7 +72,7 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
     if isinstance(value, Mapping):
         inner = [f"{name!r}: {home}" for name in map(str, value) if (home := place(name, ours)) is not None]
         if inner:
-            return f"there is no such section; of what stands in it, {'; '.join(inner)}"
+            return f"there is no such section; about its keys: {'; '.join(inner)}"
     places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # the first of equal names
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"

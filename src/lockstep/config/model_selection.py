@@ -26,7 +26,7 @@ def higher_is_better(name: str) -> bool:
 class EvaluateSection(Section):
     every: Interval = Field("epoch", description="steps between evaluations, or epoch; 0: only at the end")
     patience: Positive | None = Field(
-        None, description="evaluations in a row without a better one by checkpoint.best, after which training ends"
+        None, description="end training after this many evaluations in a row without an improvement of checkpoint.best"
     )
     min_delta: float = Field(
         0.0,
@@ -36,7 +36,7 @@ class EvaluateSection(Section):
     )
     limit: Positive | None = Field(
         None,
-        description="examples of validation that evaluations use, the same ones each time, drawn with the seed; "
+        description="validation examples used by each evaluation, the same ones every time, drawn with the seed; "
         "default: all. A test split is always used whole",
     )
     batch_size: Positive | None = Field(
@@ -58,14 +58,14 @@ class AverageSection(Section):
         None,
         gt=0,
         lt=1,
-        description="keep an exponential moving average of the weights with this decay (0.999); it is evaluated, and "
-        "exported, in place of the weights",
+        description="keep an exponential moving average of the weights with this decay (0.999), and evaluate and "
+        "export it in place of the weights",
     )
     ema_warmup: bool = Field(
-        True, description="of ema: after update t the decay is (1 + t) / (10 + t), until that is more than ema"
+        True, description="warm-up of ema: after update t the decay is (1 + t) / (10 + t), until that exceeds ema"
     )
     last: int | None = Field(
-        None, ge=2, description="export the mean of the weights of the last so many checkpoints by checkpoint.every"
+        None, ge=2, description="export the mean of the weights at the last N checkpoints of checkpoint.every"
     )
 
     @model_validator(mode="after")
@@ -111,7 +111,7 @@ def check(best: str | None, evaluated: bool, every: Any, average: AverageSection
     if best is not None and not evaluated:
         raise InvalidValue(
             "LS1063",
-            "the best model is chosen by evaluations during training, and there are none; set evaluate.every "
+            "evaluations during training select the best model, and there are none; set evaluate.every "
             "to a number of steps, or to epoch",
         )
     if best is not None and (_LESS if best[0] != "-" else _MORE).fullmatch(name := best.removeprefix("-")):

@@ -320,7 +320,7 @@ def path_of(kind: str, name: str) -> str:
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
-    """Return the packages that are not installed, without importing any; one may have a least version, as in
+    """Return the packages that are not installed, without importing any; a name may include a minimum version, as in
     `torch>=2.13`. A folder of that name in the working directory, such as the one W&B creates, does not count as a
     package."""
     return [package for package in packages if not _installed(*package.partition(">=")[::2])]
@@ -419,7 +419,7 @@ def _imported(name: str) -> ModuleType:
         pass
     except SystemExit as ended:
         del sys.modules[name]
-        raise ImportError(f"{Path(spec.origin).name} ends the program while it is imported (sys.exit)") from ended
+        raise ImportError(f"{Path(spec.origin).name} calls sys.exit while it is imported") from ended
     except BaseException:
         del sys.modules[name]
         raise

@@ -70,7 +70,7 @@ def set_by_user(portable: bool) -> list[str]:
 def missing_instructions() -> str | None:
     """Describe the missing instruction sets, or return None if this processor is supported."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"this machine's processor is of the kind {platform.machine()}, and not x86-64"
+        return f"this machine's processor is {platform.machine()}, not x86-64"
     flags = _flags_of_glibc()
     if flags is None:
         flags = _flags_of_linux()

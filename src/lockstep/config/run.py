@@ -72,26 +72,26 @@ class Run(Section):
         "are copied to; a start resumes from the newest complete checkpoint there, unless OUTPUT has a newer "
         "one",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="of weights, data order and dropout")
+    seed: int = Field(0, ge=0, lt=2**63, description="random seed of weights, data order and dropout")
     task: TaskSection = Field(default_factory=TaskSection)  # type: ignore[arg-type]
     data: DataSection = Field(default_factory=DataSection)  # type: ignore[arg-type]
     model: ModelSection = Field(default_factory=ModelSection)  # type: ignore[arg-type]
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection)  # type: ignore[arg-type]
-    epochs: float | None = Field(None, gt=0, description="passes over the training split; or give steps")
-    steps: Positive | None = Field(None, description="optimizer steps; or give epochs")
+    epochs: float | None = Field(None, gt=0, description="passes over the training split; alternative: steps")
+    steps: Positive | None = Field(None, description="optimizer steps; alternative: epochs")
     max_time: str | None = Field(
         None,
         pattern=r"^(\d+(\.\d+)?[dhms])+$",
-        description="time after which to stop as if asked to, for example 3h50m; counted from each start",
+        description="time after which to save and stop, for example 3h50m; counted from each start",
     )
     on_nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="what to do with a step whose loss or gradient is not finite; skip: leave its update out"
+        "stop", description="for a step whose loss or gradient is not finite; skip: train on without its update"
     )
-    batch_size: Positive = Field(128, description="examples per optimizer step over the whole job")
+    batch_size: Positive = Field(128, description="examples per optimizer step, over all processes")
     micro_batches: Positive = Field(
         MICRO_BATCHES,
-        description="micro-batches a step is cut into; defines the arithmetic, whatever the number of processes; "
-        "default: 8, or batch_size if that is less",
+        description="number of micro-batches per step; defines the arithmetic at any number of processes; default: "
+        "8, or batch_size if that is less",
     )
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast; fp16 scales the loss, for GPUs without bf16"
@@ -101,7 +101,7 @@ class Run(Section):
     launch: LaunchSection = Field(default_factory=LaunchSection)  # type: ignore[arg-type]
     metrics: Names = Field(
         default_factory=list,
-        description="your functions of all predictions and labels of a split, as my_file.function",
+        description="your metric functions, as my_file.function; each gets all predictions and labels of a split",
     )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
@@ -113,15 +113,15 @@ class Run(Section):
     profile: ProfileSection = Field(default_factory=ProfileSection)  # type: ignore[arg-type]
     export: Literal["best", "last"] | None = Field(
         None,
-        description="the best evaluated model, by checkpoint.best, or that of the last step; default: best where "
-        "checkpoint.best or evaluate.patience is given, else last",
+        description="best: the best evaluated model, by checkpoint.best; last: that of the last step; default: best "
+        "if checkpoint.best or evaluate.patience is set, else last",
     )
     hub: HubSection = Field(default_factory=HubSection)  # type: ignore[arg-type]
 
     _written: written.WrittenKeys | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are equal; which of them were written does not matter."""
+        """Whether all values are equal; written keys and defaults are compared alike."""
         return isinstance(other, Run) and dict(self) == dict(other)
 
     def wrote(self, key: str) -> bool:
@@ -164,7 +164,7 @@ class Run(Section):
                     "LS1100", f"{key}.source: {source} cannot be loaded directly; copy the folder to this machine first"
                 )
         if self.max_time is not None and not self.max_time_s:
-            raise InvalidValue("LS1144", f"max_time: {self.max_time} is no time to train in; leave it out for no limit")
+            raise InvalidValue("LS1144", f"max_time: {self.max_time} leaves no time to train; remove it for no limit")
         if self.model.trust_remote_code and self.model.source is None and self.tokenizer.source is None:
             raise InvalidValue(
                 "LS1108",
@@ -378,20 +378,18 @@ def unusable_keys(run: Run, task: Any) -> dict[str, str]:
     class."""
     streamed: dict[str, str] = {}
     if run.data.stream and not task.streams:
-        streamed["data.stream"] = f"the task {run.task.name} cannot: {task.not_streamed_reason}; leave it out"
+        streamed["data.stream"] = f"the task {run.task.name} does not support it: {task.not_streamed_reason}; remove it"
     elif run.data.stream and run.model.compiled:
-        streamed["model.compile"] = "it looks for the shortest of all examples first, which a stream does not know"
+        streamed["model.compile"] = "it needs the shortest of all examples, which a stream does not know"
     if run.data.drop_unusable and not task.own_model and not task.has_unusable_rows(task.options_of(run)):
-        streamed["data.drop_unusable"] = f"the task {run.task.name} can use every row, as it is set; leave it out"
+        streamed["data.drop_unusable"] = f"with these options the task {run.task.name} can use every row; remove it"
     if task.own_model:
         return dict(task.unsupported_keys(run)) | streamed
     missing = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}
     if not missing and run.model.source is None and run.model.type is None:
         missing["model"] = ONE_ORIGIN
     if run.data.workers:
-        missing["data.workers"] = (
-            f"the task {run.task.name} reads prepared tokens and has no use for workers; set it to 0"
-        )
+        missing["data.workers"] = f"the task {run.task.name} reads prepared tokens and uses no workers; set it to 0"
     return missing or {**task.unsupported_keys(run), **streamed}
 
 
@@ -592,7 +590,7 @@ def check_output(folder: Path) -> None:
     """Check that OUTPUT exists or can be created. Errors: `RunError`."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise RunError("LS1115", f"output: cannot write to {folder}: {there} is no folder; choose another output")
+        raise RunError("LS1115", f"output: cannot write to {folder}: {there} is not a folder; choose another output")
     if not os.access(there, os.W_OK):
         read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
         why = "the file system is read-only at" if read_only else "this user has no permission to write to"

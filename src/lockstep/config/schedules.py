@@ -20,15 +20,15 @@ SCHEDULES = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
 _ADVICE = {
     "cosine_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its min_lr_rate",
     "cosine_warmup_with_min_lr": "it is cosine here, with optim.min_lr_ratio (a share of learning_rate) for its "
-    "min_lr_rate, and its rates come a step earlier than these",
+    "min_lr_rate; its rates are reached one step earlier than here",
     "cosine_with_restarts": "restarts can be written as points: [[step, rate], ...]",
-    "reduce_lr_on_plateau": "a rate that follows the scores would differ between a run and its resume",
+    "reduce_lr_on_plateau": "a rate that depends on scores would differ after a resume",
 }
 ENDING = ("linear", "cosine", "polynomial", "wsd", "one_cycle")  # schedules that end at `min_lr_ratio`
 
 
 class Schedule(Protocol):
-    """What a rate depends on: these keys of the section `optim`."""
+    """The keys of the section `optim` that determine the learning rate."""
 
     name: str  # of the optimizer
     learning_rate: float  # the highest one

@@ -145,8 +145,8 @@ class DataSection(Streaming, Section):
     source: PathText | None = Field(None, description="Hub id, local folder, file or glob, or builtin/emotion")
     sources: Mixture | None = Field(
         None,
-        description="several sources instead of one, each with keys of its own: name, weight, rename, and those of "
-        "this section that say what is read",
+        description="several sources instead of one, each with its own keys: name, weight, rename, and the keys of "
+        "this section that select and parse files",
     )
     config: str | None = Field(None, description="configuration of a Hub data set")
     revision: str | None = Field(None, description="branch, tag or commit of a Hub data set")
@@ -163,7 +163,7 @@ class DataSection(Streaming, Section):
     columns: list[str] | None = Field(
         None,
         min_length=1,
-        description="names of the columns, in order, of .csv and .tsv files without a header, and of layout: conll",
+        description="column names, in order, of .csv and .tsv files without a header, and of layout: conll",
     )
     separator: Separator | None = Field(None, description=SEPARATOR)
     quote: Quote | None = Field(None, description=QUOTE)
@@ -172,23 +172,27 @@ class DataSection(Streaming, Section):
         0.1,
         gt=0,
         lt=1,
-        description="share of train cut off, seeded and stratified, where no validation split is given",
+        description="share of train to split off as validation, seeded and stratified, if no validation split is given",
     )
     test_fraction: float = Field(
-        0.0, ge=0, lt=1, description="share of train cut off before that, in the same way, where no test split is given"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of train to split off as test before that, in the same way, if no test split is given",
     )
     split_column: str | None = Field(
-        None, description="column that says which split a row belongs to: train, validation (valid, val, dev) or test"
+        None, description="column with the split of a row: train, validation (valid, val, dev) or test"
     )
     filter: Filter = Field(
         default_factory=dict,
-        description="rows to use, of every split, by column: a value, a list of values, or {min, max, none_of, "
-        "min_words, max_words, min_characters, max_characters, min_tokens, max_tokens}; others are left out, counted",
+        description="rows of every split to use, by column: a value, a list of values, or {min, max, none_of, "
+        "min_words, max_words, min_characters, max_characters, min_tokens, "
+        "max_tokens}; other rows are dropped and counted",
     )
     deduplicate: bool = Field(
         False,
-        description="drop and count rows of train that equal an earlier row, apart from white space, in all columns "
-        "the task reads",
+        description="drop and count rows of train that equal an earlier row in all columns the task reads, ignoring "
+        "white space",
     )
     decontaminate: bool = Field(
         False,
@@ -197,7 +201,7 @@ class DataSection(Streaming, Section):
     )
     drop_missing: bool = Field(
         False,
-        description="leave out, and count, rows that lack a text or a label (null, empty, blank); false: refuse them",
+        description="drop and count rows that lack a text or a label (null, empty, blank); false: refuse them",
     )
     drop_unusable: bool = Field(
         False,
@@ -207,23 +211,27 @@ class DataSection(Streaming, Section):
     )
     follow_links: bool = Field(
         False,
-        description="read files outside the named folders that symbolic links in them lead to; false: refuse them",
+        description="follow symbolic links in the named folders to files outside of them; false: refuse such links",
     )
-    encoding: str = Field("utf-8", description="of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names")
+    encoding: str = Field(
+        "utf-8", description="encoding of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names"
+    )
     limit: Positive | None = Field(None, description="use at most this many examples of each split")
     max_length: Positive = Field(128, description="tokens an example is truncated to")
     padding: Literal["none", "batch"] = Field(
         "none",
-        description="none: a micro-batch's texts go through the model's layers end to end, where its family can (else "
-        "as batch); batch: padded to the longest of them",
+        description="none: a micro-batch's texts are concatenated without padding, if the model family supports it "
+        "(else as batch); batch: padded to the longest of the micro-batch",
     )
     group_by_length: Positive = Field(
-        1, description="steps whose examples are sorted by length together, so that those of a step are alike; 1: none"
+        1,
+        description="number of steps whose examples are sorted by length together, so that a step has similar "
+        "lengths; 1: no sorting",
     )
     workers: Steps = Field(
         0,
-        description="processes beside each rank that make its batches (task module only); changes no bit; 0: the rank "
-        "itself",
+        description="worker processes of each rank that collate its batches (task module only); does not change "
+        "results; 0: the rank itself",
     )
 
     @model_validator(mode="after")
@@ -270,21 +278,21 @@ class ModelSection(Section):
     attention: str | None = Field(None, description="attn_implementation of transformers (sdpa, eager, ...)")
     compile: bool | Literal["whole", "auto"] = Field(
         "auto",
-        description="torch.compile in training: true, of each layer; whole, of a micro-batch from the embedding to the "
-        "loss, for examples of one length and strategies with the whole model on each rank; each has bits of its own, "
-        "the same at any number of processes. auto: whole on GPUs where that is possible and the run has steps enough "
-        "to pay for it, else false",
+        description="torch.compile in training; true: of each layer; whole: of a micro-batch from the embedding to "
+        "the loss, for examples of one length and strategies with the whole model on each rank. Results "
+        "of true, whole and false differ in bits; each is the same at any number of processes. auto: "
+        "whole on GPUs, if possible and the run is long enough to pay for it, else false",
     )
     checkpoint_activations: bool = Field(
         False,
-        description="keep only each layer's inputs for backward and compute the rest again; the same bits",
+        description="keep only each layer's inputs for backward and recompute the rest; does not change results",
     )
     offload_activations: bool = Field(
-        False, description="keep what layers save for backward in the host's memory (GPUs only); the same bits"
+        False, description="keep saved activations in host memory (GPUs only); does not change results"
     )
     adapter: dict[str, Any] = Field(
         default_factory=dict,
-        description="train an adapter of peft (type: lora, r, ...) and nothing else; export: merged | adapter",
+        description="train only an adapter of peft (type: lora, r, ...); export: merged | adapter",
     )
     dtype: Dtype = Field(
         "float32",
@@ -292,7 +300,7 @@ class ModelSection(Section):
         "adapter: dtype of the frozen matrices only (default bfloat16); precision sets that of the computation",
     )
     freeze: list[str] = Field(
-        default_factory=list, description="names of weights that are not trained, with * for any part of a name"
+        default_factory=list, description="names of weights to freeze, with * for any part of a name"
     )
     quantization: Literal["nf4", "fp4"] | None = Field(
         None, description="keep the frozen linear layers of an adapter's base in 4 bits (QLoRA)"
@@ -359,20 +367,21 @@ class StrategySection(Section):
     )
     exact: bool | Literal["portable"] = Field(
         True,
-        description="the same bits at every number of processes, where the strategy can; false: the engine's own "
-        "reduction; portable: also on any x86-64 processor with AVX2 and FMA, with any number of threads: on an "
-        "AMD EPYC a step took 0.95 of its time in fp32 and 1.7 times in bf16, which is computed in float32",
+        description="true: bitwise equal results at any number of processes, if the strategy supports it; false: "
+        "the engine's own reduction; portable: also bitwise equal on any x86-64 processor with AVX2 and "
+        "FMA and at any number of threads (on an AMD EPYC, a step took 0.95 times as long in fp32, and "
+        "1.7 times in bf16, which is computed in float32)",
     )
     all_reduce: Literal["auto", "flat", "hierarchical"] = Field(
         "auto",
-        description="how exact sums travel: flat, from every process to every other; hierarchical, in stages, first "
-        "within a machine; auto: hierarchical on several machines or above 8 processes. The same bits. Under "
-        "ZeRO they always travel flat",
+        description="how exact sums are communicated; flat: from every process to every other; hierarchical: in "
+        "stages, first within a machine; auto: hierarchical on several machines or above 8 processes. "
+        "Does not change results. ZeRO always uses flat",
     )
     tensor_leaves: Positive = Field(
         1,
-        description="parts that the products of every layer are cut into, whose sums are added in a fixed order; 1, 2, "
-        "... tensor ranks that divide it give the same bits. Part of the arithmetic",
+        description="number of parts of each layer's matrix products, summed in a fixed order, so that any number "
+        "of tensor ranks that divides it gives the same bits. Part of the arithmetic",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="passed to the engine untouched")
 
@@ -393,34 +402,34 @@ class LaunchSection(PluginSection):
         description="processes a machine; auto: processes_per_gpu a GPU, else one a core (SageMaker: one an instance), "
         "at most micro_batches",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
     processes_per_gpu: Positive = Field(
         1, description="processes that share a GPU, over gloo: to try a job of several processes on the one you have"
     )
     threads: Positive | Literal["auto"] = Field(
         "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
     )
-    max_restarts: Steps = Field(0, description="times a job whose rank died starts again from its last checkpoint")
+    max_restarts: Steps = Field(0, description="number of restarts from the last checkpoint after a rank failed")
     on_rank_failure: Literal["restart", "continue"] = Field(
         "restart",
-        description="when a rank is killed or a machine is lost; continue: the others finish the step without a "
+        description="when a rank is killed or a machine fails; continue: the others finish the step without a "
         "checkpoint and send their state to replacements (at most max_restarts ranks)",
     )
     replicate_every: Steps = Field(
         0,
-        description="steps between copies of each rank's share of the state in the memory of another rank, to which "
-        "fsdp2, pipeline and ZeRO go back under on_rank_failure=continue; 0: none",
+        description="steps between peer checkpoints: copies of each rank's shard of the state in the memory of "
+        "another rank, from which fsdp2, pipeline and ZeRO recover under on_rank_failure=continue; 0: none",
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds a collective may wait for the other ranks")
+    timeout_s: float = Field(600.0, gt=0, description="timeout of a collective in seconds")
     hang_timeout_s: float = Field(
         300.0,
         ge=0,
-        description="seconds of silence or no progress after which a rank is named with its step and stack, and the "
-        "job ends; 0: never",
+        description="seconds without a heartbeat or progress after which the job ends and names the rank, its step "
+        "and its stack; 0: never",
     )
     rebalance_every: Steps = Field(
         0,
-        description="steps between measurements of each rank's time per token; a rank that stays slow hands "
+        description="steps between measurements of each rank's time per token; a rank that stays slow gives "
         "micro-batches to others; 0: never",
     )
 
@@ -438,9 +447,11 @@ class LaunchSection(PluginSection):
 class Group(Section):
     """Parameter group: weights with their own learning rate or weight decay."""
 
-    match: str = Field(min_length=1, description="their names, with * for any part of a name")
-    learning_rate: float | None = Field(None, gt=0, description="their highest rate")
-    weight_decay: float | None = Field(None, ge=0, description="theirs; biases and norms have none all the same")
+    match: str = Field(min_length=1, description="names of the weights, with * for any part of a name")
+    learning_rate: float | None = Field(None, gt=0, description="highest learning rate of the group")
+    weight_decay: float | None = Field(
+        None, ge=0, description="weight decay of the group; biases and norms still have none"
+    )
 
 
 def _optim_groups(value: Any) -> Any:
@@ -471,7 +482,7 @@ class OptimSection(PluginSection):
         description="adamw | sgd | lion | adafactor | muon | schedule_free | adamw_8bit, or your.module.Class; its "
         "other keys are the optimizer's",
     )
-    learning_rate: float = Field(5e-5, gt=0, description="the highest rate of the schedule")
+    learning_rate: float = Field(5e-5, gt=0, description="highest learning rate of the schedule")
     schedule: Annotated[str | list[tuple[Steps, float]], BeforeValidator(parse_schedule)] = Field(
         "linear",
         description="constant | linear | cosine | inverse_sqrt | polynomial | wsd | one_cycle, after the warm-up, or "
@@ -480,7 +491,7 @@ class OptimSection(PluginSection):
     warmup_steps: Steps = Field(
         0, description="steps of linear warm-up from 0 (wsd: from min_lr_ratio; schedule_free: from 1 / warmup_steps)"
     )
-    warmup_fraction: float = Field(0.0, ge=0, le=1, description="the same as a share of all steps")
+    warmup_fraction: float = Field(0.0, ge=0, le=1, description="warm-up as a share of all steps")
     min_lr_ratio: float = Field(
         0.0,
         ge=0,
@@ -488,19 +499,24 @@ class OptimSection(PluginSection):
         description="final rate of linear, cosine, polynomial, wsd and one_cycle, as a share of learning_rate",
     )
     power: float = Field(1.0, gt=0, description="exponent of polynomial")
-    decay_fraction: float = Field(0.1, gt=0, le=1, description="share of all steps, the last ones, in which wsd falls")
-    decay_steps: Steps = Field(0, description="the same as steps, instead of decay_fraction; 0: not given")
+    decay_fraction: float = Field(
+        0.1, gt=0, le=1, description="length of wsd's decay at the end, as a share of all steps"
+    )
+    decay_steps: Steps = Field(0, description="length of wsd's decay in steps, instead of decay_fraction; 0: not set")
     decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
-        "linear", description="how wsd falls; sqrt: 1 - the root of the share that is done"
+        "linear", description="shape of wsd's decay; sqrt: 1 - square root of the progress"
     )
     weight_decay: float = Field(0.01, ge=0, description="not applied to biases (also of relative positions) and norms")
     groups: Annotated[list[Group], BeforeValidator(_optim_groups)] = Field(
         default_factory=list,
-        description="weights with a rate or a decay of their own, as {match, learning_rate, weight_decay}; the first "
-        "that matches holds",
+        description="parameter groups with their own rate or decay, as {match, learning_rate, weight_decay}; the "
+        "first match applies",
     )
     layerwise_lr_decay: float = Field(
-        1.0, gt=0, le=1, description="factor of the rate from each layer to the one below it; 1: all the same"
+        1.0,
+        gt=0,
+        le=1,
+        description="layer-wise decay: factor of the rate from each layer to the one below; 1: equal rates",
     )
     master_weights: bool = Field(
         True,
@@ -553,13 +569,14 @@ class CheckpointSection(Section):
     every: Interval = Field(200, description="steps between checkpoints, or epoch; 0: only at a stop and at the end")
     keep: Positive = Field(2, description="newest checkpoints kept")
     at: list[Positive] = Field(
-        default_factory=list, description="steps after which one is saved, too, and kept: to branch from, for example"
+        default_factory=list,
+        description="additional steps at which to save a checkpoint that is kept, for example to branch from",
     )
     best: str | None = Field(
         None,
         pattern=r"^-?\w+$",
-        description="metric by which the best evaluated checkpoint is saved and kept too: accuracy, or -loss (less is "
-        "better); default: -loss where export or evaluate.patience needs one",
+        description="metric that selects the best evaluated checkpoint, which is kept too: accuracy, or -loss "
+        "(lower is better); default: -loss where export or evaluate.patience needs one",
     )
     on_failure: Literal["continue", "stop"] = Field(
         "continue", description="when a checkpoint cannot be written: train on, or stop with status 1"
@@ -567,8 +584,8 @@ class CheckpointSection(Section):
     rescue: PathText | None = Field(
         None,
         pattern=r"^[^\x00-\x1f\x7f]+$",
-        description="folder, on another disk, that the model is written to at the end where OUTPUT's has no room for "
-        "it; default: any that has",
+        description="folder on another disk for the model, if OUTPUT's disk is full at the end; default: any disk "
+        "with enough space",
     )
     changed_code: Literal["refuse", "allow"] = Field(
         "refuse",
@@ -580,8 +597,8 @@ class CheckpointSection(Section):
 class TrackSection(OpenSection):
     to: Names = Field(
         default_factory=list,
-        description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl always; each has "
-        "keys of its own under its name",
+        description="tensorboard | wandb | mlflow | trackio, or your.module.Class; console and jsonl are always on; "
+        "each has its own keys under its name",
     )
     every: Positive = Field(10, description="steps between lines of metrics.jsonl")
     close_timeout_s: float = Field(
@@ -589,59 +606,61 @@ class TrackSection(OpenSection):
     )
     console: Literal["normal", "quiet", "verbose"] = Field(
         "normal",
-        description="what is said on the terminal; quiet: notes and errors only; verbose: every line of the log",
+        description="output on the terminal; quiet: notes and errors only; verbose: every line of the log",
     )
 
 
 class ProfileSection(Section):
-    steps: Steps = Field(0, description="steps to look into with torch.profiler, for OUTPUT/profile/; 0: none")
-    after: Steps = Field(3, description="steps to let pass first, counted from each start, besides one to warm up")
+    steps: Steps = Field(0, description="number of steps to profile with torch.profiler, into OUTPUT/profile/; 0: none")
+    after: Steps = Field(3, description="steps to skip first, counted from each start, besides one warm-up step")
 
 
 class HubSection(Section):
     push_to: str | None = Field(
         None,
         pattern=r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*$",
-        description="USER/REPO the export is uploaded to at the end; the token comes from HF_TOKEN",
+        description="USER/REPO to upload the export to at the end; the token comes from HF_TOKEN",
     )
-    private: bool = Field(True, description="create the repository private, and refuse one that is public")
+    private: bool = Field(True, description="create a private repository, and refuse a public one")
     license: str | None = Field(
         None,
         pattern=r"^[a-z0-9][a-z0-9.-]*$",
-        description="of the model, as the Hub writes it: apache-2.0, mit, cc-by-4.0, other",
+        description="license of the model, as the Hub writes it: apache-2.0, mit, cc-by-4.0, other",
     )
     language: str | list[str] | None = Field(
-        None, description="of the texts, as ISO codes: en, or [en, de]; default: those of a translation's columns"
+        None,
+        description="languages of the texts, as ISO codes: en, or [en, de]; default: those of a translation's columns",
     )
-    tags: list[str] = Field(default_factory=list, description="words that the Hub finds the model by")
+    tags: list[str] = Field(default_factory=list, description="tags of the model on the Hub")
 
 
 class VerifySection(Section):
     plain: bool = Field(
         True,
-        description="before the first step compare loss and gradient of a few examples with a plain computation by "
-        "transformers and torch, and at the end a few answers of the export with those of the run; stop where they "
-        "differ by more than rounding",
+        description="compare loss and gradient of a few examples with plain transformers before the first step, and "
+        "a few predictions of the export with the run's at the end; stop if they differ by more than "
+        "rounding",
     )
 
 
 class FingerprintSection(Section):
     every: Interval = Field(
         100,
-        description="steps between hashes of weights and optimizer state in OUTPUT/fingerprints.jsonl, or epoch; "
-        "checkpoints have one anyway; 0: only these",
+        description="steps between hashes of weights and optimizer state in OUTPUT/fingerprints.jsonl, or epoch; 0: "
+        "only at checkpoints",
     )
 
 
 class GuardSection(Section):
     every: Steps = Field(
         0,
-        description="steps between those in which one micro-batch is computed a second time, by another rank, and the "
-        "weights of all ranks are compared, bit for bit; 0: never",
+        description="steps between checks, each of which recomputes one micro-batch on another rank and compares "
+        "the weights of all ranks, bit for bit; 0: never",
     )
     on_difference: Literal["stop", "retry", "evict"] = Field(
         "stop",
-        description="before the update; stop: save the state before the step and end; retry: compute the step once "
-        "more, and stop if it differs again; evict: go on without the machine that was wrong (torchrun with "
-        "launch.machines as fewest:most), or on one machine without the rank (launch.on_rank_failure: continue)",
+        description="before the update; stop: save the state before the step and end; retry: recompute the step, "
+        "and stop if it differs again; evict: continue without the faulty machine (torchrun with "
+        "launch.machines as fewest:most) or, on one machine, without the faulty rank "
+        "(launch.on_rank_failure: continue)",
     )

@@ -1,5 +1,4 @@
-"""Hugging Face's own command, `accelerate launch`, on one machine or on several: for those who know it, and for its
-configuration files.
+"""Hugging Face's own command, `accelerate launch`, on one or several machines, with its configuration files.
 
 In: `launch: {name: accelerate, machines: 2, machine_rank: R, rendezvous: host:port}`, the same command on every machine
 with its own rank. Out: an exit status. accelerate exits with 1 on any failure, and may start fewer processes than
@@ -48,7 +47,9 @@ class Accelerate(Launcher):
         """Arguments of `accelerate launch`."""
 
         machines: Positive = Field(1, description="accelerate: number of machines")
-        machine_rank: Steps = Field(0, description="accelerate: this machine's place; 0 has the rendezvous's address")
+        machine_rank: Steps = Field(
+            0, description="accelerate: this machine's rank; machine 0 has the address in launch.rendezvous"
+        )
         rendezvous: str | None = Field(None, description="accelerate: host:port of machine 0, the same on all")
         config_file: str | None = Field(None, description="accelerate: a file that `accelerate config` wrote")
 

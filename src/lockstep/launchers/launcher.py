@@ -1,4 +1,4 @@
-"""The interface of a launcher: what would be started, starting it, and looking after it from another terminal.
+"""The interface of a launcher: plan a job, start it, and query or stop it from another terminal.
 
 In: a run. Out: a `LaunchPlan`, which is plain data (`lockstep plan` prints it, tests compare it), and an exit status.
 From there on methods take the plan; those that look after a started run take its folder and its `JobRecord`. Imports no
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class LaunchPlan:
     """Complete description of what a launcher starts."""
 
-    run: Run  # as its ranks get it
+    run: Run  # as the ranks receive it
     processes: int  # total over all machines
     command: list[str]  # the command of each process
     variables: Mapping[str, str] = field(default_factory=dict)  # its environment variables
@@ -167,7 +167,7 @@ class SubmittedJob(Launcher):
         if record is None:
             return 0
         job_record.write(plan.folder, record)
-        Console(True).say(f"{self.label(record)} is submitted, as asked for in {', '.join(plan.files)}")
+        Console(True).say(f"{self.label(record)} is submitted with the request in {', '.join(plan.files)}")
         if self.waits(plan.launch):
             return self.watch(plan, record)
         Console(True).say(
@@ -183,7 +183,7 @@ class SubmittedJob(Launcher):
                 Console(True).say(line)
         except KeyboardInterrupt:
             Console(True).say(
-                f"the job goes on. lockstep logs {plan.folder} shows it, lockstep stop {plan.folder} ends it"
+                f"the job keeps running. lockstep logs {plan.folder} shows its log, lockstep stop {plan.folder} ends it"
             )
             raise
         while (state := self.state(plan.folder, record)).live:
@@ -191,7 +191,7 @@ class SubmittedJob(Launcher):
         if state.word == "done":
             self.complete(plan, record)
         elif state.word == "stopped":
-            Console(True).say(f"{self.label(record)} was stopped; the same command goes on from the last checkpoint")
+            Console(True).say(f"{self.label(record)} was stopped; the same command resumes from the last checkpoint")
         else:
             error(coded("LS7281", f"{self.label(record)} failed: {state.text or state.word}"))
         job_record.note(plan.folder, status=state.status, ended=time.time())

@@ -50,22 +50,25 @@ class Slurm(SubmittedJob):
 
         machines: Positive = Field(1, description="nodes")
         ranks: Literal["srun", "elastic"] = Field(
-            "srun", description="who starts a node's ranks: srun, a task each; or torch elastic in one task a node"
+            "srun",
+            description="what starts a node's ranks: srun, one task per rank; or torch elastic, one task per node",
         )
-        partition: str | None = Field(None, description="where to queue; default: the cluster's own")
-        account: str | None = Field(None, description="who is charged")
+        partition: str | None = Field(None, description="partition; default: the cluster's")
+        account: str | None = Field(None, description="account that is charged")
         qos: str | None = Field(None, description="quality of service")
-        constraint: str | None = Field(None, description="features that the nodes must have")
+        constraint: str | None = Field(None, description="required features of the nodes")
         time: str | None = Field(None, description="limit, 4h or 1d12h; or SLURM's own form, in quotes")
-        signal_before: str = Field("2m", description="how long before the limit the ranks are told to save")
-        gpus: int = Field(0, ge=0, description="GPUs of each node")
-        cpus: Positive | None = Field(None, description="cores of each process")
-        memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory of each node, for example 64G")
-        requeue: bool = Field(True, description="back to the queue after the warning, preemption or loss of a node")
+        signal_before: str = Field("2m", description="time before the limit at which the ranks are told to save")
+        gpus: int = Field(0, ge=0, description="GPUs per node")
+        cpus: Positive | None = Field(None, description="cores per process")
+        memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="memory per node, for example 64G")
+        requeue: bool = Field(True, description="requeue the job after the warning, a preemption or a node failure")
         setup: list[str] = Field(
             default_factory=list, description="shell lines before the ranks start: module load ..."
         )
-        extra: list[str] = Field(default_factory=list, description="further options of sbatch, each from its -- on")
+        extra: list[str] = Field(
+            default_factory=list, description="further options of sbatch, written out: --mail-type=END"
+        )
         python: str | None = Field(None, description="the nodes' Python; default: this one")
         detach: bool = Field(False, description="return as soon as the job is queued (also: --detach)")
 
@@ -105,9 +108,14 @@ class Slurm(SubmittedJob):
         ranks = job.nodes * job.tasks * job.processes
         notes = [f"submitted with sbatch; the ranks' output is in {run.folder}/slurm-JOB.out"]
         if not job.minutes:
-            notes.append("no launch.time: the ranks are not warned before the partition's own limit ends the job")
+            notes.append(
+                "launch.time is not set, so the ranks get no warning before the partition's limit ends the job"
+            )
         if run.launch.threads == "auto":
-            notes.append("threads follow the cores of a task; set launch.threads to compare bits with other machines")
+            notes.append(
+                "each process uses as many threads as its task has cores; set launch.threads to compare "
+                "bits with other machines"
+            )
         return LaunchPlan(run, ranks, ["sbatch", "--parsable", str(file)], files={str(file): text_of(job)}, notes=notes)
 
     def check(self, plan: LaunchPlan) -> None:
@@ -141,13 +149,13 @@ class Slurm(SubmittedJob):
         job = str(record.job)
         if self.state(folder, record).word == "waiting":
             _ask("scancel", job)
-            return f"job {job} is cancelled; it was waiting"
+            return f"job {job} is cancelled; it was still queued"
         if "step" in record.facts:
             _ask("scancel", "--signal=TERM", record.facts["step"])
             return f"SIGTERM sent to the ranks of step {record.facts['step']}"
         _ask("scontrol", "update", f"JobId={job}", "Requeue=0")  # otherwise its script would requeue it
         _ask("scancel", "--signal=TERM", job)
-        return f"SIGTERM sent to the ranks of job {job}, which is not to be queued again"
+        return f"SIGTERM sent to the ranks of job {job}, and its requeueing is disabled"
 
     def watch(self, plan: LaunchPlan, record: JobRecord) -> int:
         """Print the job's log and state changes until it ends, and return the exit status."""
@@ -165,7 +173,9 @@ class Slurm(SubmittedJob):
                 console.say(line)
         except KeyboardInterrupt:
             where = shlex.quote(str(plan.folder))
-            console.say(f"the job goes on: lockstep logs --follow {where} shows it, lockstep stop {where} ends it")
+            console.say(
+                f"the job keeps running: lockstep logs --follow {where} shows its log, lockstep stop {where} ends it"
+            )
             return 130
         if last[0].status is not None:
             return last[0].status
@@ -330,7 +340,7 @@ def state_of(record: JobRecord) -> State:
     if record.facts.get("step") and record.status is not None:
         return job_record.outcome(record.status)
     if shutil.which("scontrol") is None:
-        return State("unknown", "this machine has no scontrol to ask SLURM with")
+        return State("unknown", "this machine has no scontrol, so SLURM cannot be queried")
     facts = _facts(str(record.job))
     if facts is None:
         return _remembered(record)
@@ -362,7 +372,7 @@ def _facts(job: str) -> Mapping[str, str] | None:
         return dict(re.findall(r"(\w+)=(\S*)", reply.stdout.splitlines()[0]))
     if "Invalid job id" in reply.stderr + reply.stdout:
         return None
-    raise RunError("LS7392", f"SLURM does not answer about job {job}: {_words(reply.stderr)}")
+    raise RunError("LS7392", f"SLURM did not answer a query about job {job}: {_words(reply.stderr)}")
 
 
 def _remembered(record: JobRecord) -> State:
@@ -405,7 +415,7 @@ def _slowly(live: Any) -> Any:
 
 def _words(text: str) -> str:
     lines = [re.sub(r"^\w+: (error: )?", "", line).strip() for line in text.splitlines() if line.strip()]
-    return "; ".join(lines) or "it says nothing"
+    return "; ".join(lines) or "no message"
 
 
 def _absolute(path: Path) -> Path:
@@ -500,7 +510,7 @@ def _ranks(job: BatchJob) -> list[str]:
     if job.cpus:
         srun.append(f"--cpus-per-task={job.cpus * job.processes}")  # srun does not inherit it from sbatch
     line = shlex.join([*srun, *job.command]).replace("'$run'", '"$run"')
-    lines = ["trap : TERM  # what ends the ranks does not end this script before it has seen how they ended"]
+    lines = ["trap : TERM  # a signal that ends the ranks must not end this script before it has read their status"]
     if job.no_kill:  # srun reports a failed node as a failure even if the job succeeds
         last = f'[ -s "${STATUS}" ] && status=$(cat "${STATUS}")'
         return [*lines, f'rm -f "${STATUS}"', line, "status=$?", last]
@@ -521,8 +531,8 @@ def _after(job: BatchJob) -> list[str]:
     if not job.requeue:
         return ["exit $status"]
     return [
-        "# 75: stopped before the end, with a checkpoint; 143: told to stop while still starting. Back to the queue,",
-        "# unless the job is being cancelled, or `lockstep stop` has taken back its leave to requeue.",
+        "# 75: stopped before the end, with a checkpoint; 143: stopped while still starting. Requeue the job,",
+        "# unless it is being cancelled, or `lockstep stop` has disabled requeueing.",
         'if [[ $status =~ ^(75|143)$ ]] && [ "$(squeue -h -j $SLURM_JOB_ID -o %T)" = RUNNING ]; then',
         "  scontrol requeue $SLURM_JOB_ID && sleep 60  # SLURM ends this script",
         "fi",

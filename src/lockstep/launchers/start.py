@@ -109,7 +109,10 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
         return plan, manifest.step
     if manifest is not None and ended(run, manifest) and (run.folder / "export").exists():
         if (other := other_export(run)) is not None:
-            console.note(f"{run.folder}/export is that of export: {other}; {export_of(run)} is asked for and written")
+            console.note(
+                f"{run.folder}/export was written with export: {other}; it is written again with export: "
+                f"{export_of(run)}"
+            )
         else:
             fault = export_hashes.damage(run.folder)
             console.note(f"{run.folder}/export: {fault}; it is written again from step {manifest.step}")
@@ -137,7 +140,7 @@ def run_ranks(launcher: Launcher, plan: LaunchPlan) -> int:
     folder, voice = plan.folder, plan.run.track.console
     before = job_record.read(folder)
     if before is not None and (why := job_record.recorded_loss(before)) is not None:
-        Console(True, voice=voice).note(f"the start before left no exit status: {why}")
+        Console(True, voice=voice).note(f"the previous start left no exit status: {why}")
     job_record.write(folder, mine := job_record.here(plan.launch.name, plan.processes))
     try:
         with introduced():

@@ -1,4 +1,5 @@
-"""By hand: this process is one rank and connects to the others at a URL. For machines without any other launcher.
+"""Ranks started by hand: this process is one rank and connects to the others at a URL. For machines without another
+launcher.
 
 In: `launch: {name: tcp, init_method: tcp://host:port, rank: R, world_size: W}`, the same command on every machine with
 its own rank. Out: an exit status.
@@ -28,7 +29,7 @@ class Tcp(Launcher):
 
         init_method: str | None = Field(None, description="tcp://host:port of rank 0")
         rank: Steps | None = Field(None, description="this process's rank")
-        world_size: Positive | None = Field(None, description="number of processes in all")
+        world_size: Positive | None = Field(None, description="total number of processes")
 
     def plan(self, run: Run) -> LaunchPlan:
         launch = self.options(run.launch)

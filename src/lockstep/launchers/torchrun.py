@@ -39,7 +39,7 @@ class Torchrun(Launcher):
 
         machines: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = Field(
             1,
-            description="torchrun: number of machines, or fewest:most for a job that goes on with those that are left",
+            description="torchrun: number of machines, or fewest:most for a job that continues without failed machines",
         )
         rendezvous: str | None = Field(
             None, description="torchrun, accelerate: host:port where the machines meet, the same on every machine"
@@ -48,14 +48,16 @@ class Torchrun(Launcher):
             None, description="torchrun: network interface of this machine; default: the one towards the rendezvous"
         )
         node_rank: Steps | None = Field(
-            None, description="torchrun: this machine's place; default: the rendezvous machine first, then by address"
+            None, description="torchrun: this machine's rank; default: the rendezvous machine first, then by address"
         )
-        join_timeout_s: Seconds = Field(600.0, description="torchrun: seconds to wait until enough machines are there")
+        join_timeout_s: Seconds = Field(
+            600.0, description="torchrun: seconds to wait until enough machines have joined"
+        )
         last_call_timeout_s: Seconds = Field(
-            30.0, description="torchrun: seconds to wait for more once the fewest are there"
+            30.0, description="torchrun: seconds to wait for further machines once the fewest have joined"
         )
         keep_alive_timeout_s: Seconds = Field(
-            15.0, description="torchrun: seconds without a sign of life after which one is lost"
+            15.0, description="torchrun: seconds without a heartbeat after which a machine counts as failed"
         )
 
     @classmethod
@@ -106,13 +108,13 @@ class Torchrun(Launcher):
         notes = [
             f"start the same command on {together}; they meet at {host}:{port}, each starts "
             f"{quantity(processes, 'process')}",
-            "torch elastic runs in this terminal; the command is torchrun's own for the same job",
+            "torch elastic runs in this terminal; the command above is torchrun's for the same job",
             "every machine needs the run file, the data, and the same package versions",
         ]
         if fewest < most:
             notes.append(
-                "a lost machine costs a restart; one that comes is let in after a checkpoint. Let OUTPUT be on a disk "
-                "that all share: else the checkpoints are lost with the machine of rank 0"
+                "a failed machine costs a restart; a new one joins after a checkpoint. Put OUTPUT on a disk that "
+                "all machines share, or the checkpoints are lost with the machine of rank 0"
             )
         return LaunchPlan(run, most * processes, same, variables, notes=notes)
 
@@ -194,7 +196,7 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     except RendezvousConnectionError as caught:
         raise RunError(
             "LS7434",
-            f"launch.rendezvous: {host}:{port} does not answer as a rendezvous: {caught}; correct host and port",
+            f"launch.rendezvous: {host}:{port} is not a rendezvous: {caught}; correct host and port",
         ) from None
     except RendezvousError as caught:  # wrong secret, or data from a stranger
         raise RunError(

@@ -1,4 +1,4 @@
-"""What only some strategies can do, an ability a class: a strategy inherits from those that it has.
+"""Optional abilities of strategies, one class each: a strategy inherits from the classes of its abilities.
 
 In: a strategy or its class. Out: whether it chooses options by memory, recomputes micro-batches, or reshards its state;
 test with `isinstance` or `issubclass`.

@@ -1,11 +1,11 @@
 """Sharded data parallelism: each rank keeps a part of the optimizer's state, and with FSDP2 of weights and gradients.
 
-In: this rank's micro-batches. Out: the same update; each rank updates its shard. The name covers two classes.
-`ShardedOptimizer` (`gather: step`) reduces gradients during the last backward, each to the rank that updates it, and
-all-gathers the new weights after the update: ZeRO stages 1 and 2, in tree order, without FSDP. `FSDP2` (`gather:
-micro_batch`) is PyTorch's FSDP: weights are gathered block by block when forward and backward need them, and a block's
-gradients are reduced and scattered at once. In exact runs, the scatter gives every rank its slice of each leaf, summed
-in tree order.
+In: this rank's micro-batches. Out: the same update; each rank updates its shard. `strategy.name: fsdp2` covers two
+classes. `ShardedOptimizer` (`gather: step`) reduces gradients during the last backward, each to the rank that updates
+it, and all-gathers the new weights after the update: ZeRO stages 1 and 2, in tree order, without FSDP. `FSDP2`
+(`gather: micro_batch`) is PyTorch's FSDP: weights are gathered block by block when forward and backward need them, and
+a block's gradients are reduced and scattered at once. In exact runs, the scatter gives every rank its slice of each
+leaf, summed in tree order.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         self.scatters: list[TreeScatter] = []
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)  # no averaging: the loss is divided once, by all targets
+                part.set_gradient_divide_factor(1.0)  # no averaging: the loss is already divided by all targets
                 part.set_force_sum_reduction_for_comms(True)
                 if self.in_tree_order and self.shards > 1:
                     self.scatters.append(TreeScatter(self))

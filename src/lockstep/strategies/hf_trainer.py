@@ -50,7 +50,7 @@ class HFTrainer(Accelerated, Hooked):
         every = {field.name for field in dataclasses.fields(TrainingArguments)}
         for name in run.strategy.options:
             if name not in _KNOWN & every:
-                why = "is said by other keys of the run file" if name in every else "is no TrainingArgument"
+                why = "is set by other keys of the run file" if name in every else "is not a field of TrainingArguments"
                 raise RunError(
                     "LS4210", f"strategy.options.{name}: {why}; hf_trainer takes {', '.join(sorted(_KNOWN & every))}"
                 )

@@ -79,7 +79,8 @@ class HeldStages(TrainedWeights):
 
 class Pipeline(ShardedRecovery):
     """`strategy.options`: `stages` (ranks per pipeline; default: all processes), `schedule` (gpipe, 1f1b, interleaved;
-    default 1f1b), `stages_per_rank` (interleaved only; default 2). Rank = stage rank x pipelines + pipeline."""
+    default 1f1b), `stages_per_rank` (interleaved only; default 2). A rank is numbered stage rank x pipelines +
+    pipeline."""
 
     exact = True
     needs = ("torch>=2.13",)
@@ -128,7 +129,7 @@ class Pipeline(ShardedRecovery):
         if share_gpus(run.launch):
             raise RunError(
                 "LS4242",
-                "launch.processes_per_gpu: pipeline stages send from GPU to GPU, which gloo cannot do; remove "
+                "launch.processes_per_gpu: pipeline stages send between GPUs, which gloo does not support; remove "
                 "launch.processes_per_gpu, or try the pipeline with launch.device=cpu",
             )
         if run.model.adapter:
@@ -403,12 +404,12 @@ class Pipeline(ShardedRecovery):
 
 
 def _too_many(run: Run, ranks: int, each: int, layers: int) -> RunError:
-    """The error for more stages than layers, about the key that decides their number."""
+    """Return the error for more stages than layers, which names the key that sets their number."""
     key, stages, remedy = "strategy.options.stages", f"{ranks} stages are", "lower it"
     if each > 1:
         key, stages = f"{key}_per_rank", f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
     elif run.strategy.options.get("stages") is None:
-        key, stages = "strategy.name", f"pipeline makes a stage of each of {ranks} processes,"
+        key, stages = "strategy.name", f"pipeline makes one stage of each of {ranks} processes,"
         remedy = f"set strategy.options.stages to {layers} or less" if layers > 1 else "use strategy.name=ddp"
     return RunError("LS4245", f"{key}: {stages} more than the model's {quantity(layers, 'layer')}; {remedy}")
 
@@ -443,7 +444,10 @@ def _too_few(micro_batches: int, ranks: int, schedule: str) -> str | None:
     if micro_batches < 1:
         return "every pipeline needs one"
     if schedule == "1f1b" and micro_batches < ranks:
-        return f"1f1b needs as many as it has stages, {ranks}"
+        return f"1f1b needs at least as many micro-batches as stages, {ranks}"
     if schedule == "interleaved" and micro_batches % rounds:
-        return f"interleaved runs {rounds} rounds on {ranks} ranks, of equal size, so it needs a multiple of {rounds}"
+        return (
+            f"interleaved runs {rounds} rounds of equal size on {ranks} ranks, so their number must be a "
+            f"multiple of {rounds}"
+        )
     return None

@@ -1,9 +1,9 @@
-"""One process does all the work: one training step from first to last, and what every other strategy is compared with.
+"""Training in one process: a training step from first to last, which every other strategy is compared with.
 
-In: the micro-batches of a step. Out: one update of a model that this rank holds whole. `ReplicatedStrategy` is the step
-but for `reduce`, which sums gradients over ranks; `Single` has no other ranks. `allreduce.py` and `ddp.py` say what
-they change. Parts: `LeafGradients` adds gradients in a fixed order, `TrainedWeights` are what the optimizer updates,
-`WeightUpdate` makes the update.
+In: the micro-batches of a step. Out: one update of a model that this rank holds whole. `ReplicatedStrategy` has the
+whole step except `reduce`, which sums gradients over ranks; `Single` has no other ranks. `allreduce.py` and `ddp.py`
+describe their differences. Parts: `LeafGradients` adds gradients in a fixed order, `TrainedWeights` are what the
+optimizer updates, `WeightUpdate` makes the update.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ReplicatedStrategy(Recomputes):
         self.fresh_casts = exact and run.precision != "fp32" and max(uses.values(), default=0) > 2
         self.statistics = Statistics(self.model)
         self.model.train()
-        self.wrapped = self.model  # as forward is called in training: an engine may wrap it
+        self.wrapped = self.model  # called like forward in training: an engine may wrap it
 
     def make_model(self) -> nn.Module:
         """Return the model, in host memory."""
@@ -220,7 +220,7 @@ class ReplicatedStrategy(Recomputes):
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
 
-    # -- other ranks come and go (`WholeStateRecovery`), and the end ---------------------------------------------------
+    # -- ranks fail and join (`WholeStateRecovery`), and the end ---------------------------------------------------
 
     def detach_group(self) -> None:
         self.leaves.start(0, None)

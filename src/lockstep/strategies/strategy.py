@@ -3,8 +3,8 @@
 In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
-It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`. `single.py` is
-one to read first, from beginning to end; `abilities.py` holds one class per optional ability.
+It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`. Read
+`single.py` first, from beginning to end; `abilities.py` holds one class per optional ability.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Strategy(StrategyRules):
     def optimizer_step(
         self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
     ) -> StepResult:
-        """Update the weights, then the running statistics. `losses` and `uses` are results of `agree`. Collective.
-        Errors: `NotFinite`, also about the previous step."""
+        """Update the weights, then the running statistics. `losses` and `uses` are results of `all_reduce_totals`.
+        Collective. Errors: `NotFinite`, also about the previous step."""
         with self.phases("optimizer"):
             norm, used = self.update.make(batch.step, gradient, learning_rate, losses, uses, self.observer)
         if self.statistics is not None:
@@ -166,8 +166,8 @@ class Strategy(StrategyRules):
         self.effects = self.check_side_effects(replace(self.effects, written=self.effects.written | changed))
 
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        """Return calls of forward with this rank's first and last micro-batch, to detect side effects; empty if no rank
-        calls the model as a whole."""
+        """Return functions that call forward with this rank's first and last micro-batch, to detect side effects; empty
+        if no rank calls the model as a whole."""
 
         def call(micro: MicroBatch) -> None:
             seed_everything(self.run.seed, batch.step, micro.index)

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer's state is shared out; every rank keeps the whole weights and gradients.
+"""ZeRO stage 1: the optimizer's state is sharded; every rank keeps the whole weights and gradients.
 
 Rank r updates the r-th part of the weights and holds AdamW's two moments of that part only; after the update, the ranks
 all-gather the new weights. Of the 16 bytes per parameter of fp32 AdamW (4 weight, 4 gradient, 8 moments), each of N

@@ -1,4 +1,4 @@
-"""ZeRO stage 2: the optimizer's state and the gradients are shared out; every rank keeps the whole weights.
+"""ZeRO stage 2: the optimizer's state and the gradients are sharded; every rank keeps the whole weights.
 
 Backward reduces gradients bucket by bucket: each goes to the rank that updates those weights, and is freed elsewhere.
 Of fp32 AdamW's 16 bytes per parameter, each of N ranks holds 4 + 16/N, plus a bucket in flight (stage 1: 8 + 12/N; both

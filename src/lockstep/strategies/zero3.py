@@ -1,4 +1,4 @@
-"""ZeRO stage 3: the optimizer's state, the gradients and the weights are shared out; nobody keeps the model whole.
+"""ZeRO stage 3: the optimizer's state, the gradients and the weights are sharded; no rank keeps the whole model.
 
 A module's weights are gathered just before it computes, in forward and backward, and freed afterwards. Each of N ranks
 holds 20/N bytes per parameter (fp32 AdamW's 16 and DeepSpeed's copy), plus the modules in use and buckets in flight. At

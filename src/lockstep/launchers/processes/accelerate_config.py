@@ -85,8 +85,8 @@ def _check(run: Run, settings: AccelerateSettings, where: str) -> None:
     if rows:
         raise RunError(
             "LS7303",
-            f"{where} asks for what only the run file decides, and would be ignored. Say the same there, or take it "
-            "out of the configuration:\n" + "\n".join(rows),
+            f"{where} has settings that only the run file can set, so they would be ignored. Set the keys below in "
+            "the run file, or remove the settings:\n" + "\n".join(rows),
         )
 
 

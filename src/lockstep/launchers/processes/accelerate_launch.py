@@ -1,7 +1,7 @@
 """`accelerate launch` as the launcher `accelerate` starts it: a stop signal ends it without a traceback.
 
 In: the options of `accelerate launch`. Out: its exit status. torch elastic, which it runs, logs each signal as a
-warning and raises an exception of its own; the ranks have said that they stopped, and where.
+warning and raises its own exception; the ranks' messages about the stop suffice.
 """
 
 from __future__ import annotations

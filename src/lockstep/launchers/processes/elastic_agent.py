@@ -163,7 +163,7 @@ def _unheard(folder: Path, agent: Agent) -> int:
         raise KeyboardInterrupt
     if newest_whole(folder) is not None:
         return STOPPED
-    error(coded("LS7317", "stopped before the first checkpoint; the same command begins from the start"))
+    error(coded("LS7317", "stopped before the first checkpoint; the same command starts over"))
     # this status lets job.sbatch requeue the job
     return 128 + signal.SIGTERM if os.environ.get(job_record.VARIABLE) == "slurm" else FAILED
 
@@ -271,7 +271,7 @@ class Agent(LocalElasticAgent):
         group.group_rank, group.group_world_size = 0, 1
         group.master_addr, group.master_port = store.at, store.port
         self.goes_on = True
-        self.say(f"machine    {socket.gethostname()} comes into the job at {store.at}:{store.port}, which runs")
+        self.say(f"machine    {socket.gethostname()} joins the running job at {store.at}:{store.port}")
         return True
 
     def _running(self) -> tuple[str, int]:
@@ -301,7 +301,7 @@ class Agent(LocalElasticAgent):
         self.goes_on = store.continues and all(node.continues for node in store.nodes)
         if store.continues and not self.goes_on:
             self.say(
-                "note: launch.on_rank_failure: continue is not the same on every machine: a lost rank ends the others"
+                "note: launch.on_rank_failure: continue is not set on every machine, so a failed rank ends the others"
             )
         if store.most > 1:
             self._in = f"lockstep-ranks-{store.get_run_id()}-{store.round}"
@@ -371,7 +371,11 @@ class Agent(LocalElasticAgent):
     def _report_lost_rank(self, local: int, pid: int, code: int) -> None:
         """Report a failed rank without which the others continue."""
         left, who = self._remaining_restarts, f"rank process {local} of {socket.gethostname()}"
-        then = f"another takes its place ({quantity(left, 'start')} left)" if left else "no starts are left for another"
+        then = (
+            f"a replacement is started ({quantity(left, 'start')} left)"
+            if left
+            else "no restarts left for a replacement"
+        )
         if code == EXCLUDED:
             error(
                 coded(
@@ -422,7 +426,7 @@ class Agent(LocalElasticAgent):
         ):  # it may be on another machine or the remote
             where = "restarting from the last checkpoint, if there is one"
         else:
-            where = "there is no checkpoint yet; training begins from the start"
+            where = "no checkpoint yet; training starts over"
         return f"{where} ({quantity(left, 'restart')} left)"
 
     def state_of_ranks(self, worker_group: WorkerGroup) -> RunResult:
@@ -522,7 +526,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         self._tell(result)
         if not self._remaining_restarts:
-            self.rendezvous.end(BAD if BAD in statuses else FAILED, "see what that machine says")
+            self.rendezvous.end(BAD if BAD in statuses else FAILED, "see the messages of that machine")
         return result
 
     def _look_around(self, worker_group: WorkerGroup) -> RunResult | None:
@@ -569,7 +573,7 @@ class Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # a machine has joined
-            self.say("another machine has come: a checkpoint, and the job forms again")
+            self.say("another machine joined: saving a checkpoint and re-forming the job")
             self.rendezvous.grow()
             self.leave_room()
         super()._restart_workers(worker_group)

@@ -99,7 +99,7 @@ def _hosts(text: bytes) -> list[str]:
     try:
         return [_is(str, host) for host in _is(list, json.loads(text))]
     except (ValueError, TypeError, RecursionError):
-        raise RendezvousStateError(f"which machines are out of the job cannot be read: {text!r:.80}") from None
+        raise RendezvousStateError(f"the list of evicted machines cannot be read: {text!r:.80}") from None
 
 
 def record_nothing(handler: DynamicRendezvousHandler) -> None:
@@ -173,7 +173,7 @@ def _state(text: bytes) -> _RendezvousState:
         state.last_heartbeats = {node(fields): _time(fields[3]) for fields in fields_of_state["last_heartbeats"]}
         _possible(state)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError) as caught:
-        raise RendezvousStateError(f"the state that machines meet through is no such state: {caught!r:.200}") from None
+        raise RendezvousStateError(f"the rendezvous state is invalid: {caught!r:.200}") from None
     return state
 
 
@@ -181,9 +181,9 @@ def _possible(state: _RendezvousState) -> None:
     """Check invariants that torch elastic assumes. Errors: `ValueError`."""
     places = list(state.participants.values())
     if state.round < 0 or (state.complete and (len(set(places)) < len(places) or min(places, default=0) < 0)):
-        raise ValueError("two machines have one place")
+        raise ValueError("two machines have the same rank")
     if not {*state.participants, *state.wait_list, *state.redundancy_list} <= set(state.last_heartbeats):
-        raise ValueError("a machine has given no sign of life")
+        raise ValueError("a machine has sent no heartbeat")
 
 
 def _is(kind: type, value: Any) -> Any:
@@ -228,7 +228,7 @@ class Limits:
 
     join: float = 600.0  # until enough machines are there
     more: float = 30.0  # for more machines to come once the fewest are there
-    lost: float = 15.0  # without a sign of life until a machine counts as lost
+    lost: float = 15.0  # without a heartbeat until a machine counts as failed
 
     def meeting(self, fewest: int, most: int) -> float:
         """Return the timeout of a rendezvous in seconds. Adds the wait for further machines to that for the fewest:
@@ -484,7 +484,7 @@ class ElasticRendezvous:
 
     def there(self) -> list[str]:
         """Return the addresses of the joined machines, for messages: also this one's, which torch has removed by the
-        time that it raises for want of others."""
+        time that it raises because too few machines joined."""
         return sorted({node.addr for node in self._state().participants} | {self._node.address})
 
     def _introduce(self, info: RendezvousInfo) -> list[str]:
@@ -522,7 +522,7 @@ class ElasticRendezvous:
             if self.num_nodes_waiting() or inner._state_holder.state.participants:
                 last_activity = time.monotonic()
             elif time.monotonic() - last_activity > self.limits.join:
-                return  # nobody is left
+                return  # no machine is left
             if stop_requested():
                 self.end(STOPPED, "stopped on request")
             time.sleep(0.5)
@@ -550,7 +550,7 @@ class ElasticRendezvous:
             self.gone = True
             raise RendezvousConnectionError(" ".join(str(caught).split())[:300]) from caught
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError) as caught:
-            raise RendezvousStateError(f"what another machine wrote makes no sense: {caught!r:.200}") from caught
+            raise RendezvousStateError(f"another machine wrote inconsistent data: {caught!r:.200}") from caught
 
     def _wait_for(self, keys: list[str], limit_s: float, store: Sealed) -> bool:
         """Wait for keys by polling, because heartbeats need the store's connection. Returns whether they were set."""
@@ -582,7 +582,7 @@ def _parsed(kind: Callable[..., Any], text: bytes) -> Any:
                 raise TypeError(f"{name} is {getattr(value, name)!r:.80}")
         return value
     except (ValueError, TypeError, RecursionError) as caught:
-        raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
+        raise RendezvousStateError(f"another machine wrote unreadable data: {caught!r:.200}") from None
 
 
 def _facts(host: str, facts: dict[str, str]) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What several ranks on one machine need from it: open files, shared memory, /proc, and the loopback interface.
+"""Requirements of several ranks on one machine: open files, shared memory, /proc, and the loopback interface.
 
 In: nothing. Out: a message that says what is missing, before any rank starts.
 """
@@ -28,8 +28,8 @@ def check(loopback: str | None, processes: int) -> None:
 
 
 def check_open_files(processes: int) -> None:
-    """Let this process and those it starts open as many files as the machine permits. Errors: `RunError` if they are
-    too few."""
+    """Raise the limit of open files of this process and its children as far as the machine permits. Errors: `RunError`
+    if that is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
@@ -44,8 +44,8 @@ def check_open_files(processes: int) -> None:
     if soft < needed:
         raise RunError(
             "LS7510",
-            f"a process may open {soft} files here (ulimit -n), and {processes} ranks on a machine need about "
-            f"{needed}; use ulimit -n 1024",
+            f"ulimit -n allows {soft} open files, and {processes} ranks on a machine need about {needed}; set "
+            "ulimit -n 1024",
         )
 
 
@@ -57,8 +57,8 @@ def check_shared_memory() -> None:
     except OSError as error:
         raise RunError(
             "LS7530",
-            f"shared memory cannot be used ({error.strerror or error}): the ranks of a machine share memory and locks "
-            "in /dev/shm. Mount it writable, with some free space (a container: --shm-size=1g)",
+            f"shared memory is not usable ({error.strerror or error}): ranks on one machine need /dev/shm for "
+            "memory and locks. Mount it writable with free space (in a container: --shm-size=1g)",
         ) from error
     if sys.platform == "linux" and not os.path.isdir("/proc/self/fd"):
         raise RunError(
@@ -80,6 +80,6 @@ def check_loopback(address: str) -> None:
         why = str(error.strerror or error).partition(" (while ")[0]  # Python adds the address that is named already
         raise RunError(
             "LS7532",
-            f"{address} cannot be reached ({why}), where the ranks of a machine meet; bring the loopback interface "
-            "up with that address (ip link set lo up), or train with launch.processes=1",
+            f"{address} , the rendezvous address of this machine's ranks, cannot be reached ({why}); bring up the "
+            "loopback interface with that address (ip link set lo up), or train with launch.processes=1",
         ) from error

@@ -69,17 +69,17 @@ class Memory:
         elif machine_now > machine:
             who = "the kernel killed a process of this machine because memory ran out, most likely this one"
         elif self._filled and now - self._filled < RECENT_S:
-            who = "memory was nearly full, so that most likely ran out"
+            who = "memory was nearly full, so it most likely ran out"
         else:
             return ""
         peak_bytes = max(named or 0, self._peaks.get(pid, 0))
         limit = host_memory.limit(self.sources)
         peak = f"; it held {size(peak_bytes)}" if peak_bytes else ""
-        peak += f" of {size(limit)} that there are for all ranks of this machine" if peak_bytes and limit else ""
+        peak += f" of {size(limit)} available to all ranks of this machine" if peak_bytes and limit else ""
         return (
             f" ({who}{peak}. Use more micro_batches, a smaller batch_size or data.max_length, "
-            "model.checkpoint_activations=true, a strategy that shares out the model (fsdp2), fewer processes on this "
-            "machine, or one with more memory)"
+            "model.checkpoint_activations=true, a strategy that shards the model (fsdp2), fewer processes on this "
+            "machine, or a machine with more memory)"
         )
 
     # -- kernel evidence ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The lock of OUTPUT, `OUTPUT/.lock`: one job at a time writes there, over all machines that share the folder.
 
 In: OUTPUT. Out: a `Lock` with a heartbeat until its release, or a `RunError` that names the holder, or foreign files in
-the folder. A holder is alive by three signs: flock, which ends with its process; where flock does not work, pid, start
-time and boot of its machine; between machines, the heartbeat. In doubt a holder is alive, until this machine has seen
+the folder. Three signs show that a holder is alive: flock, which ends with its process; without flock, pid, start time
+and boot of its machine; between machines, the heartbeat. In doubt a holder counts as alive until this machine has seen
 no heartbeat for `STALE_S`. Imports no torch.
 """
 
@@ -138,7 +138,7 @@ class Lock:
         state = self._state() if elsewhere is None else "unknown"
         if not there and state != "taken" and not self.lost and (elsewhere is not None or state != "unknown"):
             self.lost = True
-            what, rest = "deleted or moved away", "what it could still save is in a new folder of that name"
+            what, rest = "deleted or moved away", "files saved afterwards are in a new folder of that name"
             if elsewhere is not None:
                 what, rest = f"replaced by a link to {elsewhere}", "nothing is written through the link"
             error(
@@ -162,7 +162,8 @@ class Lock:
             error(
                 coded(
                     "LS7342",
-                    f"{self.folder} belongs to another process now, which considered this one dead; this process ends",
+                    f"{self.folder} is now locked by another process, which considered this one dead; this process "
+                    "ends",
                 )
             )
             os._exit(FAILED)
@@ -262,9 +263,9 @@ def _wait_for_the_end(
         if not announced and (now.holder is not None or watched_s > beat_s / 2):
             announced = True
             say(
-                f"{path.parent} is held by {now.holder or 'a process that cannot be read'}, which cannot be asked from "
-                f"{socket.gethostname()}; its last heartbeat is {now.age_s:.0f} s old. Watching it for "
-                f"{patience_s:g} s: the run begins if there is none. Where you know that it is gone, delete {path}"
+                f"{path.parent} is held by {now.holder or 'an unknown process'}, which cannot be checked from "
+                f"{socket.gethostname()}; its last heartbeat is {now.age_s:.0f} s old. Waiting {patience_s:g} s for "
+                f"another one; without it, the run begins. If that process is gone, delete {path}"
             )
         time.sleep(min(1.0, beat_s / 5))
         now = look(path)
@@ -291,7 +292,7 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
 
 
 def taken(folder: Path, state: OutputState) -> str:
-    """Return the message for a job whose OUTPUT is locked by another."""
+    """Return the error for an OUTPUT that another job has locked."""
     who = "another process"
     if state.holder is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.holder.since))

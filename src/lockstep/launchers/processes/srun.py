@@ -79,7 +79,7 @@ def task_of(environ: Mapping[str, str]) -> SlurmTask | None:
     except (KeyError, ValueError, IndexError) as error:
         raise RunError(
             "LS7350",
-            f"this looks like a task of srun, but SLURM's variables cannot be read ({error!r}); if this is "
+            f"this looks like a task of srun, but SLURM's variables are invalid ({error!r}); if this is "
             "not a SLURM job, unset SLURM_STEP_ID",
         ) from None
 
@@ -104,7 +104,7 @@ def see_to_script(task: SlurmTask, status_file: Path, requeue: bool, say: Callab
             return
         if nodes and first not in hosts(nodes):
             then = "the job goes back to the queue" if requeue else "the job ends (launch.requeue: false)"
-            say(f"node {first} is lost, and with it the job's script and the store where its nodes meet; {then}")
+            say(f"node {first} failed, and with it the job's script and the rendezvous store; {then}")
             subprocess.run(["scontrol", "requeue", task.job] if requeue else ["scancel", task.job], check=False)
             return
         time.sleep(_ASK_S)
@@ -128,7 +128,7 @@ def hosts(text: str) -> list[str]:
             names = [name + end for name in names for end in ([plain] if plain else _numbers(ranges))]
         host_names += names
     if not host_names:
-        raise ValueError(f"{text!r} is no list of nodes")
+        raise ValueError(f"{text!r} is not a list of nodes")
     return host_names
 
 
@@ -145,7 +145,7 @@ def counts(text: str) -> list[int]:
     task_counts: list[int] = []
     for part in text.split(","):
         if (match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)) is None:
-            raise ValueError(f"{text!r} is no list of counts")
+            raise ValueError(f"{text!r} is not a list of counts")
         task_counts += [int(match[1])] * int(match[2] or 1)
     return task_counts
 

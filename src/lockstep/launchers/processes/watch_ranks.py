@@ -246,7 +246,7 @@ class Word:
             flags = bool(values["done"]), bool(values["left"])
             return cls(str(values["host"]), ranks, coming, gone, *flags, int(values["beat"]))
         except (ValueError, TypeError, LookupError) as caught:
-            raise RendezvousStateError(f"what another machine wrote cannot be read: {caught!r:.200}") from None
+            raise RendezvousStateError(f"another machine wrote unreadable data: {caught!r:.200}") from None
 
 
 class Machines:
@@ -334,7 +334,7 @@ class RanksAmongMachines(Ranks):
         if any(process.exitcode > 0 for process in gone.values()):
             return self.failed(gone)
         if self._out():
-            self.why = "the others have gone on without this machine"
+            self.why = "the others continue without this machine"
             return self.failed({})
         if self._machines.decides():
             self._decide()
@@ -426,7 +426,7 @@ class RanksAmongMachines(Ranks):
         left = [member for member in members if member not in gone]
         there = 1 + len(machines.live())
         if not self.able(left) or there < self._fewest:
-            missing = f"no heartbeat from {', '.join(hosts)}" if hosts else "a rank is lost"
+            missing = f"no heartbeat from {', '.join(hosts)}" if hosts else "a rank failed"
             fewer = f", and {there} machine{'s are' if there > 1 else ' is'} too few"
             roll.give_up(f"{missing}{fewer if there < self._fewest else ''}")
             return

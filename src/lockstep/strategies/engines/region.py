@@ -4,16 +4,16 @@ In: a strategy whose ranks hold the whole model, and micro-batches without paddi
 training. Out: the same loss and gradient for each of them, from one code per shape. Other micro-batches (with padding,
 or of a shape that has no code) run uncompiled, which depends on their inputs only.
 
-Exactness needs that a micro-batch has the same bits in every process. Three things ensure it, besides torch's switch
-for deterministic algorithms, which is off within a region because it also makes what repeats by itself slow:
+Exactness requires that a micro-batch has the same bits in every process. torch's switch for deterministic algorithms is
+off within a region, because it also slows down kernels that are deterministic anyway. Three things replace it:
 
 - the compiler decides nothing by timing (`_inductor_options`), so every process generates the same code;
-- the generated code is read: it may call only operations of `REPEATING`, and add nothing atomically;
+- the generated code is checked: it may call only operations of `REPEATING`, and must not use atomic additions;
 - before training, each shape's micro-batch is computed twice on every rank, and all gradients must be equal in bits.
 
-One micro-batch is also compared with the uncompiled model, if that draws no random numbers (dropout).
+One micro-batch is also compared with the uncompiled model, unless the model draws random numbers (dropout).
 
-What fails is refused or, where nobody asked for it (`auto`), computed uncompiled.
+If a check fails, `whole` is refused, and `auto` runs uncompiled.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ ALIKE, ALIKE_LOW = 1e-3, 5e-2  # relative differences of loss and gradient's nor
 WORKERS = 8  # processes that compile a rank's kernels for a GPU
 OF_ONE_LENGTH = 0.9  # share of the examples that must have the longest one's length
 
-# Operations outside of generated kernels that give the same bits from the same shapes on one kind of device: products
-# of cuBLAS (with CUBLAS_WORKSPACE_CONFIG), convolutions of cuDNN's deterministic algorithms, what lockstep itself
-# holds to it (`tasks/models/repeatable.py`), random numbers from a seed, and moves of memory.
+# Operations outside of generated kernels that give the same bits for the same shapes on one kind of device: cuBLAS
+# products (with CUBLAS_WORKSPACE_CONFIG), cuDNN's deterministic convolutions, lockstep's own replacements
+# (`tasks/models/repeatable.py`), seeded random numbers, and copies.
 REPEATING = re.compile(
     r"extern_kernels\.(mm|addmm|bmm|baddbmm|_mm_plus_mm|convolution|bias_addmm|_scaled_mm)$"
     r"|torch\.ops\.lockstep\.\w+\.default$"
@@ -68,7 +68,7 @@ REPEATING = re.compile(
 
 # A call of an operation, in an assignment or by itself (in place); `aten` and `inductor_ops` are names of the module.
 _CALL = re.compile(r"(?<![\w.'\"])((?:extern_kernels|torch\.ops|aten|inductor_ops|_quantized)(?:\.\w+)+)\(")
-IN_PARTS = "with these options a rank does not run the whole model in one piece under strategy.name: "
+IN_PARTS = "with these options, no rank runs the whole model in one piece under strategy.name="
 
 
 class NotRepeating(Exception):
@@ -76,17 +76,17 @@ class NotRepeating(Exception):
 
 
 class WrongCode(Exception):
-    """How compiled code differs from the model that it was compiled from."""
+    """Compiled code computes something else than the model that it was compiled from."""
 
 
 # -- before any process ------------------------------------------------------------------------------------------------
 
 
 def refusal(job: Job) -> str | None:
-    """Explain why a run's micro-batches cannot be compiled whole, by what the run file says, or return None."""
+    """Explain why this run file's micro-batches cannot be compiled whole; None if they can."""
     run, strategy, task = job.run, job.strategy, job.task
     if not task.built_in() or task.own_model:
-        return "a module of one's own says itself what it compiles"
+        return "a custom model decides itself what to compile (torch.compile in its own code)"
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     if not later and not strategy.runs_whole_model:
         return f"{IN_PARTS}{run.strategy.name}"
@@ -99,27 +99,26 @@ def refusal(job: Job) -> str | None:
         return "task.loss_chunk computes the loss outside of the model"
     if run.data.stream:
         return "the examples of a stream, and so their lengths, are not known before training"
-    assert task.head is not None, "only a model of one's own has no head"
+    assert task.head is not None, "only a custom model has no head"
     why = padding.unsupported_reason(run, task.head)
-    return (
-        None
-        if why is None
-        else f"its attention is that of transformers, whose gradient may not repeat its bits ({why})"
-    )
+    return None if why is None else f"it uses transformers' attention, whose gradient may not be deterministic ({why})"
 
 
 def _of_lengths(columns: Columns) -> str | None:
-    """Explain why examples of these lengths cannot be compiled whole, or return None."""
+    """Explain why examples of these lengths cannot be compiled whole; None if they can."""
     longest = int(columns.lengths[columns.longest(1)][0])
     count = sum(int((part == longest).sum()) for _, part in columns.lengths.parts())
     if count < OF_ONE_LENGTH * len(columns):
-        return f"only {count} of {len(columns)} examples have the length of the longest; packed texts all have it"
+        return (
+            f"only {count} of {len(columns)} examples have the same length (the longest); packing (data.pack) "
+            "makes all lengths equal"
+        )
     return None
 
 
 def decided(job: Job, task: Task, steps: int, resumes: bool = False) -> tuple[Run, list[str]]:
-    """Return the run with `model.compile` decided, and notes. `task`: with the data; `resumes`: from a checkpoint that
-    was compiled whole. Errors: `RunError` if the run file asks for `whole`, and that is not possible."""
+    """Decide `model.compile`; return the run and notes. `task`: with its data; `resumes`: from a checkpoint of a run
+    that was compiled whole. Errors: `RunError` if the run file asks for `whole` and that is impossible."""
     run, lengths = job.run, _of_lengths(task.splits["train"])
     reason = refusal(job) or lengths
     if run.model.compile == "whole":
@@ -129,12 +128,12 @@ def decided(job: Job, task: Task, steps: int, resumes: bool = False) -> tuple[Ru
     if reason is not None:
         elsewhere = reason.startswith(IN_PARTS) and steps >= PAYS_AFTER and lengths is None
         return with_compile(run, False), [
-            f"not compiled under {run.strategy.name}; single, ddp and others would compile this run, and so have other "
-            "bits (with model.compile=false all have the same)"
+            f"not compiled under {run.strategy.name}; single, ddp and others would compile this run, so their "
+            "results differ in bits (with model.compile=false all are bitwise equal)"
         ] * elsewhere
     if steps < PAYS_AFTER and not resumes:
         return with_compile(run, False), [
-            f"not compiled: {steps} steps are fewer than the {PAYS_AFTER} from which compiling pays"
+            f"not compiled: compiling pays from about {PAYS_AFTER} steps on, and this run has {steps}"
         ]
     return with_compile(run, "whole"), []
 
@@ -165,7 +164,7 @@ class Region:
     """The compiled function of one model."""
 
     def __init__(self, strategy: Strategy, task: Task, model: nn.Module) -> None:
-        """Replace the model's `forward`, which stays as it is for calls without `TARGETS`."""
+        """Replace the model's `forward`; calls without `TARGETS` still run the original one."""
         self.run, self.task, self.device = strategy.run, task, strategy.world.device
         self.autocast = strategy.precision.autocast
         self.each = bool(self.run.data.sources) and task.reports_example_losses
@@ -184,7 +183,7 @@ class Region:
         return self.compiling or _shapes(self._without_masks(micro)) in self.shapes
 
     def inputs(self, micro: MicroBatch) -> Mapping[str, Tensor]:
-        """Return the inputs by which `forward` computes a micro-batch: by compiled code if there is some."""
+        """Return the inputs of `forward` for a micro-batch, which select compiled code if it exists."""
         inputs = self._without_masks(micro)
         if self.compiling:
             self.shapes.add(_shapes(inputs))
@@ -192,7 +191,7 @@ class Region:
         return inputs if _shapes(inputs) in self.shapes else micro.inputs
 
     def _without_masks(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return a micro-batch's inputs and targets, without masks that hide nothing."""
+        """Return a micro-batch's inputs and targets, without masks that mask nothing."""
         inputs = {name: v for name, v in micro.inputs.items() if name not in host_facts.MASKS or not _full(v)}
         return {**inputs, TARGETS: micro.targets}
 
@@ -201,7 +200,7 @@ class Region:
         targets = kwargs.pop(TARGETS, None)
         if targets is None:
             return self.plain(*args, **kwargs)
-        # A guard that fails would mean code that another process does not have.
+        # A failing guard would recompile, and this process would run other code than the others.
         stance = "default" if self.compiling else "fail_on_recompile"
         with repeatable.region(), self.autocast(False), torch.compiler.set_stance(stance):
             # engines add inputs of their own, such as Trainer's `num_items_in_batch`
@@ -215,9 +214,9 @@ class Region:
             return self.task.loss_sum(outputs, targets), None
 
     def check(self, micro: MicroBatch) -> None:
-        """Errors: `NotRepeating` if the rows of a micro-batch are padded, or hold several texts each."""
+        """Check that a micro-batch has neither padding nor several texts in a row. Errors: `NotRepeating`."""
         if host_facts.POSITIONS in micro.inputs:
-            raise NotRepeating("its rows hold several texts, which do not see each other")
+            raise NotRepeating("its rows hold several texts with separate attention")
         if any(name in self._without_masks(micro) for name in host_facts.MASKS):
             raise NotRepeating("its examples are padded")
 
@@ -239,7 +238,7 @@ class Region:
 
 
 def _full(mask: Tensor) -> bool:
-    """Whether a mask hides nothing; reads the mask on a CPU only."""
+    """Whether a mask masks nothing; a mask on a GPU is not read."""
     about = host_facts.facts(mask, RealTokens)
     if about is not None:
         return about.full
@@ -254,8 +253,8 @@ def _shapes(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
 
 
 def warm_up(strategy: Strategy, task: Task) -> None:
-    """Compile a run's micro-batches and check that their bits repeat. If they do not, or the model cannot be compiled
-    whole, it stays uncompiled and `strategy.remarks` says why; the same on every rank. Collective. Errors: `RunError`,
+    """Compile a run's micro-batches and check that they are deterministic. If they are not, or the model cannot be
+    compiled whole, all ranks run it uncompiled, with the reason in `strategy.remarks`. Collective. Errors: `RunError`,
     instead, if the run file asks for `whole`."""
     region, run, world = getattr(strategy, "region", None), strategy.run, strategy.world
     if region is None:
@@ -281,7 +280,7 @@ def warm_up(strategy: Strategy, task: Task) -> None:
     if run.wrote("model.compile"):
         raise _refused(reason)
     strategy.region = None  # type: ignore[attr-defined]
-    strategy.remarks = (*strategy.remarks, f"not compiled, which would be faster: {reason}")
+    strategy.remarks = (*strategy.remarks, f"runs uncompiled (slower), because {reason}")
 
 
 def examples(task: Task) -> Iterator[MicroBatch]:
@@ -299,7 +298,7 @@ def _repeated(strategy: Any, micro: MicroBatch) -> str:
     """Compute a micro-batch twice and return the hash of its loss and gradients. Errors: `NotRepeating`."""
     first, second = (_computed(strategy, micro) for _ in range(2))
     if first != second:
-        raise NotRepeating("a second computation of the same micro-batch gave other bits")
+        raise NotRepeating("computing the same micro-batch twice gave different bits")
     return first
 
 
@@ -311,7 +310,7 @@ def _computed(strategy: Any, micro: MicroBatch) -> str:
 
 
 def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor | None]]:
-    """Loss sum and gradients of a micro-batch, by compiled code."""
+    """Return loss sum and gradients of a micro-batch from compiled code."""
     seed_everything(strategy.run.seed, -3, 0)
     with strategy.region.arithmetic():
         loss = strategy.model(**strategy.region.inputs(micro)).loss
@@ -319,7 +318,7 @@ def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor 
 
 
 def _uncompiled(strategy: Any, micro: MicroBatch, seed: int) -> Tensor:
-    """Loss sum of a micro-batch, with its graph, by the model as it is."""
+    """Return the loss sum of a micro-batch, with its graph, from the uncompiled model."""
     seed_everything(strategy.run.seed, -3, seed)
     with strategy.precision.autocast():
         loss: Tensor = strategy.task.loss_sum(strategy.model(**micro.inputs), micro.targets)
@@ -331,7 +330,7 @@ def _trained(strategy: Any) -> list[nn.Parameter]:
 
 
 def _compare(strategy: Any, micro: MicroBatch) -> None:
-    """Compare compiled code with the model as it is, where the model draws no random numbers. Errors: `WrongCode`."""
+    """Compare compiled code with the uncompiled model, unless the model draws random numbers. Errors: `WrongCode`."""
     with torch.no_grad():
         if not torch.equal(_uncompiled(strategy, micro, 0), _uncompiled(strategy, micro, 1)):
             return
@@ -342,7 +341,9 @@ def _compare(strategy: Any, micro: MicroBatch) -> None:
     pairs = {"loss": (float(loss.detach()), float(plain.detach())), "gradient's norm": (_norm(gradients), plain_norm)}
     for name, (code, own) in pairs.items():
         if not abs(code - own) <= (ALIKE_LOW if low else ALIKE) * abs(own):
-            raise WrongCode(f"the {name} of a micro-batch is {code:.7g} by the compiled code, and {own:.7g} without it")
+            raise WrongCode(
+                f"the {name} of a micro-batch is {code:.7g} with the compiled code, and {own:.7g} without it"
+            )
 
 
 def _norm(gradients: Sequence[Tensor | None]) -> float:
@@ -368,14 +369,14 @@ def _making(region: Region, micros: Sequence[MicroBatch]) -> Iterator[None]:
 
 
 def _check_generated(folder: Path) -> None:
-    """Check the modules in inductor's cache folder that this process has loaded, compiled now or found there. Errors:
+    """Check the modules in inductor's cache folder that this process has loaded, whether new or cached. Errors:
     `NotRepeating`."""
     from torch._inductor.codecache import PyCodeCache
 
     files = [Path(str(module.__file__)) for module in PyCodeCache.modules]
     texts = [file.read_text() for file in files if file.is_relative_to(folder)]
     if not any("def call(" in text for text in texts):
-        raise NotRepeating(f"no generated code is in {folder}, so that it cannot be read")
+        raise NotRepeating(f"no generated code is in {folder}, so it cannot be checked")
     for text in texts:
         check_code(text)
 
@@ -386,8 +387,8 @@ def _described(micro: MicroBatch) -> Any:
 
 @contextmanager
 def _inductor_options(region: Region) -> Iterator[None]:
-    """A context in which the compiler decides nothing by timing. `deterministic` of torch >= 2.11 also leaves one
-    choice of each reduction. On CUDA, worker processes compile kernels, and end with the context."""
+    """A context in which the compiler decides nothing by timing. torch's `deterministic` (from 2.11) also fixes the
+    choice of reductions. On CUDA, worker processes compile kernels, and end with the context."""
     import torch._inductor.config
     from torch._inductor.async_compile import shutdown_compile_workers
 
@@ -409,11 +410,11 @@ def _inductor_options(region: Region) -> Iterator[None]:
 
 
 def check_code(text: str) -> None:
-    """Check a module that inductor generated. Errors: `NotRepeating` if it adds atomically, or calls an operation not
-    known to repeat its bits."""
+    """Check a module that inductor generated. Errors: `NotRepeating` if it uses atomic additions, or calls an operation
+    that is not known to be deterministic."""
     if "atomic_add" in text:
-        raise NotRepeating("the compiled code adds atomically, in no fixed order")
+        raise NotRepeating("the compiled code uses atomic additions, whose order varies")
     body = text.partition("def call(")[2].partition("def get_args(")[0].partition("def benchmark_compiled_module")[0]
     for name in _CALL.findall(re.sub(r"#.*", "", body)):
         if not REPEATING.match(name):
-            raise NotRepeating(f"the compiled code calls {name}, which is not known to repeat its bits")
+            raise NotRepeating(f"the compiled code calls {name}, which is not known to be deterministic")

@@ -291,9 +291,9 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 SWITCHED = (
-    "strategy.name: the model's forward changes requires_grad of weights, and how often it did depends on how many "
-    "micro-batches a process has run. Use one process (launch.processes=1 strategy.name=single), or decide before "
-    "training what is trained (model.freeze)"
+    "strategy.name: the model's forward changes requires_grad of weights, so which weights train would depend on "
+    "the number of micro-batches that a process has run. Use one process (launch.processes=1 strategy.name=single), "
+    "or freeze weights before training (model.freeze)"
 )
 
 Forward = Callable[[], None]
@@ -310,7 +310,8 @@ class SideEffects:
     hooked: frozenset[str] = frozenset()  # hooks added to gradients
     evaluated: frozenset[str] = frozenset()  # written in evaluation mode only
     alike: Mapping[str, str] = field(default_factory=dict)
-    """Those that forward makes the same whatever the batch and however often, such as a limit on weights: a hash."""
+    """Tensors that forward sets to the same values for any batch and any number of calls (a limit on weights), with a
+    hash."""
 
     @property
     def per_process(self) -> frozenset[str]:
@@ -331,16 +332,16 @@ class SideEffects:
 def one_process(names: Collection[str]) -> str:
     """Format a note about side effects on one process, which can train such a model."""
     return (
-        f"training changes {first_few(sorted(names))} beside the optimizer, which several processes cannot bring "
-        "together: this model trains on one process only"
+        f"training changes {first_few(sorted(names))} outside of the optimizer, which several processes cannot "
+        "combine: this model trains on one process only"
     )
 
 
 def replacement(names: Collection[str]) -> str:
     """Format the error about parameters that forward replaces."""
     return (
-        f"forward puts another parameter in the place of {first_few(sorted(names))}, and the optimizer would go on "
-        "with the one from before; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
+        f"forward replaces the parameter {first_few(sorted(names))}, but the optimizer would keep updating the old "
+        "one; write into the parameter instead (`weight.copy_(...)` under torch.no_grad())"
     )
 
 
@@ -351,17 +352,17 @@ def refusal(strategy: str, effects: SideEffects, model: nn.Module, averages: boo
     changed = first_few(names := sorted(effects.per_process))
     where = "Use one process (launch.processes=1 strategy.name=single), or a model"
     if effects.switched:
-        return f"{SWITCHED} (here of {first_few(sorted(effects.switched))})"
+        return f"{SWITCHED} (changed here: {first_few(sorted(effects.switched))})"
     if any(name in weights for name in names):
         return (
-            f"strategy.name: training changes {changed} of the model beside the optimizer: every process would make "
-            f"something else of them from its own micro-batches, and {strategy} can bring together gradients and the "
-            f"running statistics of BatchNorm. {where} whose forward leaves weights alone"
+            f"strategy.name: training changes {changed} of the model outside of the optimizer: every process would "
+            f"compute other values from its own micro-batches, and {strategy} combines only gradients and the "
+            f"running statistics of BatchNorm. {where} whose forward does not write to weights"
         )
     return (
-        f"strategy.name: training changes {changed} of the model, which are no weights: every process would make "
-        f"something else of them, and {strategy} can bring together nothing but the running statistics of BatchNorm "
-        f"and its like{'' if averages else ' (this strategy not even those)'}. {where} without them"
+        f"strategy.name: training changes {changed} of the model, which are not weights: every process would "
+        f"compute other values, and {strategy} combines only running statistics such as "
+        f"BatchNorm's{'' if averages else ' (this strategy not even those)'}. {where} without them"
     )
 
 
@@ -384,10 +385,9 @@ def refuse_own_tensors(model: nn.Module, engine: str, instead: str) -> None:
     if loose:
         raise RunError(
             "LS4111",
-            f"{engine} would lose {first_few(loose)}: a tensor that a module holds and that is neither a parameter nor "
-            "a buffer, such as weight.data, a constant, or what a list or a function has in it, gets no numbers. Ask "
-            "for the weight itself in forward, make a buffer of a constant (register_buffer(..., persistent=False)), "
-            f"or use {instead}",
+            f"{engine} would lose {first_few(loose)}: tensors of a module that are neither parameters nor buffers "
+            "(weight.data, constants, tensors in a list or a closure) get no values there. Read the weight itself "
+            f"in forward, register constants as buffers (register_buffer(..., persistent=False)), or use {instead}",
         )
 
 

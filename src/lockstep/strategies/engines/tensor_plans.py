@@ -100,7 +100,7 @@ def check(job: Job) -> None:
         return
     if not run.strategy.exact:
         raise RunError(
-            "LS4310", f"{KEY}: is for sums in a fixed order, and strategy.exact is false; leave one of the two out"
+            "LS4310", f"{KEY}: it fixes the order of sums, which strategy.exact=false gives up; remove one of them"
         )
     conflicts = {
         "model.adapter": run.model.adapter,
@@ -109,14 +109,14 @@ def check(job: Job) -> None:
     }
     for key, value in conflicts.items():
         if value:
-            raise RunError("LS4311", f"{KEY}: products of {key} are not cut into leaves; leave one of the two out")
+            raise RunError("LS4311", f"{KEY}: products of {key} cannot be cut into leaves; remove one of them")
     if run.strategy.name == "pipeline":
         raise RunError(
             "LS4312",
-            f"{KEY}: the stages of a pipeline compute whole products; use strategy.name=fsdp2 or ddp, or leave it out",
+            f"{KEY}: pipeline stages compute whole products; use strategy.name=fsdp2 or ddp, or remove it",
         )
     if task.own_model:
-        raise RunError("LS4313", f"{KEY}: transformers has no plan for a model of your own; leave it out")
+        raise RunError("LS4313", f"{KEY}: transformers has no tensor-parallel plan for a custom model; remove it")
     config = load_config(run)
     plan = plan_of(config, leaves)
     if (model := layers.empty_model(run, config)) is None:  # checked when the model is built
@@ -125,13 +125,13 @@ def check(job: Job) -> None:
     if task.head is None or not heads.of(task.head).reads_texts:
         return
     if (why := padding.kept_trial(run, task.head, config, differs)) is not None:
-        raise RunError("LS4319", f"{KEY}: a {config.model_type} cannot be cut into leaves: {why}; leave it out")
+        raise RunError("LS4319", f"{KEY}: a {config.model_type} cannot be cut into leaves: {why}; remove it")
 
 
 def differs(run: Run, head: str, config: Any) -> str | None:
     """Explain why a small model of this config cannot be split, or computes different results; None if results
     match."""
-    why = "no small model of it could be made"
+    why = "a small model of this family cannot be built"
     with torch.random.fork_rng([]):
         for variant in small_models.smaller(config, head):
             batches = [small_models.examples(head, *lengths) for lengths in small_models.BATCHES[:2]]
@@ -139,18 +139,18 @@ def differs(run: Run, head: str, config: Any) -> str | None:
                 whole, cut = (small_models.small(run, head, variant, run.model.attention) for _ in range(2))
                 outputs = [small_models.computed(whole, head, batch) for batch in batches]
             except Exception as error:  # inconsistent config entries
-                why = f"a small model of it could not be tried ({small_models.brief(error)})"
+                why = f"a small model of this family failed ({small_models.brief(error)})"
                 continue
             try:
                 install_leaves(cut, variant, LeafRanks(2))
                 parts = [small_models.computed(cut, head, batch) for batch in batches]
             except Exception as error:
-                return f"what lies between its products cannot be computed in parts ({small_models.brief(error)})"
+                return f"the operations between its products cannot be computed in parts ({small_models.brief(error)})"
             for (logits, gradients), (own, own_gradients) in zip(outputs, parts, strict=True):
                 pairs: list[tuple[Tensor | None, Tensor | None]] = [(logits, own)]
                 pairs += zip(gradients, own_gradients, strict=True)
                 if not all(_near(*pair) for pair in pairs):
-                    return "in parts it computes something else"
+                    return "computed in parts, a small model of this family gives other results"
             return None
     return why
 
@@ -171,9 +171,10 @@ def plan_of(config: Any, leaves: int) -> FamilyPlan:
         if not theirs or set(theirs.values()) - {COLUMN, ROW, _PASSED}:
             raise RunError(
                 "LS4314",
-                f"{KEY}: the products of a {config.model_type} cannot be cut into leaves: transformers has no plan for "
-                f"it, or one of other products than Linear's (llama, qwen2, qwen3, mistral and their like, "
-                f"{', '.join(sorted(_PLANS))} can be cut); leave it out",
+                f"{KEY}: the products of a {config.model_type} cannot be cut into leaves: transformers has no "
+                "tensor-parallel plan for it, or a plan for layers other than Linear (llama, qwen2, qwen3, mistral "
+                "and their like, "
+                f"{', '.join(sorted(_PLANS))} can be cut); remove it",
             )
         products = {re.escape(n).replace(r"\*", r"\d+"): style for n, style in theirs.items() if style != _PASSED}
         plan = FamilyPlan(products, {}, {})
@@ -226,7 +227,7 @@ def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[Plann
         product = PlannedProduct(name, module, way == COLUMN, _entry(plan.fused, name) or 1)
         if type(module) not in _calls() or (isinstance(module, nn.Embedding) and not product.column):
             raise RunError(
-                "LS4316", f"{KEY}: {name} is a {type(module).__name__}, which cannot be cut into leaves; leave it out"
+                "LS4316", f"{KEY}: {name} is a {type(module).__name__}, which cannot be cut into leaves; remove it"
             )
         if (size := product.size) % (leaves * product.fused):
             side = "outputs" if product.column else "inputs"
@@ -238,7 +239,7 @@ def _products(plan: FamilyPlan, leaves: int, model: nn.Module) -> Iterator[Plann
         ways.add(way)
         yield product
     if ways != {COLUMN, ROW}:
-        raise RunError("LS4318", f"{KEY}: this model has none of the products that are cut; leave it out")
+        raise RunError("LS4318", f"{KEY}: this model has none of the products in its family's plan; remove it")
 
 
 def _entry(patterns: Mapping[str, Any], name: str) -> Any:

@@ -71,18 +71,24 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
         value = options[name]
         if name in ("optimizer", "scheduler"):
             wrong = list(_optimizer(run, value) if name == "optimizer" else _scheduler(run, value))
-            rows += [f"{key}.{name}{inner}: this is said by the run file's own key {ours}" for inner in wrong]
+            rows += [f"{key}.{name}{inner}: set this by the run file's own key {ours}" for inner in wrong]
         elif value not in (AUTO, agreed.get(name)) and not _off(value):
-            rows.append(f"{key}.{name}: this is said by the run file's own key {ours}{_as_it_is(agreed.get(name))}")
+            rows.append(f"{key}.{name}: set this by the run file's own key {ours}{_as_it_is(agreed.get(name))}")
     section = options.get("zero_optimization", {})
     if not isinstance(section, Mapping):
-        return [*rows, f"{key}.zero_optimization: {section!r} is not a mapping of DeepSpeed's zero_optimization"]
+        return [
+            *rows,
+            f"{key}.zero_optimization: {section!r} is not a mapping; expected the entries of DeepSpeed's "
+            "zero_optimization",
+        ]
     if section.get("stage", AUTO) not in (AUTO, stage):
-        rows.append(f"{key}.zero_optimization.stage: this is said by strategy.name (zero1, zero2, zero3), {stage} here")
+        rows.append(
+            f"{key}.zero_optimization.stage: strategy.name sets the stage (zero1, zero2, zero3), and it is {stage} here"
+        )
     if section.get("round_robin_gradients") not in (None, False, AUTO):
         rows.append(
-            f"{key}.zero_optimization.round_robin_gradients: under it DeepSpeed gives weights back in another order "
-            "than the parameters' (seen in 0.19.8), so nothing could be saved; leave it out"
+            f"{key}.zero_optimization.round_robin_gradients: with it, DeepSpeed returns weights in another order "
+            "than the parameters' (seen in 0.19.8), so checkpoints would be wrong; remove it"
         )
     if keeps_bf16_weights(options) and run.precision != "bf16":
         rows.append(f"{key}.bf16: the run's precision is {run.precision}; set precision=bf16 too")
@@ -108,7 +114,7 @@ def refuse(rows: Sequence[str], key: str) -> None:
 
 
 def _as_it_is(value: float | None) -> str:
-    return "" if value is None else f", and is {value:g} here"
+    return "" if value is None else f", which is {value:g}"
 
 
 def _off(value: Any) -> bool:
@@ -201,9 +207,9 @@ class KnownBad:
 
 
 OFFLOADED = "with offload_optimizer leaves out gradients of micro-batches"
-OVERLAPPED = "with overlap_comm reduces gradients in memory that is already used again"
+OVERLAPPED = "with overlap_comm reduces gradients in memory that was already reused"
 ALONE = "with bf16 weights and grad_accum_dtype fp32 does not average the last micro-batch over the ranks"
-SCATTERED = "on CPUs with contiguous_gradients false leaves every gradient to its rank, reduced with no other"
+SCATTERED = "on CPUs with contiguous_gradients false does not reduce gradients between ranks"
 DEEPSPEED = (
     KnownBad("0.17.6", "0.18.3", (2,), _every, "leaves out gradients of micro-batches", "DeepSpeed#7718"),
     KnownBad("0", "0.19.0", (1, 2), _offloads, OFFLOADED, "DeepSpeed#7967, DeepSpeed#7981"),

@@ -80,8 +80,9 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     if stage == 3 and run.strategy.tensor_leaves > 1:
         raise RunError(
             "LS4145",
-            "strategy.tensor_leaves: at stage 3 DeepSpeed puts nodes of its own around what a layer returns, which "
-            "leaves do not go through; use strategy.name=fsdp2 or zero2, which have the same bits, or leave it out",
+            "strategy.tensor_leaves: DeepSpeed's stage 3 wraps the outputs of layers in its own autograd nodes, "
+            "which do not support leaves; use strategy.name=fsdp2 or zero2, whose results are bitwise equal, or "
+            "remove it",
         )
     if share_gpus(run.launch):
         raise RunError(

@@ -1,7 +1,7 @@
 """Weights and optimizer state of a DeepSpeed engine: whole tensors out of its flat shards, and back.
 
-In: an engine, and how lockstep cuts its flat tensors, if lockstep updates them. Out: what a checkpoint and an export
-save. DeepSpeed gathers one tensor at a time, so every method is collective.
+In: an engine, and the cuts of its flat tensors, if lockstep updates them. Out: the tensors of a checkpoint or export.
+DeepSpeed gathers one tensor at a time, so every method is collective.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def flat_weights(engine: Any) -> list[Tensor]:
 
 
 class EngineState(TrainedWeights):
-    """The weights of a rank whose engine holds them, and the state of its optimizer."""
+    """The weights and the optimizer state of a rank, held by its engine."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class EngineState(TrainedWeights):
         world: World,
         stepper: Stepper,
     ) -> None:
-        """`named`: the engine's parameters by name, also frozen ones; `shapes`: of the whole ones."""
+        """`named`: the engine's parameters by name, also frozen ones; `shapes`: those of the whole parameters."""
         self.engine, self.model, self.world, self.stepper = engine, model, world, stepper
         self.named, self.updated, self.shapes = named, named, shapes
         self.trained = {name: p for name, p in named.items() if p.requires_grad}

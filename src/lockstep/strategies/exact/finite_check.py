@@ -1,4 +1,4 @@
-"""Whether to apply a step's update: decided from its losses and the norm of its gradient, alike on every rank."""
+"""Decide from a step's losses and gradient norm whether to apply its update: the same on every rank."""
 
 from __future__ import annotations
 

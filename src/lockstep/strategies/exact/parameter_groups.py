@@ -131,5 +131,6 @@ def unmatched(pattern: str, named: Mapping[str, object]) -> str:
     near = [name for name in named if core in name] or difflib.get_close_matches(core, list(named), cutoff=0.4)
     examples = ", ".join((near or list(named))[:2])
     return (
-        f"no weight that is trained is called {pattern!r}; there are {examples}, ... (* stands for any part of a name)"
+        f"no trainable weight is called {pattern!r}; examples of trainable weights: {examples} (* stands for any "
+        "part of a name)"
     )

@@ -187,7 +187,9 @@ def column_product(
 ) -> Leaves:
     """Compute a product that is split along its outputs: one call per leaf."""
     if isinstance(inputs, Leaves):
-        raise RunError("LS4300", "strategy.tensor_leaves: this model cuts a layer twice in a row; leave the key out")
+        raise RunError(
+            "LS4300", "strategy.tensor_leaves: this model splits an already split activation; remove the key"
+        )
     dtype = weights[0].dtype if inputs.is_floating_point() else inputs.dtype
     whole = [inputs] * len(weights) if not inputs.is_floating_point() else ranks.spread(inputs, dtype).leaves
     own = biases if biases is not None else [None] * len(weights)
@@ -202,12 +204,14 @@ def row_product(
     added once. Collective."""
     if not isinstance(inputs, Leaves):
         raise RunError(
-            "LS4301", "strategy.tensor_leaves: this model computes a layer otherwise than it is cut; leave the key out"
+            "LS4301",
+            "strategy.tensor_leaves: this model calls a split layer in a way that its plan does not "
+            "describe; remove the key",
         )
     if inputs.tracked and torch.is_grad_enabled() and not all(leaf.requires_grad for leaf in inputs.leaves):
         raise RunError(
             "LS4302",
-            "strategy.tensor_leaves: an operation of this model loses the gradient of leaves; leave the key out",
+            "strategy.tensor_leaves: an operation of this model drops the gradient of leaves; remove the key",
         )
     ranks.close()
     pairs = zip(inputs.leaves, weights, strict=True)
@@ -245,8 +249,7 @@ class Leaves(Tensor):
         if name in _READS or (name == "__setitem__" and not isinstance(args[0], Leaves)):
             raise RunError(
                 "LS4303",
-                f"strategy.tensor_leaves: this model reads the numbers of a leaf by themselves ({name}); "
-                "leave the key out",
+                f"strategy.tensor_leaves: this model reads the values of a leaf ({name}); remove the key",
             )
         tensors = list(_within((args, kwargs)))
         leaves = [each for each in tensors if isinstance(each, Leaves)]
@@ -273,7 +276,7 @@ class Leaves(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise RunError(
-            "LS4304", f"strategy.tensor_leaves: this model's {func} cannot be computed leaf by leaf; leave the key out"
+            "LS4304", f"strategy.tensor_leaves: this model's {func} cannot be computed leaf by leaf; remove the key"
         )
 
 

@@ -26,9 +26,13 @@ class Adafactor(Optimizer):
     class Options(Section):
         beta2_decay: float = Field(-0.8, le=0, description="exponent of the step in the decay of mean squares")
         eps: tuple[float | None, float] = Field(
-            (None, 1e-3), description="least mean square (null: the dtype's own), and least size of a tensor's weights"
+            (None, 1e-3),
+            description="lower bounds: of a mean square (null: the dtype's epsilon), and of the root "
+            "mean square of a tensor's weights",
         )
-        d: float = Field(1.0, ge=1, description="an update whose root mean square is larger is scaled down to it")
+        d: float = Field(
+            1.0, ge=1, description="upper bound of the root mean square of an update, which is scaled down to it"
+        )
 
     @override
     def bytes_held(self) -> float:

@@ -27,9 +27,9 @@ class Muon(Optimizer):
     """`torch.optim.Muon` for matrices, fused AdamW for the rest."""
 
     class Options(Section):
-        momentum: float = Field(0.95, ge=0, lt=1, description="share of the mean gradient that the next one keeps")
-        nesterov: bool = Field(True, description="look ahead by the gradient")
-        ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz steps that make a matrix orthogonal")
+        momentum: float = Field(0.95, ge=0, lt=1, description="decay of the mean gradient")
+        nesterov: bool = Field(True, description="Nesterov momentum")
+        ns_steps: int = Field(5, ge=1, lt=100, description="Newton-Schulz iterations to orthogonalize a matrix")
         lr_adjust: Literal["match_rms_adamw", "original"] = Field(
             "match_rms_adamw",
             description="match_rms_adamw: updates of AdamW's size, so that one learning_rate suits both (Liu et al., "
@@ -38,7 +38,7 @@ class Muon(Optimizer):
         muon_params: list[str] | None = Field(
             None, description="names of the matrices, with * for any part of a name; default: those of the layers"
         )
-        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decays of the two moments")
+        betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of AdamW's two moments")
         eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
 
     def __init__(self, options: Options) -> None:

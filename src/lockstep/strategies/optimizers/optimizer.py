@@ -42,20 +42,21 @@ class Optimizer(OptimizerRules, ABC):
     extra: ClassVar[str] = ""  # the pip extra that installs them
 
     any_part: ClassVar[bool] = False
-    """Whether what a number becomes follows from its own past alone. Then a rank updates the part of a tensor that it
-    holds, and `update` must give a number the same bits wherever in its tensor it lies: by torch's fused AdamW and SGD,
-    or by single additions, multiplications, divisions and roots, each of which IEEE 754 rounds in one way (`add_` with
-    `alpha`, `lerp_` and `addcmul_` may round once or twice, as the place in the tensor has it). Otherwise a rank that
-    the whole tensor is brought to updates it."""
+    """Whether the rule is elementwise. Then each rank updates its own part of a tensor, and `update` must give an
+    element the same bits wherever in its tensor it lies: use torch's fused AdamW and SGD, or single additions,
+    multiplications, divisions and roots, which IEEE 754 rounds in one way (`add_` with `alpha`, `lerp_` and `addcmul_`
+    may round once or twice, depending on the element's position). If False, whole tensors are gathered on one rank,
+    which updates them."""
 
     heeds_skipped: ClassVar[bool] = False
-    """Whether `update` leaves all as it is where the group's `skipped`, a float scalar on the device, is 1. Otherwise
-    the host waits for a GPU in every step, to know whether the step may be made."""
+    """Whether `update` changes nothing if the group's `skipped`, a float scalar on the device, is 1. Otherwise the host
+    waits for the GPU in every step, to learn whether the step is skipped."""
     counters: ClassVar[tuple[str, ...]] = ("step",)  # scalar keys of the state
 
-    usual_schedule: ClassVar[str] = "linear"  # `optim.schedule` where the run file has none
+    usual_schedule: ClassVar[str] = "linear"  # default of `optim.schedule`
     warms_from_one: ClassVar[bool] = False
-    """Whether warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in its library."""
+    """Whether warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in the optimizer's
+    library."""
 
     def check(self, run: Run) -> None:
         """Refuse conflicting options. Errors: `RunError`."""
@@ -101,11 +102,11 @@ def check(run: Run, flat: bool) -> None:
     if "." in name:  # a user-defined class
         _refuse_wrong_keys(cls, run)
     if flat and (not cls.any_part or cls.averages):
-        why = "exports an average of weights" if cls.any_part else "updates whole tensors"
+        why = "exports averaged weights" if cls.any_part else "updates whole tensors"
         raise RunError(
             "LS4220",
-            f"optim.name: {name} {why}, but under {run.strategy.name} DeepSpeed holds shards of flat ones; "
-            "use strategy.name=fsdp2, or optim.name=adamw, lion or sgd",
+            f"optim.name: {name} {why}, but under {run.strategy.name} DeepSpeed holds shards of flattened ones; use "
+            "strategy.name=fsdp2, or optim.name=adamw, lion or sgd",
         )
     key = "strategy.options.fsdp" if "fsdp" in run.strategy.options else "strategy.options"
     options = run.strategy.options.get("fsdp", run.strategy.options)

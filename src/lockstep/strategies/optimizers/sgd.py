@@ -26,7 +26,7 @@ class SGD(Optimizer):
     heeds_skipped = True
 
     class Options(Former):
-        momentum: float = Field(0.9, ge=0, lt=1, description="share of the last update that the next one keeps")
+        momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of the previous update in the next one")
 
     @override
     def bytes_held(self) -> float:
