@@ -1,3 +1,3 @@
-"""The version, below every room, so that whoever writes it down imports nothing else."""
+"""The version, in a module without imports, so that any package can record it."""
 
 __version__ = "0.1.0"

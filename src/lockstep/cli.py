@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         from lockstep.config.errors import REMEDIES
         from lockstep.track.console import error
 
-        text = f"standard output: {lost.strerror}; what was printed there is not complete"
+        text = f"standard output: {lost.strerror}; the printed output is incomplete"
         error(coded("LS0230", "; ".join([text, *([REMEDIES[lost.errno]] if lost.errno in REMEDIES else [])])))
         return 1
     return status
@@ -112,7 +112,7 @@ def _command(name: str, words: list[str]) -> int:
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             streams.put(sys.stderr, streams.CLEAR, flush=True)
-        resumes = "; the same command goes on from the newest checkpoint, if there is one" * (name in _RESUMED)
+        resumes = "; the same command resumes from the newest checkpoint, if there is one" * (name in _RESUMED)
         error(coded("LS0012", f"interrupted{resumes}"))
         return 130
 
@@ -147,7 +147,7 @@ def _drop_leftovers(name: str) -> None:
     if name == "train":
         values = " ".join(f"{variable}={os.environ[variable]}" for variable in left)
         lacking = " and ".join(each for each in ("RANK", "WORLD_SIZE") if each not in left)
-        print(f"note: {values} in the environment is ignored: a rank of a job has {lacking}, too", file=sys.stderr)
+        print(f"note: {values} in the environment is ignored, because {lacking} is not set", file=sys.stderr)
     for variable in left:
         del os.environ[variable]
 
@@ -166,7 +166,7 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
         import resource
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return coded("LS0232", f"this process may open {most} files (ulimit -n), which is too few; use ulimit -n 1024")
+        return coded("LS0232", f"too many open files: ulimit -n allows {most}; set ulimit -n 1024")
     if caught.errno == errno.ENAMETOOLONG:
         start, length = str(caught.filename)[:40], len(str(caught.filename))
         return coded("LS0011", f"{start!r}... has {length:,} characters; a path cannot be that long")

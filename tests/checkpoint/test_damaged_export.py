@@ -227,4 +227,4 @@ def test_status_says_one_thing_of_a_damaged_export(
         assert main(["train", str(output / "run.yaml"), f"output={output}"]) == 0
         assert export_hashes.damage(output) is None
     else:
-        assert "begins from the start" in said["resume"]
+        assert "starts over" in said["resume"]

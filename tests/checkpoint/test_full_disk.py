@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_while_a_run_trains(after: int, tmp_path: Path, wei
         assert f"the model is in {place}/export" in status_of(run)
         assert weights_in(place / "export") == weights
         assert AutoModelForSequenceClassification.from_pretrained(place / "export").num_labels == 6
-        goes_on = "goes on from step 2" if after == 4 else "begins from the start: there is no checkpoint"
+        goes_on = "resumes from step 2" if after == 4 else "starts over: there is no checkpoint"
         assert uncoded(said).endswith(f"The same command {goes_on}")
         (tmp_path / "disk/ballast").unlink()
         status, said = trained(run)

@@ -68,7 +68,7 @@ def test_listing_imports_nothing_of_what_it_lists(gossip: Path, capsys: pytest.C
     assert re.search(r"^  gossip +same bits +ready +All-gather by hand", capsys.readouterr().out, re.MULTILINE)
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
-    assert "\nOf other distributions:\n  weights     show the names and shapes" in overview
+    assert "\nCommands of other distributions:\n  weights     show the names and shapes" in overview
     assert "(lockstep-gossip 1.0)" in overview
     assert "lockstep_gossip" not in sys.modules
     found = plugins.find("strategies", "gossip")

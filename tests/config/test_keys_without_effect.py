@@ -149,7 +149,7 @@ def test_keys_of_what_another_key_turns_off_are_noted(
 @pytest.mark.parametrize(
     ("strategy", "keys", "noted"),
     [
-        (DDP, ("checkpoint.at=[3, 10, 12]",), ["checkpoint.at: 10, 12 come after the last step, 9"]),
+        (DDP, ("checkpoint.at=[3, 10, 12]",), ["checkpoint.at: 10, 12 are after the last step, 9"]),
         (DDP, ("launch.replicate_every=2",), ["launch.replicate_every"]),
         (FSDP2, ("launch.replicate_every=2", "checkpoint.at=[9]"), []),
         (DDP, ("launch.processes_per_gpu=2",), ["launch.processes_per_gpu has no effect on CPUs"]),

@@ -187,7 +187,7 @@ def _gives_bits(overrides: list[str]) -> bool:
 def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
     if watched.refusal:
         raise Finding("what cannot be is refused before processes start", f"{which}: {watched.refusal}")
-    if "export would not be read as it was trained" in watched.fault:  # by transformers alone; known before a step
+    if "the export would not work as trained" in watched.fault:  # by transformers alone; known before a step
         raise Refused(f"{which}: {watched.fault.strip().splitlines()[-1]}")
     if watched.fault:
         raise Finding("what is accepted trains", f"{which}: {watched.fault}")

@@ -64,7 +64,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(job: CommandJob
     process = job.start(*options, PYTHONPATH=TESTS_PATH)
     status, _, err = ended(process)
     assert status == 0, err
-    assert err.count(f"nothing has moved for {HANG_S} s") == 1
+    assert err.count(f"no progress for {HANG_S} s") == 1
     held_up = err.partition("Held up by:")[2].partition("waiting for it:")[0]
     assert "rank 1" in held_up
     assert "rank 0" not in held_up
@@ -109,7 +109,7 @@ def test_the_verdict_names_who_is_behind() -> None:
     assert "waiting for it: rank 0" in said
     said = verdict({0: beat(4, waiting), 1: beat(4, busy)}, [], 9)
     assert said.index("rank 1") < said.index("waiting for it: rank 0")
-    for goes_on, then in ((False, "This process ends"), (True, "It counts as lost")):
+    for goes_on, then in ((False, "This process ends"), (True, "It counts as failed")):
         said = verdict({0: beat(4), 1: beat(4)}, [1], 9, goes_on)
         assert said.startswith("no heartbeat for 9 s from rank 1")
         assert said.endswith(then)

@@ -83,5 +83,5 @@ def test_variables_that_change_arithmetic_are_noted_and_compared_between_ranks(m
     (note,) = other_arithmetic(Job.of(run))
     assert note.startswith("ATEN_CPU_CAPABILITY=avx2, NVIDIA_TF32_OVERRIDE=1 in the environment")
     after = consistency_check.facts(run, "data")
-    assert {key for key in before if before[key] != after[key]} == {"the environment's variables of arithmetic"}
+    assert {key for key in before if before[key] != after[key]} == {"environment variables that affect arithmetic"}
     assert processor.set_by_user(portable=True) == ["NVIDIA_TF32_OVERRIDE=1"]  # a portable run sets the other one

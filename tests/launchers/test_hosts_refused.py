@@ -39,7 +39,7 @@ def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
             jobs.append(two.start(host, [*LOCKSTEP, "train", "run.yaml", *options, f"launch.rank={host}"]))
     assert [job.ended() for job in jobs] == [2, 2], jobs[0].err + jobs[1].err
     for job in jobs:
-        assert "the machines of this job do not agree" in job.err
+        assert "the machines of this job differ" in job.err
         assert "batch_size: 22 on host-0" in job.err
         assert "optim.learning_rate: 0.001 on host-0" in job.err
         assert "0.002 on host-1" in job.err

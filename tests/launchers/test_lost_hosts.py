@@ -35,7 +35,7 @@ __all__ = ["alone", "three", "two"]  # fixtures
 
 
 pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
-BACK = "rank 1 came in, with the state of the others"
+BACK = "rank 1 joined with the state of the others"
 
 
 @pytest.mark.processes

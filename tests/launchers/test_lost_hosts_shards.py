@@ -54,7 +54,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(
 
     def came(since: int) -> bool:
         """Return whether four ranks train again."""
-        return sum(what.count("came in") for what in regrouped(shared)[since:]) > 0 and ranks_of(shared) == 4
+        return sum(what.count("joined") for what in regrouped(shared)[since:]) > 0 and ranks_of(shared) == 4
 
     before = len(regrouped(shared))
     os.kill(two.youngest(1), signal.SIGKILL)  # a rank

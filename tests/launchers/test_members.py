@@ -280,10 +280,10 @@ def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
 
 def test_what_became_of_ranks_in_words() -> None:
     assert membership_message(("a", "b", "c"), ("b", "c")) == "rank 0 was lost"
-    assert membership_message(("a", "b"), ("a", "b", "d")) == "rank 2 came in, with the state of the others"
+    assert membership_message(("a", "b"), ("a", "b", "d")) == "rank 2 joined with the state of the others"
     assert (
         membership_message(("a", "b", "c"), ("a", "d"))
-        == "ranks 1, 2 were lost; rank 1 came in, with the state of the others"
+        == "ranks 1, 2 were lost; rank 1 joined with the state of the others"
     )
 
 

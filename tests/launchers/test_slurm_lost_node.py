@@ -64,7 +64,7 @@ def test_a_rank_and_then_a_node_are_lost(
     assert started is not None
     assert started.main is not None
     os.kill(started.main.pid, signal.SIGKILL)  # rank 0
-    back = ["rank 0 was lost", "rank 1 came in, with the state of the others"]
+    back = ["rank 0 was lost", "rank 1 joined with the state of the others"]
     cluster.until(lambda: regrouped(tmp_path) == back, "its return", 400)
     (tmp_path / "hold").write_text(str(step_of(tmp_path) + 1))
     cluster.kill_node("n2")

@@ -127,7 +127,7 @@ def better_scores(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize("name", ["metrics.jsonl", "scores.json"])
 def test_better_scores_are_found(name: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     better_scores(name)(copy)
-    assert f"{name} is another one: a score was changed" in audited(copy, capfd)
+    assert f"{name} was changed: a score, for example" in audited(copy, capfd)
 
 
 def test_a_line_whose_hash_was_left_cannot_be_attested(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -140,14 +140,14 @@ def test_a_line_whose_hash_was_left_cannot_be_attested(copy: Path, capfd: pytest
 
 FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
     # what is done, what is said of it, and what is said if somebody attests it anew
-    "line": (changed_line, "a step's line was changed", "in step 7 loss or gradient norm differ"),
+    "line": (changed_line, "a step's line was edited", "in step 7 loss or gradient norm differ"),
     "checkpoint": (
         other_checkpoint,
-        "the checkpoint of step 8 is another one",
+        "the checkpoint of step 8 was changed",
         "the weights of the checkpoint of step 8",
     ),
-    "export": (other_export, "the export is another one: model.safetensors", "weights are not those of the checkpoint"),
-    "run file": (other_run_file, "run.yaml is another one", "other settings that determine the weights"),
+    "export": (other_export, "the export was changed: model.safetensors", "weights are not those of the checkpoint"),
+    "run file": (other_run_file, "run.yaml was changed", "other settings that determine the weights"),
 }
 
 
@@ -188,13 +188,13 @@ def test_a_signature_is_of_its_key(copy: Path, tmp_path: Path, capfd: pytest.Cap
         subprocess.run(make, check=True)
         public = ["openssl", "ec", "-in", f"{tmp_path / name}.pem", "-pubout", "-out", f"{tmp_path / name}.pub"]
         subprocess.run(public, check=True)
-    assert "it is not signed, and a key was given" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"))
+    assert "it is not signed, but a key was given" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"))
     assert main(["attest", str(copy), "--key", str(tmp_path / "own.pem")]) == 0
-    assert "the signature is that of this key" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"), status=0)
-    assert "the signature is not that" in audited(copy, capfd, "--key", str(tmp_path / "other.pub"))
+    assert "the signature matches this key" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"), status=0)
+    assert "the signature does not match" in audited(copy, capfd, "--key", str(tmp_path / "other.pub"))
     changed_line(copy)
     assert main(["attest", str(copy), "--key", str(tmp_path / "other.pem")]) == 0
-    assert "the signature is not that" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"))
+    assert "the signature does not match" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"))
 
 
 def test_what_cannot_be_attested(copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

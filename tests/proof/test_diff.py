@@ -54,7 +54,7 @@ def test_a_planted_mistake_is_found_where_it_is(
     wrong = trained(tmp_path, "wrong", f"strategy.name=support.planted_mistakes.{mistake}")
     said = told(right, wrong, capfd)
     assert f"first difference: step {parts}," in said
-    assert "both runs give the same bits here" in said
+    assert "both runs are bitwise equal in this step" in said
     assert f"first differing value: {wrong}, step {STEP}, " in said
     assert first in said.partition("first differing value:")[2]
     assert why in said

@@ -37,7 +37,7 @@ def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd
     wrong = trained(of(kind, tmp_path, "strategy.name=support.planted_mistakes.WrongLeaf"), tmp_path / "wrong")
     said = told(right, wrong, capfd)
     assert f"first difference: step {STEP}," in said
-    assert "both runs give the same bits here" in said
+    assert "both runs are bitwise equal in this step" in said
     assert f"first differing value: {wrong}, step {STEP}, " in said
     assert f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}" in said.partition("first differing value:")[2]
 

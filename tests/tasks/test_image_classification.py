@@ -355,7 +355,7 @@ def wrong_pixels(world: World, run: Run) -> str:
     try:
         work(for_rank(run, world), world)
     except TrainingFailed as caught:
-        return "found" if "as this run computes it" in str(caught) else str(caught)
+        return "found" if "in this run" in str(caught) else str(caught)
     return "nothing"
 
 

@@ -134,7 +134,7 @@ def test_a_model_of_texts_answers_conversations_by_a_template(
     write(tmp_path / "talks.jsonl", [talk])
     assert main(["predict", str(out), str(tmp_path / "talks.jsonl"), "--json"]) == 0
     read = capfd.readouterr()
-    assert "trained on texts; conversations are rendered by the chat template" in read.err
+    assert "trained on texts; the chat template of its tokenizer renders conversations" in read.err
     assert json.loads(read.out)["messages"] == talk["messages"][:1]
 
 

@@ -106,11 +106,11 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
     for name, wanted in (
         (
             "nosuchfile.csv",
-            "nosuchfile.csv looks like a file, and there is none. To predict this text itself, add --texts",
+            "nosuchfile.csv names a file that does not exist. To predict this text itself, add --texts",
         ),
-        (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz looks like a file, and there is none"),
-        (f"{tmp_path}/*.txt", "*.txt looks like a file, and there is none"),
-        (f"{tmp_path}/a b.csv", "a b.csv looks like a file, and there is none"),
+        (f"{tmp_path}/no.jsonl.gz", "no.jsonl.gz names a file that does not exist"),
+        (f"{tmp_path}/*.txt", "*.txt names a file that does not exist"),
+        (f"{tmp_path}/a b.csv", "a b.csv names a file that does not exist"),
         (str(tmp_path), f"{tmp_path} is a folder; name its files"),
     ):
         assert main(["predict", str(output), "hello", name]) == 2

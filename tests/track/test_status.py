@@ -84,7 +84,7 @@ def test_a_run_in_another_terminal(
     assert (found["state"], found["status"]) == ("stopped", 75)
     assert found["resumable_from"] == saved(tmp_path) >= 25
     assert main(["stop", str(tmp_path / "out")]) == 0  # once more: nothing happens
-    assert "does not run" in capsys.readouterr().out
+    assert "is not running" in capsys.readouterr().out
 
     (tmp_path / "go").touch()
     status, _, err = train(tmp_path, cache, PYTHONPATH=TESTS_PATH)
@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_is_not_said_to_run(
     assert main(["status", str(tmp_path / "out"), "--verify"]) == 1
     said = capsys.readouterr().out
     assert "does not match its hash" in said
-    assert "goes on from step 10" in said
+    assert "resumes from step 10" in said
 
 
 @pytest.mark.processes

@@ -62,7 +62,7 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
     assert done.restarted == 0
     told = moved(tmp_path / "job")
     assert sum("by copies in memory" in what for what in told) >= 2
-    assert any("came in, with the state of the others" in what for what in told)
+    assert any("joined with the state of the others" in what for what in told)
     assert "resuming after step" not in (tmp_path / "job/out/log.txt").read_text()
 
 

@@ -55,7 +55,7 @@ def by_copies(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, 
     events = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
     told = [event["what"] for event in events if event["event"] == "regroup"]
     assert sum("by copies in memory" in what for what in told) >= 2, told
-    assert any("came in, with the state of the others" in what for what in told), told
+    assert any("joined with the state of the others" in what for what in told), told
 
 
 def without_a_checkpoint(done: rank_kills.Job, folder: Path, strikes: list[tuple[int, int, str, int]]) -> None:
@@ -105,4 +105,4 @@ def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path) -> None
     done = rank_kills.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
     without_a_checkpoint(done, tmp_path / "job", TWICE)
     log = (tmp_path / "job/out/log.txt").read_text()
-    assert log.count("came in, with the state of the others; 2 ranks go on") == 2
+    assert log.count("joined with the state of the others; 2 ranks go on") == 2

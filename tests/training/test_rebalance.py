@@ -136,8 +136,8 @@ def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
 def test_what_a_person_reads() -> None:
     equal, hosts = even(8, 3), ["a", "b", "c"]
     assert rebalance_message(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
-        "hand over: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: it takes 3.0 times as long for a "
-        "token as others do"
+        "hand over: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: its time per token is 3.0 times "
+        "that of the others"
     )
     assert "from step 41 on ranks share micro-batches equally again" in rebalance_message(
         equal, equal, [1, 1, 1], hosts, 40

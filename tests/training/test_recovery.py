@@ -45,7 +45,7 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
     assert len(regrouped) >= len(strikes)
     assert {event["processes"] for event in regrouped} >= {2, 3}
     log = (tmp_path / "job/out/log.txt").read_text()
-    assert "came in, with the state of the others" in log
+    assert "joined with the state of the others" in log
     assert "rank 0 was lost" in log
     assert "resuming after step" not in log
 
@@ -144,7 +144,7 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
     os.kill(job.ranks(process)[1], signal.SIGKILL)
     status, out, err = ended(process)
     assert status == 0, err
-    assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 does not keep a whole copy" in out
+    assert "launch.on_rank_failure: continue is not possible (strategy fsdp2 keeps neither the whole state" in out
     assert "restarting from the last checkpoint (1 restart left)" in err
     assert "resuming after step" in out
     assert job.bits() == bits(untouched)

@@ -192,7 +192,7 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     log = " ".join((tmp_path / "out/log.txt").read_text().split())
     assert f"rank {rank} is evicted, and the job continues without it" in log
     assert f"rank {rank} was lost; 2 ranks go on from step" in log
-    assert "came in, with the state of the others" not in log
+    assert "joined with the state of the others" not in log
     assert "resuming after step" not in log
     (found,) = differences(tmp_path)
     assert (found["ranks_out"], found["out"]) == ([rank], [f"rank {rank}"])

@@ -240,4 +240,4 @@ def test_what_may_depend_on_a_count_is_noted_and_nothing_is_promised(name: str, 
     said = log(run.folder)
     assert note in said
     assert "the same weights on" not in said
-    assert "whether this is the same training on 2 processes" in said
+    assert "checks that this training equals one on 2 processes" in said

@@ -26,7 +26,7 @@ class Subcommand:
     models: bool = False  # builds models of transformers, which needs docstrings: `python -OO` is refused
     computes: bool = False  # may compute for long without output: on a terminal a line shows the current activity
     imports: bool = False  # mostly imports: garbage collection among new modules would take a tenth of its time
-    writes: bool = False  # writes its results to files: incomplete standard output is no failure
+    writes: bool = False  # writes its results to files: incomplete standard output is not a failure
 
 
 # Purpose -> command -> what it does, in the order of `lockstep --help`.
@@ -83,10 +83,10 @@ PURPOSES = {
         ),
         "branch": Subcommand("start a run from the first N steps of another one", models=True, writes=True),
         "attest": Subcommand(
-            "record what a finished run was made of and its results, hashed and, if asked, signed", writes=True
+            "record the hashes of a finished run's inputs, steps and results, optionally signed", writes=True
         ),
         "audit": Subcommand(
-            "verify an attested run: hashes, signature, and random steps recomputed", models=True, computes=True
+            "verify an attested run: check hashes and signature, recompute random steps", models=True, computes=True
         ),
     },
     "Between machines": {
@@ -97,7 +97,7 @@ HELP = {name: command.text for commands in PURPOSES.values() for name, command i
 
 
 def of(name: str) -> Subcommand:
-    """What is known of a command; of one of another distribution, that it is in no hurry."""
+    """Return the table's entry of a command; a default one for a command of another distribution."""
     return next((commands[name] for commands in PURPOSES.values() if name in commands), Subcommand(""))
 
 
@@ -121,7 +121,9 @@ def names() -> list[str]:
     return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
 
 
-_GOES_ON = "the same `lockstep train` goes on from the newest checkpoint; `lockstep branch OUTPUT@N` from an older one"
+_GOES_ON = (
+    "the same `lockstep train` resumes from the newest checkpoint; `lockstep branch OUTPUT@N` starts from an older one"
+)
 # Names in other programs -> the equivalent here.
 ELSEWHERE = {
     **dict.fromkeys(("resume", "restart", "continue"), _GOES_ON),
@@ -184,7 +186,7 @@ def first_visit() -> str:
             lines.append(f"  {purpose:<19}{'  '.join(others)}")
     if added := [name for name in names() if name not in HELP]:
         lines.append(f"  {'Other packages':<19}{'  '.join(added)}")
-    return "\n".join([*lines, "", "`lockstep --help` says what each does, `lockstep COMMAND --help` its options."])
+    return "\n".join([*lines, "", "`lockstep --help` describes each, `lockstep COMMAND --help` its options."])
 
 
 def _wrapped(first: str, text: str) -> list[str]:
@@ -207,7 +209,7 @@ def overview() -> str:
             *(line for name in commands for line in _wrapped(f"  {name:<12}", HELP[name])),
         ]
     if added:
-        lines += ["", "Of other distributions:"]
+        lines += ["", "Commands of other distributions:"]
         lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]
     lines += ["", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version,"]
     return "\n".join([*lines, "`lockstep --completion bash|zsh|fish` a completion script."])

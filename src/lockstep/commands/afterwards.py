@@ -63,12 +63,12 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         help="try these values; with --search also key=low..high, or key=low..high:log",
     )
     parser.add_argument(
-        "--metric", help="metric that sorts the table: accuracy, or -loss (less is better; the default)"
+        "--metric", help="metric that sorts the table: accuracy, or -loss (lower is better; the default)"
     )
     parser.add_argument("--split", help="split of the metric (default validation)")
     parser.add_argument("--parallel", type=int, metavar="N", help="trials at once (default 1)")
     parser.add_argument(
-        "--no-share", dest="share", action="store_false", default=None, help="compute shared steps in every trial"
+        "--no-share", dest="share", action="store_false", default=None, help="recompute shared steps in every trial"
     )
     parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose this many trials")
     parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")

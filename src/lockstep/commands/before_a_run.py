@@ -50,7 +50,7 @@ def run_plan(args: argparse.Namespace) -> int:
     each = f"each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step"
     staged = not isinstance(job, str) and job.strategy.stages_of(run, plan.processes) > 1
     if staged or "tensor_parallel" in run.strategy.options:
-        each = f"{run.micro_batches} micro-batches a step, some processes working on the same ones"
+        each = f"{run.micro_batches} micro-batches a step; some processes work on the same ones"
     console.facts(
         {
             "launcher": run.launch.name,
@@ -150,7 +150,9 @@ PAGE = "lockstep-selftest.html"
 
 
 def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", default=".", help="folder for checkpoints, whose speed is measured (default: .)")
+    parser.add_argument(
+        "--folder", default=".", help="folder whose write speed is measured, as for checkpoints (default: .)"
+    )
     parser.add_argument(
         "--processes", type=int, help="start this many processes on this machine, and measure the links between them"
     )
@@ -263,7 +265,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--options",
         action="store_true",
-        help="try options for speed and memory one at a time, and those that help together; writes the best run file",
+        help="try options for speed and memory one at a time, then the helpful ones together; write the best run file",
     )
     parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per job (default 10)")

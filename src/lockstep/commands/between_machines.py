@@ -28,7 +28,7 @@ def run_rendezvous(args: argparse.Namespace) -> int:
         store = serve(*network.endpoint(args.address))
     except network.NetworkError as caught:
         raise RunError(caught.code, caught.message) from None
-    Console(True).say(f"holding {args.address} for jobs with launch.rendezvous={args.address}; Ctrl-C ends it")
+    Console(True).say(f"serving the rendezvous of jobs with launch.rendezvous={args.address}; Ctrl-C ends it")
     over.wait()
     del store
     return 0

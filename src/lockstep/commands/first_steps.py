@@ -30,7 +30,8 @@ def run_train(args: argparse.Namespace) -> int:
     say_what_ended()
     if args.answer_json and start.joining():
         raise RunError(
-            "LS8112", "--json: every rank would print an object; remove it here, and read OUTPUT/scores.json"
+            "LS8112",
+            "--json: under this launcher every rank would print an object; remove it, and read OUTPUT/scores.json",
         )
     run = run_file.run_of(args)
     logged = json_output.log_end(run.folder)
@@ -84,7 +85,9 @@ def run_verify(args: argparse.Namespace) -> int:
         raise RunError("LS8101", "--exact is an option for two commands: --reference COMMAND --job COMMAND")
     folder = Path(args.output) if args.output is not None else None
     if folder is not None and (args.write or args.against or args.plain):
-        raise RunError("LS8111", "-o keeps traces of a run and of one process: it goes with neither --plain nor hashes")
+        raise RunError(
+            "LS8111", "-o keeps traces of a run and of one process, so it cannot be combined with --plain or hashes"
+        )
     run = run_file.run_of(args)
     if args.write or args.against:
         from lockstep.proof.verify import against, write
@@ -140,7 +143,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
         action="append",
-        help="a folder, a file, a Hub id, or builtin/emotion; given several times: a mixture of them",
+        help="a folder, a file, a Hub id, or builtin/emotion; repeat it for a mixture",
     )
     parser.add_argument(
         "--from",

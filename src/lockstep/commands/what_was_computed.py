@@ -52,7 +52,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")
-    parser.add_argument("--step", type=int, required=True, help="as metrics.jsonl counts them, from 1")
+    parser.add_argument("--step", type=int, required=True, help="number of the step, from 1, as in metrics.jsonl")
     parser.add_argument("--processes", type=int, default=1, help="default 1")
     parser.add_argument("--strategy", help="default: single, or ddp with several processes; the run's own if not exact")
     parser.add_argument(
@@ -91,7 +91,7 @@ def run_branch(args: argparse.Namespace) -> int:
 
 def attest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")
-    parser.add_argument("--key", type=Path, help="private key of an elliptic curve (PEM) to sign it with")
+    parser.add_argument("--key", type=Path, help="elliptic-curve private key (PEM) to sign with")
 
 
 def run_attest(args: argparse.Namespace) -> int:
@@ -107,7 +107,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
         "--within",
         type=int,
         default=50,
-        help="draw steps at most this many after a checkpoint or the start (default 50)",
+        help="draw only steps within this many after a checkpoint or the start (default 50)",
     )
     parser.add_argument("--processes", type=int, help="default: 1, or 2 where the run had 1")
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")

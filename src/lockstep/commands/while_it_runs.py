@@ -97,7 +97,9 @@ def run_status(args: argparse.Namespace) -> int:
     if edits is not None:
         rows["export"] = edits
     if rescued is not None:
-        rows["rescued"] = f"the model is in {rescued}{', which is not there' * (not os.path.lexists(rescued))}"
+        rows["rescued"] = (
+            f"the model is in {rescued}{', which does not exist any more' * (not os.path.lexists(rescued))}"
+        )
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
     rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
@@ -105,7 +107,7 @@ def run_status(args: argparse.Namespace) -> int:
     return status
 
 
-NOT_WRITTEN = f"there is no readable {job_record.FILE}: nothing has been launched into this folder"
+NOT_WRITTEN = f"there is no readable {job_record.FILE}: no run was launched into this folder"
 
 
 def trust(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +220,7 @@ def advice(
     if state.live:
         where = f"step {newest}" if newest else "the start"
         return (
-            f"goes on from {where} when its turn comes" if state.word == "waiting" else f"from {where}, if killed now"
+            f"starts from {where} when it is scheduled" if state.word == "waiting" else f"from {where}, if killed now"
         )
     if damaged and ended:
         return f"`{again}` writes the export again, from the checkpoint of step {newest}"
@@ -228,8 +230,8 @@ def advice(
             f"the model is in {run.folder / 'export'}, its checkpoint is not here: `{again}` trains again from {where}"
         )
     if newest is None:
-        return f"there is no checkpoint: `{again}` begins from the start"
-    return f"`{again}` goes on from step {newest}"
+        return f"there is no checkpoint: `{again}` starts over"
+    return f"`{again}` resumes from step {newest}"
 
 
 def logs_arguments(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +288,7 @@ def run_stop(args: argparse.Namespace) -> int:
     launcher, console = launcher_of(record, args.trust), Console(True)
     state = state_of(run, record, args.trust)
     if not state.live and state.word != "unknown":
-        console.say(f"{run.folder} does not run: {state_sentence(state)}")
+        console.say(f"{run.folder} is not running: {state_sentence(state)}")
         return 0
     console.say(launcher.stop(run.folder, record))
     until = time.monotonic() + args.wait

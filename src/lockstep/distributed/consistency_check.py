@@ -1,4 +1,4 @@
-"""Check that all processes of a job do the same, before training, on every rank.
+"""Check on every rank, before training, that all processes of a job have the same run, data and software.
 
 In: a run, its data and this process's device, threads and versions. Out: nothing, or a `RunError` that names the keys
 that differ, with hosts and ranks.
@@ -49,7 +49,7 @@ def facts(run: Run, data: str) -> dict[str, str]:
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
         values_of["the model's files"] = fingerprint(folder)
     arithmetic = processor.set_by_user(run.strategy.exact == "portable")
-    values_of["the environment's variables of arithmetic"] = ", ".join(arithmetic) or "none"
+    values_of["environment variables that affect arithmetic"] = ", ".join(arithmetic) or "none"
     own = user_code.hashes_of(user_code.named(run).values())
     values_of |= {f"the code of {file}": seal for file, seal in own.items()}
     values_of["the code of lockstep"] = user_code.hash_of_lockstep()
@@ -81,7 +81,7 @@ def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:
     if world.portable:
         from lockstep.distributed import portable
 
-        mine["what this processor computes"] = portable.probe()
+        mine["results of this processor's arithmetic"] = portable.probe()
     elif run.strategy.exact:
         mine["launch.threads"] = str(world.threads)
         if world.device.type == "cpu":
@@ -113,7 +113,7 @@ def disagreement(everyone: Sequence[tuple[str, dict[str, str]]]) -> str:
     more = f"\n  and {len(rows) - 10} more" if len(rows) > 10 else ""
     return coded(
         "LS7005",
-        "the machines of this job do not agree:\n"
+        "the machines of this job differ:\n"
         + "\n".join(rows[:10])
         + more
         + "\nStart every machine with the same run file, data, code and package versions",

@@ -229,14 +229,14 @@ def verdict(beats: dict[int, dict[str, Any]], silent: list[int], limit_s: float,
         names = "; ".join(who(rank) for rank in silent)
         return (
             f"no heartbeat for {limit_s:g} s from {names}: the process is stopped, or its machine is gone. "
-            f"{'It counts as lost' if goes_on else 'This process ends'}"
+            f"{'It counts as failed' if goes_on else 'This process ends'}"
         )
     least = min(b["progress"] for b in beats.values())
     behind = [rank for rank, b in beats.items() if b["progress"] == least]
     if len(behind) == len(beats):  # all at the same activity: those not in a collective
         behind = [rank for rank, b in beats.items() if not waits(b["stack"])] or behind
     others = sorted(set(beats) - set(behind))
-    lines = [f"nothing has moved for {limit_s:g} s. Held up by:"]
+    lines = [f"no progress for {limit_s:g} s. Held up by:"]
     for rank in behind:
         lines += [f"  {who(rank)}{inside(rank)}; its stack:", "".join(beats[rank]["stack"]).rstrip()]
     if others:

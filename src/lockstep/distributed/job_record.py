@@ -238,16 +238,16 @@ def state_of_process(launched: JobRecord) -> State:
     who = f"process {process.pid} on {process.host}"
     alive = process.alive()
     if alive is None:
-        return State("unknown", f"{who} cannot be seen from {socket.gethostname()}; ask there")
+        return State("unknown", f"{who} cannot be seen from {socket.gethostname()}; run the command there")
     if alive:
         return State("running", who)
     why = evidence_of_end(launched) or "it was killed, or the machine was"
-    return State("gone", f"{who} is not there any more and left no exit status: {why}")
+    return State("gone", f"{who} has ended without an exit status: {why}")
 
 
 def recorded_loss(launched: JobRecord) -> str | None:
     """Explain what ended a launch on this host that left no exit status, if this machine's kernel records it; None for
-    one that ended otherwise, and for one that somebody killed, who knows it."""
+    one that ended otherwise, and for one that a user killed, who knows the cause."""
     if launched.job is not None or state_of_process(launched).word != "gone":
         return None
     return evidence_of_end(launched)

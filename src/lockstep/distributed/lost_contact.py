@@ -1,4 +1,4 @@
-"""A rank that fails says so once per machine; ranks that only lost contact with it do not.
+"""Report a failure once per machine, by the rank that failed, and not by ranks that only lost contact with it.
 
 In: the exception that ended a rank. Out: one message on stderr; whether the exception says that another rank is gone.
 """

@@ -539,7 +539,7 @@ def unportable(name: str) -> RunError:
     """Return the error for an operation in `REFUSED`."""
     return RunError(
         "LS7081",
-        f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that looks at the "
+        f"strategy.exact: portable: torch's {name.strip('_')} is computed by a library that adapts to the "
         "processor; set strategy.exact=true",
     )
 

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on seed, step and micro-batch; and detection of generators that are not seeded so.
+"""Random numbers that depend only on seed, step and micro-batch; detection of generators with another seed.
 
 In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model:
 the private generators, which no step seeds and no guarantee covers; `verify` and a run's start list them.
@@ -49,7 +49,7 @@ def bernoulli(tensor: Tensor, p: float = 0.5, *, generator: torch.Generator | No
     return tensor
 
 
-UNCOVERED = "not seeded for every micro-batch, so what they draw may differ at another number of processes"
+UNCOVERED = "not seeded per micro-batch, so their random numbers may differ at another number of processes"
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
 _LIBRARIES = {"lockstep", "torch", "transformers", "tokenizers", "peft", "numpy", "datasets", "pyarrow", "builtins"}
 _DEPTH = 4  # depth of nested objects that are searched

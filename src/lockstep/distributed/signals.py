@@ -69,7 +69,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def _say_that_it_ended(number: int) -> None:
     name = signal.Signals(number).name
-    text = f"lockstep: ended by {name}, which came while nothing was being trained; what was saved before is there\n"
+    text = f"lockstep: ended by {name} while nothing was being trained; files saved before are intact\n"
     os.write(2, text.encode())  # a handler must not take a lock that the interrupted code may hold
 
 
@@ -176,7 +176,7 @@ def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]
         yield
         return
 
-    ending = threading.Lock()  # the watcher and the main thread may both be there; nobody ends twice
+    ending = threading.Lock()  # the watcher and the main thread may both arrive here; only one ends the process
 
     def end() -> None:
         ending.acquire()

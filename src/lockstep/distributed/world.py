@@ -44,7 +44,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if tensor.layout != torch.strided:
         dist.all_reduce(tensor, group=group)
         return tensor
-    dense = tensor.contiguous()  # gloo adds memory as it lies: of a column, the numbers next to each other
+    dense = tensor.contiguous()  # gloo ignores strides: of a column it would add neighbouring memory
     dist.all_reduce(dense, group=group)
     return tensor if dense is tensor else tensor.copy_(dense)
 

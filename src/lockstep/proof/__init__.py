@@ -1,1 +1,1 @@
-"""Prove what was computed: a job against one process, two runs, one step again, an attested run."""
+"""Check computations: a job against one process, two runs, a recomputed step, an attested run."""

@@ -1,4 +1,5 @@
-"""Compare steps of a run with `lockstep.plain`: which loss, gradient or weight differs by more than rounding.
+"""Compare steps of a run with `lockstep.plain`, and report losses, gradients and weights that differ by more than
+rounding.
 
 In: the steps that `training/plain_sides.py` recorded, and the run. Out: lines that name each difference and its likely
 cause (`lockstep_trace/causes.py`), and the parts of the run that plain does not cover. The tolerance is measured: by a
@@ -116,7 +117,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     ACTIVITY.set("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
-        result = PlainComparison(uncovered=f"task.name: {run.task.name} is code of yours")
+        result = PlainComparison(uncovered=f"task.name: {run.task.name} is your own code")
     elif (needed := _bytes(folder, _draws(run))) > (free := capacity(torch.device("cpu"), 1)):
         result = PlainComparison(
             uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
@@ -210,7 +211,7 @@ def _library_has_loss(task: str) -> bool:
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
-    """The run as plain reads it; rows that only lockstep makes are written to files first."""
+    """The run as plain reads it; rows that only lockstep can create are written to files first."""
     values = plain_sides.with_defaults(run, Job.of(run).task)
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
@@ -228,7 +229,7 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
     count = len(job.splits["train"] if job.own_model else job.examples("train"))
     most = max(i for step in record.steps for group in step.micro_batches for i in group)
     if most >= count:
-        raise ValueError(f"the run trains example {most}, and plain makes {count} of the same data")
+        raise ValueError(f"the run trains example {most}, but plain makes only {count} examples of the same data")
 
 
 def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:

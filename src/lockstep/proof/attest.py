@@ -188,8 +188,8 @@ def audit(
     portable = load(output / "run.yaml", []).strategy.exact == "portable"
     elsewhere = "" if portable else ", and the bits on another kind of processor"
     console.say(
-        "result: matches the attestation. Not proved: the bits of steps that were not recomputed (their lines are in "
-        f"the chain), and the scores (lockstep evaluate measures them again){elsewhere}"
+        "result: matches the attestation. Not checked: the results of steps that were not recomputed (their lines "
+        f"are in the chain), and the scores (lockstep evaluate computes them again){elsewhere}"
     )
     return 0
 
@@ -197,18 +197,18 @@ def audit(
 def _of_signature(output: Path, key: Path | None, console: Console) -> str | None:
     signed = (output / SIGNATURE).is_file()
     if key is None:
-        console.say("it is signed, and no --key was given to check that with" if signed else "it is not signed")
+        console.say("it is signed, and no --key was given to check the signature" if signed else "it is not signed")
         return None
     verifying = _signing(key, "--key").verifying
     if not signed:
-        return "it is not signed, and a key was given"
+        return "it is not signed, but a key was given"
     try:
         verifying.Config().use_elliptic_key_verifier(public_key=str(key)).verify(
             str(output / FOLDER), str(output / SIGNATURE)
         )
     except Exception as error:  # each package below has errors of its own
-        return f"the signature is not that of this attestation and this key ({type(error).__name__})"
-    console.say("the signature is that of this key")
+        return f"the signature does not match this attestation and this key ({type(error).__name__})"
+    console.say("the signature matches this key")
     return None
 
 
@@ -217,25 +217,25 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
     if then.get("sha256") != _seal({k: v for k, v in then.items() if k != "sha256"}):
         return "the attestation does not match its own hash"
     if export_hashes.sha256_of(output / "run.yaml") != then["run_file"]:
-        return "run.yaml is another one"
+        return "run.yaml was changed"
     lines = list(_lines(output))
     if chain(lines) != then["chain"]:
-        return f"{fingerprints.FILE} is another one: a step's line was changed, left out or added"
+        return f"{fingerprints.FILE} was changed: a step's line was edited, removed or added"
     there = {m.step: (path, m) for path, m in candidates(output) if isinstance(m, Manifest)}
     for each in then["checkpoints"]:
         if each["step"] not in there:
-            return f"the checkpoint of step {each['step']} is gone, or its manifest is damaged"
+            return f"the checkpoint of step {each['step']} is missing, or its manifest is damaged"
         path, manifest = there[each["step"]]
         if export_hashes.sha256_of(path / MANIFEST) != each["manifest"]:
-            return f"the checkpoint of step {each['step']} is another one"
+            return f"the checkpoint of step {each['step']} was changed"
         if (fault := broken(path, manifest)) is not None:
             return f"the checkpoint of step {each['step']}: {fault}"
     for name in RESULTS:
         if then["results"].get(name) != (export_hashes.sha256_of(output / name) if (output / name).is_file() else None):
-            return f"{name} is another one: a score was changed, for example"
+            return f"{name} was changed: a score, for example"
     if (files := _export(output)) != then["export"]:
         names = sorted(n for n in files.keys() | then["export"].keys() if files.get(n) != then["export"].get(n))
-        return f"the export is another one: {', '.join(names[:4])}"
+        return f"the export was changed: {', '.join(names[:4])}"
     return None
 
 
@@ -270,8 +270,7 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
 
 
 def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str | None:
-    """Describe how the export differs from one made anew from its checkpoint, or return None; print if this cannot be
-    checked."""
+    """Describe how the export differs from its checkpoint, or return None; print if this cannot be checked."""
     from lockstep.training.checkpoint_model import exported_checkpoint
     from lockstep.training.summary import digest_of
 
@@ -281,11 +280,12 @@ def _of_export(output: Path, then: Mapping[str, Any], console: Console) -> str |
         return None
     path = next((p for p, m in candidates(run.folder) if isinstance(m, Manifest) and m.step == step), None)
     if path is None:
-        return f"the export is said to be of step {step}, which has no checkpoint"
+        return f"the export names step {step}, which has no checkpoint"
     digest = digest_of(exported_checkpoint(output, path), None)
     if digest is None:
         console.say(
-            f"not checked: whether the export is of the checkpoint of step {step}, because its format has no such hash"
+            f"not checked: whether the export is of the checkpoint of step {step}, because its format has no "
+            "comparable hash"
         )
     elif digest != digest_of(output / "export", None):
         return f"the export's weights are not those of the checkpoint of step {step}"
@@ -310,7 +310,7 @@ def _of_steps(
     reach = {s: max(b for b in begins if b < s) for s in range(1, steps + 1)}
     near = [s for s, begin in reach.items() if s - begin <= within]
     chosen = sorted(draw.sample(near, min(samples, len(near))))
-    last = {reach[step]: step for step in chosen}  # of each beginning the farthest
+    last = {reach[step]: step for step in chosen}  # per checkpoint, the last step drawn
     if processes is None:
         processes = 1 if (then["processes"] or 1) > 1 else 2
     run = run_to_recompute(output, overrides, None, processes)

@@ -56,13 +56,14 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         shared = by_step(records[0]).keys() & by_step(records[1]).keys()
         if not shared:
             raise RunError(
-                "LS8152", f"{a} and {b} have fingerprints of no common step; train both with one fingerprint.every"
+                "LS8152",
+                f"{a} and {b} have no fingerprints of a common step; train both with the same fingerprint.every",
             )
         if faulty:
-            _tell(console, "no step differs, but these lines prove nothing:", faulty)
+            _tell(console, "no step differs, but these lines are invalid:", faulty)
             return 1
         console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
-        _tell(console, "settings that differ, without changing a weight so far:", other_differences)
+        _tell(console, "settings that differ without having changed a weight so far:", other_differences)
         return 0
     step = differing[0].step
     one, other = (by_step(own)[step] for own in records)
@@ -138,7 +139,7 @@ def _recompute(
     console.say(f"recomputing step {step} of both runs on one process ...")
     if _tell_first_difference(console, step, partial(alone, a), partial(alone, b), ""):
         return 1
-    console.say("on one process both runs give the same bits here: data, settings and code are not the cause")
+    console.say("on one process both runs are bitwise equal in this step: data, settings and code are not the cause")
     for folder in both:
         run = run_to_recompute(folder, overrides, "own", int(start_of(folder).get("processes") or 1))
         if run.strategy.alone:
@@ -152,7 +153,8 @@ def _recompute(
     norm = alone(a, step).grad_norm
     right = [str(folder) for folder, own in zip(both, recorded, strict=True) if own.grad_norm == norm]
     console.say(
-        f"all strategies give the same bits here. {f'{right[0]} recorded these bits. ' if len(right) == 1 else ''}"
+        "all strategies are bitwise equal in this step. "
+        f"{f'{right[0]} recorded these bits. ' if len(right) == 1 else ''}"
         "Remaining causes: another kind of processor or GPU, other versions or threads (listed above if recorded), "
         "code that has changed since, or a machine that computed wrongly"
     )

@@ -141,7 +141,7 @@ def tell_steps(console: Console, now: Sequence[StepRecord], then: Sequence[StepR
             f"{len(compared)} of {len(computed)} steps were recorded; all have the same bits (weights: {hashed})"
         )
     else:
-        console.note(f"{fingerprints.FILE} has none of these steps, so they are shown and not compared")
+        console.note(f"{fingerprints.FILE} has none of these steps, so they are shown but not compared")
     return wrong is None
 
 
@@ -156,7 +156,7 @@ def first_mismatch(now: Sequence[StepRecord], then: Sequence[StepRecord], skips:
                 return f"step {record.step}, {which}: {fault}"
         differing = record_differences(former, record)
         if differing and record.hash is None:
-            return f"{what_of(differing)} of the checkpoint of step {record.step} are not those of that step"
+            return f"{what_of(differing)} of the checkpoint of step {record.step} differ from those of that step"
         if differing:
             return (
                 f"in step {record.step} {what_of(differing)} differ (loss {record.loss!r} now, {former.loss!r} then; "

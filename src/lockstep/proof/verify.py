@@ -73,8 +73,8 @@ def promise(recording: Recording) -> str:
     """Describe the expected result and its reason."""
     if recording.bits:
         return (
-            f"expected: the same bits, because {recording.strategy} sums the micro-batches of a step in a fixed order, "
-            "whatever the number of processes"
+            f"expected: the same bits, because {recording.strategy} sums the micro-batches of a step in a fixed "
+            "order at any number of processes"
         )
     return (
         f"expected: equal within rounding ({recording.rounding:.0e}), because {recording.strategy} sums in its own "

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def fetch(run: Run) -> list[str]:
-    """Ensure that the model exists if `model.source` names a checkpoint, and is undamaged if it names an export; same
-    for `tokenizer.source`. Returns notes on edited files of an export. Errors: `RunError`."""
+    """Ensure that the model exists if `model.source` names a checkpoint, and is undamaged if it names an export;
+    likewise for `tokenizer.source`. Returns notes on edited files of an export. Errors: `RunError`."""
     notes = []
     for source in {run.model.source, run.tokenizer.source} - {None}:
         output, checkpoint = hub.parts(Path(str(source)).expanduser())

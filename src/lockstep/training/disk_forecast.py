@@ -1,4 +1,4 @@
-"""Whether a run's checkpoints and export fit on the disk of OUTPUT, before any process starts.
+"""Check before any process starts that a run's checkpoints and export fit on the disk of OUTPUT.
 
 In: a job with its data. Out: notes, or the `RunError` that `lockstep train` would raise. Rank 0 makes the same check
 with measured sizes; the sizes here are lower bounds, computed from a model without weights.
@@ -17,8 +17,8 @@ from lockstep.training.model_stats import ModelFacts, model_facts
 
 
 def check(job: Job) -> list[str]:
-    """Notes on the disk of OUTPUT, for a run whose rank 0 is on this machine. Errors: `RunError` if the files of the
-    run do not fit, or are larger than the system lets files be."""
+    """Return notes on the disk of OUTPUT, for a run whose rank 0 is on this machine. Errors: `RunError` if the files of
+    the run do not fit, or exceed the system's limit of file sizes."""
     run, newest = job.run, job.newest
     if newest is not None and finished(run, newest):
         return []
@@ -30,7 +30,7 @@ def check(job: Job) -> list[str]:
 
 
 def sizes(job: Job, model: ModelFacts) -> tuple[int, int]:
-    """Lower bounds of the bytes of a checkpoint and of an export."""
+    """Return lower bounds of the sizes of a checkpoint and of an export, in bytes."""
     run = job.run
     weight = 4 if run.optim.master_weights or not run.model.trained_in_bfloat16 else 2
     exported = model.trained if run.model.adapter else model.every

@@ -36,8 +36,8 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
         also = f", and {newest} is its newest checkpoint" if newest.exists() else ""
         raise RunError(
             "LS5051",
-            f"{output} has no export: its run is not finished, or the folder is gone; run lockstep train again to "
-            f"write it{also}",
+            f"{output} has no export: its run is not finished, or the export was deleted; run lockstep train again "
+            f"to write it{also}",
         )
     run = load(output / "run.yaml", overrides)
     if run.model.trust_remote_code and "model.trust_remote_code" not in overrides_of(overrides):

@@ -2,8 +2,8 @@
 
 In: a strategy that holds the exported model, and later the export. Out: the outcome, for a message. The export is
 loaded with transformers' `from_pretrained` and the saved tokenizer; examples start from raw rows kept by data
-preparation, and `lockstep.plain` computes their losses. Losses and scores of two models are compared, within rounding:
-no step is, so this is no case for `lockstep_trace/step_record.py`.
+preparation, and `lockstep.plain` computes their losses. It compares losses and scores of two models, within rounding,
+and no steps, so `lockstep_trace/step_record.py` does not apply.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def evaluated(task: Task, strategy: Strategy) -> Evaluated:
     why = _why_not(task)
     raw_rows = RawRows.of(task.prepared.facts)
     if why or raw_rows is None:
-        return Evaluated([], [], why or "no raw rows were kept of its data")
+        return Evaluated([], [], why or "no raw rows of its data were stored")
     ACTIVITY.set("evaluating a few examples, to compare the export with")
     columns = task.splits[raw_rows.split] if raw_rows.examples is None else raw_rows.examples
     lengths = columns.lengths[raw_rows.at]
@@ -104,13 +104,13 @@ def _why_not(task: Task) -> str:
     if not run.verify.plain:
         return "verify.plain is false"
     if task.own_model or not task.built_in() or run.model.trust_remote_code:
-        return "the model or the task is code of yours, or of the Hub"
+        return "the model or the task is your own code, or code from the Hub"
     if task.draws_targets:
-        return "its targets are drawn for every evaluation"
+        return "its targets are drawn at random for every evaluation"
     if task.needs_reference:
-        return "its loss asks for the model before training"
+        return "its loss needs the model from before training"
     if run.model.quantization is not None and run.model.adapter.get("export") == "adapter":
-        return "the adapter is exported alone, and was trained beside a model in 4 bits"
+        return "the adapter is exported alone, and was trained with a 4-bit base model"
     return ""
 
 
@@ -128,7 +128,7 @@ def compare_export(task: Task, expected: Evaluated, folder: Path, device: torch.
         return ExportComparison(f"the export was not compared: {caught}")
     except Exception as caught:
         return ExportComparison(
-            f"{folder} is written, but from_pretrained does not load it as it should: {_line(caught)}", False
+            f"{folder} is written, but from_pretrained does not load it correctly: {_line(caught)}", False
         )
     try:
         losses, rounding = exported_losses(task, job, model, expected.places)
@@ -139,7 +139,7 @@ def compare_export(task: Task, expected: Evaluated, folder: Path, device: torch.
         return ExportComparison(f"{folder} is written, but {caught}", False)
     except Exception as caught:
         return ExportComparison(
-            f"{folder} is written and was loaded, and the plain computation of its losses fails: {_line(caught)}. "
+            f"{folder} is written and loads, but the plain computation of its losses failed: {_line(caught)}. "
             "verify.plain=false exports without it",
             False,
         )
@@ -154,21 +154,21 @@ def compare_export(task: Task, expected: Evaluated, folder: Path, device: torch.
     ]
     if wrong:
         return ExportComparison(
-            f"{folder} was written, but loaded by from_pretrained with its own tokenizer it gives examples other "
-            f"losses than this run did: {'; '.join(wrong)}. The checkpoints are sound, but the export is not what was "
-            "trained: do not use it before this is understood. The same command writes it again",
+            f"{folder} was written, but loaded by from_pretrained with its own tokenizer, its losses differ from "
+            f"this run's: {'; '.join(wrong)}. The checkpoints are sound, but the export is not the trained model: "
+            "do not use it before the cause is known. The same command writes it again",
             False,
         )
     others = _other_scores(job, model, expected, scored)
     if others:
         return ExportComparison(
-            f"{folder} is written, and gives {len(pairs)} examples the losses of this run, but other scores: "
-            f"{'; '.join(others)}. Either this run's evaluations are wrong, or what the field computes of the export",
+            f"{folder} is written, and has the losses of this run for {len(pairs)} examples, but other scores: "
+            f"{'; '.join(others)}. Either this run's evaluations are wrong, or the library's scores of the export",
             False,
         )
     also = f", and all together its {', '.join(name for name, _, _ in scored)}" if scored else ""
     return ExportComparison(
-        f"the export, by from_pretrained and with its own tokenizer, gives {len(pairs)} examples the losses of this run"
+        f"the export, loaded by from_pretrained with its own tokenizer, has this run's losses for {len(pairs)} examples"
         f"{also}"
     )
 

@@ -156,7 +156,7 @@ def data(task: Task) -> str:
 
 
 def check_best(job: Job, own: Sequence[str]) -> None:
-    """Refuse a `checkpoint.best` that no evaluation of the task can have. `own`: metrics of the user's functions.
+    """Refuse a `checkpoint.best` that no evaluation of the task computes. `own`: metrics of the user's functions.
     Errors: `RunError`."""
     if (best := job.run.checkpoint.best) is None:
         return
@@ -210,12 +210,13 @@ def too_few(job: Job, prepared: Prepared) -> list[str]:
     default = "" if run.wrote("batch_size") else " by default"
     return [
         f"batch_size is {run.batch_size:,}{default}, and train has {examples:,} examples: every step takes all of "
-        f"them, and an epoch is one step. A batch_size of {examples:,} says the same; a smaller one makes more steps"
+        f"them, and an epoch is one step. batch_size={examples} has the same effect; a smaller one gives more steps "
+        "per epoch"
     ]
 
 
 def remarks(job: Job) -> list[str]:
-    """Notes on a run's data and on its model config that stop nothing. Errors: `RunError` if the cache cannot be
+    """Return notes on a run's data and model config that need no refusal. Errors: `RunError` if the cache cannot be
     written."""
     run, task, prepared = job.run, job.task, job.data
     idle = [note for note in idle_keys(job, task, prepared.facts) if applies(note, run)]
@@ -225,12 +226,12 @@ def remarks(job: Job) -> list[str]:
 
 
 def config_entries(job: Job) -> Mapping[str, Any]:
-    """What the task sets in the config of its model, such as the labels of its head. Errors: `RunError`."""
+    """Return the config entries that the task sets in its model, such as the labels of its head. Errors: `RunError`."""
     return {} if job.task.head is None else make_task(job).config_entries
 
 
 def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list[str]:
-    """Notes on keys that have no effect with the task's other keys or these data."""
+    """Return notes on keys that have no effect with the task's other keys or these data."""
     run = job.run
     notes = task.idle_keys(run, facts)
     if facts.get("own_validation"):
@@ -240,10 +241,11 @@ def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list
 
 
 def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[str]:
-    """Notes on keys that have no effect with this run's number of steps (`total`) and of processes, and other keys."""
+    """Return notes on keys that have no effect with this run's other keys, number of steps (`total`) and number of
+    processes."""
     run, strategy, notes = job.run, job.strategy, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
-        notes.append(f"checkpoint.at: {', '.join(map(str, later))} come after the last step, {total}")
+        notes.append(f"checkpoint.at: {', '.join(map(str, later))} are after the last step, {total}")
     undecided = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     sharded = undecided or issubclass(strategy, ShardedRecovery)
     whole = f"under {run.strategy.name}, where each rank has a whole copy"
@@ -311,7 +313,7 @@ def memory(job: Job, every: int, trained: int, packed: int = 0, state: float | N
     sizes, note = bytes_by_kind(job, every, trained, packed, state)
     parts = ", ".join(f"{name} {size(each)}" for name, each in sizes.items() if each or name != "partial sums")
     of_layers = " of one layer at a time" * run.model.checkpoint_activations
-    place = " (those of layers wait in the host's memory)" * run.model.offload_activations
+    place = " (those of layers are moved to host memory)" * run.model.offload_activations
     return (
         f"about {size(sum(sizes.values()))} a process ({parts}){note}; excludes activations{of_layers}{place}, "
         "communication buffers and libraries"
@@ -343,8 +345,8 @@ def shortage(job: Job, there: float) -> str | None:
     if needed <= there:
         return None
     return (
-        f"memory: a process needs about {size(needed)} besides activations, and has {size(there)}: strategy=fsdp2 or "
-        "pipeline share it out over more processes; model.adapter, model.quantization and optim.name=adamw_8bit or "
+        f"memory: a process needs about {size(needed)} besides activations, and has {size(there)}: strategy=fsdp2 "
+        "or pipeline divide it among more processes; model.adapter, model.quantization and optim.name=adamw_8bit or "
         "adafactor need less"
     )
 

@@ -49,8 +49,8 @@ def cause(sides: Sides, strategy: Strategy) -> str:
     """Describe the option that causes the difference."""
     if sides.task.own_model:
         return (
-            "Your own functions, called as they are written, compute something else than the run: look at task.loss "
-            "(a mean or a sum over targets?), task.targets and task.collate"
+            "Your own functions, called directly, give other results than the run: check task.loss (a mean or a sum "
+            "over targets?), task.targets and task.collate"
         )
     if (text := _of_examples(sides)) is not None:
         return text
@@ -60,8 +60,8 @@ def cause(sides: Sides, strategy: Strategy) -> str:
         anew = False
     if anew:
         return (
-            "A model that is built anew from the same run file computes what transformers does: something has changed "
-            "this one since it was built"
+            "A second model built from the same run file matches transformers, so this one was changed after it was "
+            "built"
         )
     tried = []
     for key, values in _without(sides.task):
@@ -71,15 +71,18 @@ def cause(sides: Sides, strategy: Strategy) -> str:
             continue
         tried.append(key)
         if agrees:
-            return f"The option that makes the difference is {key}: without it both are equal"
-    rest = f" It is none of {', '.join(tried)}: each was switched off by itself." if tried else ""
-    return f"No option of the run file makes the difference.{rest} Look at the loss, the labels and the model's family"
+            return f"{key} causes the difference: without it both are equal"
+    rest = f" Switching off each of {', '.join(tried)} did not remove it." if tried else ""
+    return f"No option of the run file causes the difference.{rest} Check the loss, the labels and the model's family"
 
 
 def _of_examples(sides: Sides) -> str | None:
     """Describe the first difference in the tokens of an example, or return None."""
     if len(sides.examples) != len(sides.at):
-        return f"The examples are others: {len(sides.at)} here, {len(sides.examples)} by the model's tokenizer alone"
+        return (
+            f"The number of examples differs: {len(sides.at)} here, {len(sides.examples)} by the model's "
+            "tokenizer alone"
+        )
     if "input_ids" not in sides.columns.names:
         return None
     tokens = sides.columns.ragged("input_ids")
@@ -87,7 +90,7 @@ def _of_examples(sides: Sides) -> str | None:
         own, plain = tokens.row(place).tolist(), example.get("input_ids")
         if isinstance(plain, list) and plain and isinstance(plain[0], int) and own != plain:
             return (
-                f"The tokens of example {place} are others already: {str(own[:12])[:-1]}, ...] here, "
+                f"The tokens of example {place} differ already: {str(own[:12])[:-1]}, ...] here, "
                 f"{str(plain[:12])[:-1]}, ...] by the model's tokenizer alone (data.max_length, tokenizer, the cache)"
             )
     return None
@@ -192,8 +195,8 @@ class PlainDifference:
 
     def __str__(self) -> str:
         return (
-            f"{self.what} of {self.of} is {self.own:.8g} as this run computes it, and {self.plain:.8g} by transformers "
-            f"alone (they differ by {self.relative:.1e})"
+            f"{self.what} of {self.of} is {self.own:.8g} in this run, and {self.plain:.8g} by transformers alone "
+            f"(relative difference {self.relative:.1e})"
         )
 
 
@@ -242,8 +245,8 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         if session.task.own_model:  # may need more than one item, or a resource that exists once
             return True, f"not compared with a plain computation: your code cannot be called again ({caught})"
         return False, (
-            f"before the first step: the comparison with a plain computation fails ({caught}), so that nothing is "
-            "known of this run's loss. verify.plain=false trains without it; please report this"
+            f"before the first step: the comparison with a plain computation failed ({caught}), so this run's loss "
+            "is unchecked. verify.plain=false trains without it; please report this"
         )
     if not differing:
         groups = groups_of(sides)
@@ -251,17 +254,17 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         by = "your own functions" if session.task.own_model else "plain transformers"
         return True, f"loss and gradients of {count} examples match {by} (dropout off, within rounding)"
     if session.task.own_model and not _repeatable(sides, strategy):
-        return True, "not compared with a plain computation: your code gives other numbers for the same items"
+        return True, "not compared with a plain computation: your code gives different numbers each time"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])
     if session.task.own_model:
         lines = lines.replace("by transformers alone", "by your own functions alone")
     if not any(math.isfinite(number) for each in differing for number in (each.own, each.plain)):
-        why = "Both compute no number: the model itself, or its weights, give none for these examples"
+        why = "Both results are not finite: the cause is the model itself or its weights, for these examples"
     else:
         why = causes(sides, strategy)
     return False, (
-        f"before the first step, without dropout:\n{lines}\n{why}\nNothing was trained. If you know better: "
-        "verify.plain=false trains without this comparison"
+        f"before the first step, without dropout:\n{lines}\n{why}\nNothing was trained. If the difference is "
+        "intended, verify.plain=false trains without this comparison"
     )
 
 

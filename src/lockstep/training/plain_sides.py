@@ -110,12 +110,12 @@ def sides_of(task: Task, strategy: Strategy, micro_batch: Sequence[int] | np.nda
         if isinstance(task, Module):
             return _module_sides(task, strategy, micro_batch)
     if task.own_model or not task.built_in():
-        raise Elsewhere("the task is a class of yours, whose loss nobody else knows")
+        raise Elsewhere("the task is your own class, whose loss has no reference implementation")
     if run.model.trust_remote_code:
         raise Elsewhere("the model may be code from the Hub (model.trust_remote_code)")
     raw_rows = RawRows.of(task.prepared.facts)
     if raw_rows is None:
-        raise Elsewhere("no raw rows were kept of its data")
+        raise Elsewhere("no raw rows of its data were stored")
     with plain_path():
         job = job_of(task)
         examples = job.encode(task.plain_rows(raw_rows.rows))[: len(raw_rows.at)]
@@ -139,7 +139,7 @@ def _module_sides(task: Module, strategy: Strategy, micro_batch: Sequence[int] |
     if strategy.effects.evaluated or strategy.effects.written:
         raise Elsewhere("your model changes its own weights when it is called")
     if names := own_generators(task, model):
-        raise Elsewhere(f"your code draws from {', '.join(names)}, which no step seeds")
+        raise Elsewhere(f"your code draws from {', '.join(names)}, which lockstep does not seed")
     plain = copy.copy(model)
     plain.__class__ = next(kind for kind in type(model).__mro__[1:] if kind is not Adapted)
     with plain_path():
@@ -179,9 +179,9 @@ def check_tokenizer(task: Task, job: Plain, examples: list[dict[str, Any]]) -> N
         other = job_of(task, folder)
         if other.encode(other.splits["train"])[: len(examples)] != examples:
             raise OtherTokens(
-                f"tokenizer: transformers reads the tokenizer of every {family} as a {kind}, which makes other "
-                "tokens of this run's texts: its export would not be read as it was trained. Give tokenizer.source one "
-                "of that class, or take another model.type"
+                f"tokenizer: transformers loads the tokenizer of every {family} as a {kind}, which tokenizes this "
+                "run's texts differently: the export would not work as trained. Set tokenizer.source to a tokenizer "
+                "of that class, or use another model.type"
             )
 
 
@@ -226,7 +226,8 @@ def whole_model(task: Task, strategy: Strategy) -> nn.Module:
         return strategy.model
     if strategy.parameter_count > WHOLE:
         raise Elsewhere(
-            f"no rank holds the whole model under {run.strategy.name}, and it is too large for one more in memory"
+            f"no rank holds the whole model under {run.strategy.name}, and it is too large to build a second one in "
+            "memory"
         )
     model = make_model(task).to(strategy.world.device)
     blocks.prepare(run, model)
@@ -252,7 +253,7 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     """Put the parameters and buffers of `model` into `plain`, which has the same names, in float32."""
     own = dict(model.named_parameters(remove_duplicate=False))
     if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
-        raise Elsewhere("too many of the model's weights are kept in few bits to have them in float32, too")
+        raise Elsewhere("the model has too many quantized weights for a float32 copy")
     packed = {n: nn.Parameter(t, requires_grad=False) for n, t in quantized.unpacked(model).items()}
     for name in packed:
         for part in ("packed", "absmax"):
@@ -260,7 +261,9 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     own |= packed
     theirs = dict(plain.named_parameters(remove_duplicate=False))
     if own.keys() != theirs.keys():
-        raise PlainFailed(f"the plain model has other weights: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}")
+        raise PlainFailed(
+            f"the names of the plain model's weights differ: {', '.join(sorted(own.keys() ^ theirs.keys())[:3])}"
+        )
     shared: dict[int, nn.Parameter] = {}
     for name, parameter in own.items():
         if parameter.shape != theirs[name].shape:

@@ -107,7 +107,7 @@ def predict(
             'predict: no text given; use lockstep predict OUTPUT "some text", a file, or lines on standard input',
         )
     if not reads.learned and any(isinstance(row[0], Question) for row in rows):
-        note = "the model was trained on texts; conversations are rendered by the chat template of its tokenizer"
+        note = "the model was trained on texts; the chat template of its tokenizer renders conversations"
         streams.put(sys.stderr, f"note: {note}\n", flush=True)
     answers = _answered(task, run, export, rows)
     if out is not None:
@@ -171,7 +171,7 @@ def rows_of(run: Run, word: str, reads: Reads) -> list[Row]:
     if not os.path.isfile(word):  # accepts any text; Path.is_file raises for long ones
         one_name = len(word.split()) == 1 or (os.sep in word and _is_folder(path.parent))
         if one_name and (row_files.format_of(path) or _is_folder(path)):
-            what = "is a folder; name its files" if _is_folder(path) else "looks like a file, and there is none"
+            what = "is a folder; name its files" if _is_folder(path) else "names a file that does not exist"
             raise RunError("LS5074", f"predict: {word} {what}. To predict this text itself, add --texts")
         return [row_of(word, reads, repr(word[:40]))]
     ending, layout = row_files.format_of(path), run.data.layout

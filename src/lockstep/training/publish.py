@@ -62,7 +62,7 @@ def write_model(
             f"{text}; {remedy}, then run the same command again, which writes it from {name_of(newest)}",
             status,
         )
-    again = f"goes on from step {newest}" if newest else "begins from the start: there is no checkpoint"
+    again = f"resumes from step {newest}" if newest else "starts over: there is no checkpoint"
     for folder in checkpoints.room.elsewhere():
         try:
             place = write_export(task, weights, scores, exported, folder)
@@ -124,7 +124,7 @@ def publish_until_stopped(job: Job, world: World, console: Console, mirror: Remo
             streams.put(sys.stdout, streams.CLEAR)
         console.say(
             f"stopped on request before {where} had the model, which is in {run.folder}/export; the same command "
-            "goes on with that"
+            "continues the upload"
         )
         return STOPPED
 
@@ -135,4 +135,4 @@ def at_a_stop(session: Session, console: Console) -> None:
     run = session.run
     missing = session.checkpoints.catalog.rest(run.launch.timeout_s / 2)
     if missing is not None:
-        console.note(f"{missing}. Here the run goes on from {run.folder}; elsewhere from what is there")
+        console.note(f"{missing}. On this machine the run resumes from {run.folder}, elsewhere from that copy")

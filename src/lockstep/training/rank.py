@@ -356,9 +356,9 @@ def stopped_at(session: Session, step: int) -> str:
     there = "there" if newest == step else f"step {newest}"
     then = f"the same command goes on from {there}"
     if not newest:
-        then = "no checkpoint could be written, and the same command begins from the start"
+        then = "no checkpoint could be written, so the same command starts over"
     elif (away := session.checkpoints.room.away()) is not None:
-        then = f"{away}; the checkpoint of step {newest} is where that folder was moved to, if it still is"
+        then = f"{away}; the checkpoint of step {newest} is wherever that folder was moved to"
     return f"stopped on request after step {step} of {session.feed.total}; {then}"
 
 

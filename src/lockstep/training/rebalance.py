@@ -165,11 +165,14 @@ def partial_sums(first: int, end: int, leaves: int) -> int:
 def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hosts: Sequence[str], step: int) -> str:
     """Message about new shares."""
     if shares == equal:
-        return f"hand over: from step {step + 1} on ranks share micro-batches equally again; they compute alike"
+        return (
+            f"hand over: from step {step + 1} on ranks share micro-batches equally again, because their speeds "
+            "are about equal"
+        )
     usual = statistics.median_low(rates)
     fewer = [
-        f"rank {rank} on {hosts[rank]} runs {len(share)} of {equal[-1].stop} micro-batches, not {len(equal[rank])}: it "
-        f"takes {rates[rank] / usual:.1f} times as long for a token as others do"
+        f"rank {rank} on {hosts[rank]} runs {len(share)} of {equal[-1].stop} micro-batches, not {len(equal[rank])}: "
+        f"its time per token is {rates[rank] / usual:.1f} times that of the others"
         for rank, share in enumerate(shares)
         if len(share) < len(equal[rank])
     ]

@@ -72,14 +72,14 @@ def _scores_of_split(world: World, task: UsesReference, strategy: Strategy, spli
     reference = torch.zeros(len(columns), task.reference_size, dtype=torch.float64, device=world.device)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
     for turn in range(0, len(batches), strategy.data_parallel.size):
-        ACTIVITY.set(f"what the model says of {split} before training, batch {turn}")
+        ACTIVITY.set(f"reference outputs of {split}, batch {turn}")
         mine = turn + strategy.data_parallel.rank
         rows = batches[mine] if mine < len(batches) else order[:0]
         seed_everything(task.run.seed, -1, mine)
         try:
             scores = task.reference_scores(strategy.forward, task.collate(columns, rows, 0).to(world.device))
         except torch.OutOfMemoryError as caught:
-            caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size takes fewer)")
+            caught.add_note(f"({ACTIVITY.name}, of {size} examples; task.reference_batch_size sets a smaller number)")
             raise
         reference[torch.from_numpy(rows).to(world.device)] = scores[: len(rows)]
     return strategy.data_parallel.all_reduce(reference).cpu().numpy()

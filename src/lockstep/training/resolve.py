@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
 
-Tell = Callable[[str, str], None]  # a label (`checks` or `tokens`) and a text
+Tell = Callable[[str, str], None]  # (label, text); the label is `checks` or `tokens`
 
 
 class Starter(Protocol):
@@ -184,8 +184,8 @@ def _refuse_strategy(job: Job) -> None:
     if run.strategy.exact and (keys := strategy.inexact_options(run)):
         raise RunError(
             "LS5138",
-            f"{keys[0]}: it computes in another way than one process does, so that bits depend on the number of "
-            "processes; set strategy.exact=false to have it so, or leave it out",
+            f"{keys[0]}: it changes the arithmetic compared to one process, so results depend on the number of "
+            "processes; set strategy.exact=false to accept that, or remove it",
         )
     if run.strategy.tensor_leaves > 1:
         from lockstep.strategies.engines import tensor_plans
@@ -201,8 +201,8 @@ def _refuse_strategy(job: Job) -> None:
 
 
 def _samples(job: Job) -> tuple[str, Any] | tuple[()] | None:
-    """The task's option that decodes greedily and its value, `()` if it has none, where evaluations would sample or
-    search beams and the strategy cannot; else None."""
+    """Return the task's option for greedy decoding and its value (`()` if it has none) if evaluations would sample or
+    search beams and the strategy does not support that; else None."""
     from lockstep.strategies.strategy import Strategy
     from lockstep.tasks.abilities import Generates
 
@@ -213,8 +213,8 @@ def _samples(job: Job) -> tuple[str, Any] | tuple[()] | None:
 
 
 def _greedy(job: Job) -> tuple[Job, list[str]]:
-    """Let the default by which evaluations sample, or search beams, give way to a strategy that cannot. Returns the job
-    and a note; `_refuse_strategy` has refused a value that was written."""
+    """Switch off sampling or beam search in evaluations if they are defaults that the strategy does not support.
+    Returns the job and a note; `_refuse_strategy` has refused written values."""
     if not (option := _samples(job)):
         return job, []
     name, value = option
@@ -292,8 +292,8 @@ def _refuse_features(job: Job) -> None:
 
 
 def ends_with_a_rank(job: Job) -> str | None:
-    """Explain, as far as the job reveals it, why the loss of a rank ends the others too, or return None. What hangs on
-    the device and the model is added in `training/recovery/`."""
+    """Explain, as far as the job reveals it, why a failed rank ends the others too; None if it does not.
+    `training/recovery/` adds reasons that depend on device and model."""
     from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery, WholeStateRecovery
 
     run, strategy = job.run, job.strategy
@@ -301,7 +301,7 @@ def ends_with_a_rank(job: Job) -> str | None:
     shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
     shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run)
     if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
-        return f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank for itself"
+        return f"strategy {run.strategy.name} does not keep the whole state on every rank"
     if run.average.ema is not None or job.optimizer.averages:
         return "weights are averaged"
     if run.remote_dir is not None:
@@ -310,7 +310,7 @@ def ends_with_a_rank(job: Job) -> str | None:
 
 
 def shards_this_model(run: Run) -> RunError:
-    """Error for a strategy of which memory decides that no other rank can repeat a computation."""
+    """Return the error for a strategy that shards this model, so that no other rank can repeat a computation."""
     return RunError("LS5150", f"sdc_check.every: {run.strategy.name} shards this model; {RECOMPUTES}")
 
 
@@ -339,8 +339,8 @@ def _refuse_sharding(job: Job) -> None:
 
 
 def refuse_eviction(job: Job, why: str | None) -> None:
-    """Refuse `sdc_check.on_difference: evict` where neither machines nor ranks can be left out. `why`: why the loss of
-    a rank ends the others. Errors: `RunError`."""
+    """Refuse `sdc_check.on_difference: evict` if neither machines nor ranks can be removed. `why`: why a failed rank
+    ends the others. Errors: `RunError`."""
     check = job.run.sdc_check
     if why is None or not check.every or check.on_difference != "evict":
         return
@@ -356,20 +356,18 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
     from lockstep.config import processor
 
     why: dict[str, str | None] = {
-        f"launch.device: {run.launch.device}": "a GPU is no x86-64 processor" if gpus_of(run.launch) else None,
-        "model.compile": "its code is made for the processor" if run.model.compiled else None,
-        "model.quantization": "its kernels are chosen by the processor" if run.model.quantization else None,
-        f"optim.name: {run.optim.name}": "its kernels are chosen by the processor"
-        if "8bit" in run.optim.name
-        else None,
+        f"launch.device: {run.launch.device}": "a GPU is not an x86-64 processor" if gpus_of(run.launch) else None,
+        "model.compile": "its code is compiled for this processor" if run.model.compiled else None,
+        "model.quantization": "its kernels depend on the processor" if run.model.quantization else None,
+        f"optim.name: {run.optim.name}": "its kernels depend on the processor" if "8bit" in run.optim.name else None,
         f"strategy.name: {run.strategy.name}": None
         if job.same_bits
-        else "with these options it does not have the bits of one process on one processor either",
+        else "with these options it is not bitwise equal to one process even on one processor",
     }
     for key, reason in why.items():
         if reason is not None:
             raise RunError(
-                "LS5140", f"strategy.exact: portable cannot be had with {key}: {reason}; set strategy.exact=true"
+                "LS5140", f"strategy.exact: portable does not support {key}: {reason}; set strategy.exact=true"
             )
     if like_this_one:
         processor.refuse()
@@ -426,8 +424,8 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
 
 
 def _compiled(job: Job) -> tuple[Run, list[str]]:
-    """Decide `model.compile`; returns the run and notes. A run that resumes goes on as its checkpoint was made. Errors:
-    `RunError` if the run file asks for what is not possible."""
+    """Decide `model.compile`; return the run and notes. A resumed run computes as its checkpoint did. Errors:
+    `RunError` if the run file asks for something impossible."""
     run = job.run
     if run.model.compile not in ("whole", "auto") or job.task.own_model:  # `module` has no keys of `model`
         return run, []

@@ -70,7 +70,7 @@ class SdcCheck:
                 raise
             self._session.journal.event("guard", batch.step, retried=True)
             if self._world.is_main:
-                self._session.checkpoints.say(f"{caught}. The step is computed once more")
+                self._session.checkpoints.say(f"{caught}. Recomputing the step")
         return self._checked_step(batch, rate)
 
     def _checked_step(self, batch: StepBatch, rate: float) -> StepResult:
@@ -122,7 +122,7 @@ class SdcCheck:
             return None
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         gradient = GradientHash(chosen)
-        ACTIVITY.set(f"guard: micro-batch {chosen} of step {batch.step + 1} once more")
+        ACTIVITY.set(f"sdc_check: recomputing micro-batch {chosen} of step {batch.step + 1}")
         with listening(self._strategy, gradient):
             self._strategy.recompute(batch.step, micro, batch.targets)
         return gradient.hash()

@@ -55,7 +55,7 @@ def parting(a: Course, b: Course) -> tuple[int, str]:
     course ends there."""
     most = min(len(a.rates), len(b.rates))
     if a.scales != b.scales:
-        return 0, "the rates of optim.groups, beside optim.learning_rate, are not the same"
+        return 0, "the rates of optim.groups, relative to optim.learning_rate, differ"
     other = np.flatnonzero(a.rates[:most] != b.rates[:most])
     same = int(other[0]) if len(other) else most
     if a.weights != b.weights:
@@ -72,11 +72,14 @@ def shares_nothing(job: Job, differing: Mapping[str, Any]) -> str | None:
     arithmetic differs."""
     run = job.run
     if not job.same_bits:
-        return f"strategy.name: {run.strategy.name} promises no bits with these options, so nothing can be shared"
+        return (
+            f"strategy.name: {run.strategy.name} is not bitwise reproducible with these options, so no step can "
+            "be shared"
+        )
     for key, kind, name in (
         ("task.name", "tasks", run.task.name),
         ("strategy.name", "strategies", run.strategy.name),
     ):
         if differing and is_own(plugins.path_of(kind, name)):
-            return f"{key}: {name} is your own, and may look at {sorted(differing)[0]} in any step"
+            return f"{key}: {name} is your own code, and may read {sorted(differing)[0]} in any step"
     return None

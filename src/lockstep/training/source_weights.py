@@ -91,7 +91,7 @@ def _difference(session: Session, own: dict[str, tuple[tuple[torch.dtype, tuple[
             continue
         if name not in theirs:
             if name in dict(model.named_parameters(remove_duplicate=False)):
-                wrong.append(f"{name} is a weight of its own here, and tied there")
+                wrong.append(f"{name} is an independent weight here, and tied there")
         elif tuple(theirs[name].shape) != shape:
             wrong.append(f"{name} has the shape {list(shape)} here, and {list(theirs[name].shape)} there")
         elif theirs[name].is_floating_point() and value not in _sums(theirs[name], low, dtype, name in parameters):

@@ -187,7 +187,7 @@ def try_the_end(session: Session, bound: MemoryBound | None = None) -> None:
     try:
         _tried(session, bound)
     except Exception as caught:
-        caught.add_note(f"({ACTIVITY.name}, tried before training: it would have failed after it)")
+        caught.add_note(f"({ACTIVITY.name}, tried before training, because it would fail after it)")
         raise
 
 
@@ -237,12 +237,12 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
 
 
 def other_arithmetic(job: Job) -> list[str]:
-    """A note on variables of the environment by which libraries compute in another way."""
+    """Return a note on environment variables that change the arithmetic of libraries."""
     if not (variables := processor.set_by_user(job.run.strategy.exact == "portable")):
         return []
     return [
-        f"{', '.join(variables)} in the environment: libraries then compute with other instructions or another "
-        "precision, and the weights may not have the bits of a run without it; unset it unless it is intended"
+        f"{', '.join(variables)} in the environment: libraries then use other instructions or another precision, so "
+        "the weights may differ in bits from a run without it; unset it unless it is intended"
     ]
 
 

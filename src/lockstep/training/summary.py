@@ -240,7 +240,7 @@ def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES
     if run.launch.name != "local" or promised == Promised.ONE_PROCESS:  # this shell may not be able to start its ranks
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model again"
     if not job.same_bits or (promised == Promised.NOT_CHECKED and world.size > 1):
-        return shlex.join(["lockstep", "verify", file]), "whether this is the same training as on one process"
+        return shlex.join(["lockstep", "verify", file]), "checks that this training equals one on a single process"
     words = ["lockstep", "train" if promised == Promised.YES else "verify", file]
     most = run.micro_batches if world.device.type == "cpu" else torch.cuda.device_count()
     if run.strategy.alone and most > 1:
@@ -253,7 +253,7 @@ def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES
             resolve_strategy(run, processes)
             words += [f"launch.processes={processes}"]
             if promised != Promised.YES:
-                return shlex.join(words), f"whether this is the same training on {quantity(processes, 'process')}"
+                return shlex.join(words), f"checks that this training equals one on {quantity(processes, 'process')}"
             words += _in_a_folder_of_its_own(run, str(processes))
             return shlex.join(words), f"gives the same weights on {quantity(processes, 'process')}"
     return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model again"

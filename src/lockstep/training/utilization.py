@@ -1,9 +1,9 @@
-"""Model FLOPs utilization (MFU): what share of a GPU's rate of matrix products a training run reaches.
+"""Model FLOPs utilization (MFU): a training run's share of the GPU's rate of matrix products.
 
 In: a built model, the length of its examples, a device. Out: a factor that turns tokens per second into MFU. The
-operations of a token are those of the PaLM paper, appendix B (https://arxiv.org/abs/2204.02311): 6 per parameter and
-12 x layers x width x length for attention, without recomputation. The rate is measured, as a large product in the run's
-precision: what a maker states is not reached by any program.
+operations of a token are those of the PaLM paper, appendix B (https://arxiv.org/abs/2204.02311): 6 per parameter and 12
+x layers x width x length for attention, without recomputation. The rate is measured with a large product in the run's
+precision, because no program reaches the manufacturer's figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 
 SIZE = {"cuda": 8192, "cpu": 512}  # rows and columns of the measured product
-TIMES = 10  # products that are timed together, after as many that are not
+TIMES = 10  # products timed together, after as many untimed ones
 
 
 def per_token_rate(world: World, task: Task, strategy: Strategy) -> float:

@@ -66,7 +66,7 @@ def recovery_for(
         return Recovery(session, state, watch, on_regroup)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:
         session.checkpoints.say(
-            f"launch.on_rank_failure: continue is not possible ({why}): a lost rank ends the others"
+            f"launch.on_rank_failure: continue is not possible ({why}): a failed rank ends the others"
         )
     return None
 
@@ -193,8 +193,8 @@ class Recovery:
         if len(set(world.all_gather(world.agreed))) > 1:
             raise TrainingFailed(
                 "LS5033",
-                "a joining rank has another run file, code, data or package version than the others; start it "
-                "with the same",
+                "a joining rank has another run file, code, data or package version than the others; start it with "
+                "the same ones",
             )
         gone = bool(set(first) - set(generation.members))
         positions = world.all_gather((state.step, state.hooks_pending, gone, self._trained.members))
@@ -285,13 +285,13 @@ def unsupported_reason(session: Session) -> str | None:
     if reshards(strategy) and strategy.survives_rank_failure(run):
         if not run.launch.replicate_every and not strategy.keeps_copies:
             return (
-                f"strategy {run.strategy.name} does not keep a whole copy of the state on every rank, nor a copy of "
-                "each part on another: set launch.replicate_every"
+                f"strategy {run.strategy.name} keeps neither the whole state on every rank nor a copy of each shard "
+                "on another: set launch.replicate_every"
             )
         if session.task.needs_reference:
-            return f"task {run.task.name} asks the model before training"
+            return f"task {run.task.name} needs the model from before training"
     if session.world.device.type != "cpu":
-        return "what waits on a GPU cannot be cut off"
+        return "a collective waiting on a GPU cannot be aborted"
     if strategy.statistics is not None and strategy.statistics.names:
         return "the model keeps running statistics"
     return None
@@ -305,8 +305,8 @@ def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
     if lost:
         parts.append(f"{_ranks(lost)} {'was' if len(lost) == 1 else 'were'} lost")
     if came:
-        parts.append(f"{_ranks(came)} came in, with the state of the others")
-    return "; ".join(parts) or "the ranks met again"
+        parts.append(f"{_ranks(came)} joined with the state of the others")
+    return "; ".join(parts) or "the ranks formed a new group"
 
 
 def _ranks(ranks: list[str]) -> str:

@@ -125,7 +125,7 @@ def build_strategy(session: Session, run: Run) -> Any:
         job.strategy.check(job)
     except RunError as caught:
         raise TrainingFailed(
-            caught.code, f"training cannot go on with {quantity(world.size, 'rank')}: {caught.message}"
+            caught.code, f"training cannot continue with {quantity(world.size, 'rank')}: {caught.message}"
         ) from None
     strategy: Any = make_strategy(job, world)
     strategy.build_empty = True
