@@ -224,7 +224,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
     [
         ("gone", "no longer exists, and row "),
         ("cut", "bytes now, and had "),
-        ("unlike", "a label that it did not have when training began: 'fun'"),
+        ("unlike", "a label that was missing when training began: 'fun'"),
         ("other", "they have changed since the shards were indexed"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_head_is_kept_for_some_of_its_labels(tmp_path: Path) -> None:
     assert task.labels == MODEL
     assert task.prepared.facts["of_label"][0] == 0
     assert kept_head(task, tmp_path)
-    assert "its head has an output for each of the 3" in notes(task)
+    assert "its head keeps all 3 outputs" in notes(task)
     assert values_of_labels(run.model_dump(mode="json"), texts("negative", "positive")) == MODEL
 
 
@@ -198,7 +198,7 @@ def test_tags_that_are_numbers_are_the_models_outputs(tmp_path: Path) -> None:
     values = run.model_dump(mode="json")
     assert values_of_labels(values, read_splits(values)[WHOLE]) == tags
     source(tmp_path, [*"abcdefghijkl"], "tags", count=12)
-    assert "write these in the data" in notes(prepared(run, TokenClassification))
+    assert "use those in the data" in notes(prepared(run, TokenClassification))
 
 
 def test_another_kind_of_problem_is_told(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_tags_are_in_the_models_order(tmp_path: Path) -> None:
     run = run_on(tmp_path, rows, name="token_classification")
     task: Any = prepared(run, TokenClassification)
     assert task.labels == tags
-    assert "its head has an output for each of the 4" in notes(task)
+    assert "its head keeps all 4 outputs" in notes(task)
     before = BertForTokenClassification.from_pretrained(tmp_path).classifier.weight
     assert (task.model().classifier.weight == before).all()
     values = run.model_dump(mode="json")

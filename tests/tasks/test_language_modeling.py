@@ -271,7 +271,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "nothing to predict": (
         {"prompt": "text", "response": "text", "block_size": 2, "document": "line"},
         [],
-        ["no token is left to predict", "task.block_size"],
+        ["has no token to predict", "task.block_size"],
     ),
 }
 

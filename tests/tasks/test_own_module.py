@@ -36,7 +36,7 @@ def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, module_fol
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        ("((outputs - answers) ** 2).sum() ** 0.5", "neither a sum over targets nor their mean"),
+        ("((outputs - answers) ** 2).sum() ** 0.5", "neither a sum nor a mean over targets"),
         ("outputs.sum() * 0", "neither a sum"),
         ("(outputs ** 2).sum() / (answers ** 2).sum()", "a mean, but not over examples"),
         ("(outputs * float('nan')).sum()", "not finite"),
@@ -108,7 +108,7 @@ METRICS = {
         "c": "pair",
     },
     "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
-    "{'a': outputs.sum() * 0}": "a is 0 for the items it was tried on",
+    "{'a': outputs.sum() * 0}": "a is 0 for the tried items",
     "{'loss': outputs.sum()}": "LS3237",
     "outputs": "the function returned a tensor of shape [8, 2]",
 }
@@ -282,7 +282,7 @@ def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(module_folder
 @pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
 def test_items_that_are_others_the_second_time_are_told(state: str, module_folder: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)
-    assert "is something else when it is read again" in found_of(job(module_folder, code))["doubts"][0]
+    assert "differs when it is read again" in found_of(job(module_folder, code))["doubts"][0]
     assert (
         found_of(job(module_folder, code.replace(state, "random.random() + np.random.rand() + torch.rand(())")))[
             "doubts"

@@ -246,8 +246,11 @@ def test_the_export_is_loaded_again_by_its_import_path(module_folder: Path) -> N
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.type=gpt2", "model: of no use with task module, where task.model makes the model (on the command"),
-        ("data.source=x", "data.source: of no use with task module, where task.data makes the data sets"),
+        (
+            "model.type=gpt2",
+            "model: has no effect with the task module, because task.model builds the model (on the command",
+        ),
+        ("data.source=x", "data.source: has no effect with the task module, because task.data creates the data sets"),
         ("task.loss=null", "task.loss: "),
         ("task.metrics=metrics", "task.metrics: 'metrics' does not name a file; write my_file.metrics"),
         ("task.metrics=nowhere.metrics", "task.metrics: cannot import 'nowhere.metrics'"),

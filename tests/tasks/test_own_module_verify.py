@@ -15,7 +15,7 @@ from support.marks import slow
 pytestmark = pytest.mark.processes
 
 SAID = {
-    "AcrossRanks": "buggy_across_ranks.py, line 5: code of yours uses torch.distributed",
+    "AcrossRanks": "buggy_across_ranks.py, line 5: your code uses torch.distributed",
     "Remembers": "the model keeps state between batches: memory",
     "OwnDice": "model.dice (torch's Generator)",
 }

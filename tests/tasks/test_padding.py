@@ -147,13 +147,13 @@ def test_families_that_can(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "head", "config", "why"),
     [
-        ("t5", "seq2seq", T5, "a bias by position"),
-        ("deberta", "classification", DEBERTA, "no attention by torch's function"),
+        ("t5", "seq2seq", T5, "a position bias"),
+        ("deberta", "classification", DEBERTA, "does not support torch's attention"),
         (
             "gpt_oss",
             "causal",
             GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1},
-            "no attention by torch's function",
+            "does not support torch's attention",
         ),
         ("bart", "seq2seq", FAMILIES["bart"][1] | {"encoder_layerdrop": 0.2}, "model.config.encoder_layerdrop"),
         ("lfm2", "causal", GROUPED | {"num_hidden_layers": 4, "layer_types": ["full_attention", "conv"] * 2}, "layers"),
@@ -190,7 +190,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
         why = padding.trial(run_of("bert"), "classification", model_configs.load_config(run_of("bert")))
     finally:
         transformers.AttentionInterface.register(unpadded.NAME, unpadded.attention)
-    assert why == "laid end to end, its examples would see each other"
+    assert why == "concatenated examples would attend to each other"
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_heads_and_poolers_are_noted_where_they_are_used(tmp_path: Path) -> None
     own_heads.save(tmp_path / "model", "bert", apart=False)  # of a masked language model, without a pooler
     run = run_of(tmp_path)
     (note,) = source_files.notes(run, heads.CLASSIFICATION)
-    assert "bert.pooler.dense.weight, bert.pooler.dense.bias: initialized anew" in note
+    assert "bert.pooler.dense.weight, bert.pooler.dense.bias: initialized at random" in note
     assert "classifier" not in note  # a new head is what the task is for
     for head in (heads.MASKED, heads.EMBEDDING, heads.TOKEN_CLASSIFICATION):
         assert source_files.notes(run, head) == []
@@ -121,10 +121,10 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     for other in ("transformer.h.0.attn.q_norm.weight", "transformer.h.1.mlp.c_fc.lora_A.weight"):
         rewrite(tmp_path / "model", lambda weights, name=other: {**own, name: torch.ones(1)})  # type: ignore[misc]
         (note,) = source_files.notes(run, heads.CAUSAL)
-        assert f"hold {other}, for which" in note
+        assert f"hold {other}, which the model" in note
     rewrite(tmp_path / "model", lambda _: {**own, "v_head.summary.weight": torch.ones(1, 32)})  # TRL's value head
     (note,) = source_files.notes(run, heads.CAUSAL)
-    assert "hold v_head.summary.weight, for which" in note
+    assert "hold v_head.summary.weight, which the model" in note
     rewrite(tmp_path / "model", lambda _: own)
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 1}))
@@ -167,7 +167,7 @@ def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None
         rewrite(tmp_path / "model", lambda _, part=lacking: without(part)(own))  # type: ignore[misc]
         (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(3))
         assert "hold no classifier." in note
-        assert "initialized anew" in note
+        assert "initialized at random" in note
         source_files.check(run, heads.CLASSIFICATION, labels(3))
         with raises("LS3492", "classifier."):  # an export, by `evaluate`
             source_files.check_export(run, heads.CLASSIFICATION)
@@ -255,7 +255,10 @@ def test_an_export_without_all_its_weights_is_not_used(tmp_path: Path) -> None:
 ADAPTER_NAMES = {
     "of more layers": (lambda w: {n.replace("layer.1", "layer.7"): t for n, t in w.items()}, "lacks"),
     "incomplete": (without("layer.0.attention.self.query.lora_B"), "lacks"),
-    "with more": (lambda w: {**w, "base_model.model.bert.encoder.layer.5.x.lora_A.weight": torch.ones(1)}, "no place"),
+    "with more": (
+        lambda w: {**w, "base_model.model.bert.encoder.layer.5.x.lora_A.weight": torch.ones(1)},
+        "does not have",
+    ),
 }
 
 

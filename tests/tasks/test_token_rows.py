@@ -138,7 +138,7 @@ def test_a_tokenizer_of_other_tokens_is_noted(tmp_path: Path) -> None:
 
     rows = [row | {"text": row["text"].replace("w", "v")} for row in rows_with()]
     said = warnings(prepared(run_on(tmp_path, rows, f"tokenizer.source={tmp_path / 'other'}")).facts)
-    assert any(f"tokenizer.source: {len(WORDS)} of {ROWS} ids are other tokens" in note for note in said)
+    assert any(f"tokenizer.source: {len(WORDS)} of {ROWS} ids stand for other tokens" in note for note in said)
     assert not any("other tokens" in note for note in notes(f"tokenizer.source={tmp_path / 'more'}"))
     assert any("tokenizer.train: " in note for note in notes("tokenizer.train=wordlevel", "tokenizer.vocab_size=30"))
     assert notes() == []

@@ -186,7 +186,7 @@ def test_the_trial_finds_a_mask_that_is_forgotten(family: str, monkeypatch: pyte
         why = padding.trial(run, "causal", config)
     finally:
         transformers.AttentionMaskInterface.register(unpadded.NAME, unpadded.masked)
-    assert why == "laid end to end, its examples would see each other (texts of 9, 9, 9 tokens)"
+    assert why == "concatenated examples would attend to each other (texts of 9, 9, 9 tokens)"
 
 
 def run_of(family: str, window: int) -> Run:
@@ -203,7 +203,7 @@ XLM = {"n_layers": 2, "n_heads": 2, "emb_dim": 32, "max_position_embeddings": 64
         ("xlm", XLM | {"causal": True}, None),
         ("bert-generation", BERT, "set model.config.is_decoder: true"),
         ("bert-generation", BERT | {"is_decoder": True}, None),
-        ("xlnet", {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64}, "take a family that does not"),
+        ("xlnet", {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 64}, "use a family that does not"),
         ("bert", BERT, None),
     ],
 )

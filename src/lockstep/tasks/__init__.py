@@ -1,1 +1,1 @@
-"""What is learned: loss, scores and samples of a kind of task."""
+"""Tasks: the loss, scores and samples of each kind of training."""

@@ -1,4 +1,4 @@
-"""What only some tasks can do, an ability a class: a task inherits from `Task` and from those that it has.
+"""Optional abilities of tasks, one class each: a task inherits from `Task` and from the classes of its abilities.
 
 In: a task or its class. Out: whether it streams, predicts, generates, calibrates, uses a reference or passes
 predictions to user functions: test with `isinstance`, or `issubclass` for a class.

@@ -1,4 +1,4 @@
-"""What the tasks share that learn from a prompt with two answers, of which one was chosen and one rejected.
+"""Base of tasks that learn from a prompt with a chosen and a rejected answer.
 
 In: columns of texts, or of conversations. Out: `input_ids`, the chosen answer with its prompt, followed by the rejected
 answer with its prompt; `targets`, equal to the tokens in answers (if the chat template has marks, in what it marks
@@ -122,8 +122,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                     raise RunError(
                         "LS3003",
                         f"task.rejected: row {row} of the {split} split of {name} has the same answer as chosen and as "
-                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows, or "
-                        "set data.drop_unusable=true to leave them out",
+                        f"rejected, {str(chosen)[:60]!r}, so it states no preference; remove such rows, or set "
+                        "data.drop_unusable=true to drop them",
                     )
         return rows.select(np.setdiff1d(np.arange(len(rows)), same)) if same else rows
 
@@ -194,7 +194,7 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         columns = {split: Columns(file).flat("cut") for split, file in files.items()}
         counts = {split: sum(int(part.sum()) for _, part in column.parts()) for split, column in columns.items()}
         notes = [
-            f"{count:,} of {len(columns[split]):,} {split} pairs have an answer that is cut at "
+            f"{count:,} of {len(columns[split]):,} {split} pairs have an answer truncated at "
             f"{data.run.data.max_length} tokens (data.max_length)"
             for split, count in counts.items()
             if count
@@ -256,7 +256,7 @@ def _is_content(value: Any) -> bool:
 
 
 def _same_tokens(answers: Sequence[Any], truncated: bool, run: Run, where: str) -> RunError:
-    """The error for two answers of a pair that no model can tell apart."""
+    """Return the error for two answers of a pair that have the same tokens."""
     if truncated:
         from lockstep.tasks.models import models
 
@@ -333,11 +333,13 @@ def _rendered_tokens(
             whole, opening = marks[0], len(text(messages[:-1], False)) if len(messages) > 1 else 0
             spans = [(begin, over) for begin, over in marks[1] if opening <= begin < over]
             if not spans:
-                raise ValueError("it marks by {% generation %} what is trained, but nothing of the answer")
+                raise ValueError("its {% generation %} marks contain nothing of the answer")
         else:
             whole, beginning = text(messages, False), text(messages[:-1], True)
             if not whole.startswith(beginning):
-                raise ValueError("it writes the beginning of a conversation otherwise than the whole of it")
+                raise ValueError(
+                    "it renders the beginning of a conversation differently than within the whole conversation"
+                )
             spans = [(len(beginning), len(whole))]
     except Exception as error:  # templates may raise anything
         at = "this" if row is None else f"row {row}"

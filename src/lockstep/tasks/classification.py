@@ -191,9 +191,7 @@ class Classification(TextTask, Streams, LabelTask):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         options = cls.options_of(run)
         if run.data.stream and objective_of(options) is not OneLabel:
-            return {
-                "data.stream": "it goes with one label a text, and not with multi_label or regression; leave it out"
-            }
+            return {"data.stream": "it supports one label per text, not multi_label or regression; remove it"}
         return {}
 
     @classmethod
@@ -230,8 +228,7 @@ class Classification(TextTask, Streams, LabelTask):
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
                 raise RunError(
                     "LS3010",
-                    "task.label: the train split has a label that it did not have when training began: "
-                    f"{unknown.pop()!r}",
+                    f"task.label: the train split has a label that was missing when training began: {unknown.pop()!r}",
                 )
             return make(rows)
 

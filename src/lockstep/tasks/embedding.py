@@ -1,4 +1,4 @@
-"""Embeddings: a text as a vector of unit length, near those of texts that go with it, with any model of `AutoModel`.
+"""Embeddings: a unit vector per text, close to those of matching texts, with any model of `AutoModel`.
 
 In: pairs of related texts, optionally with unrelated ones (negatives); or pairs with a similarity score. Out: the loss,
 and recall, reciprocal rank and nDCG among all texts of a split, or correlations with the scores. The export is in the
@@ -103,9 +103,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     default_model = "sentence-transformers/all-MiniLM-L6-v2"
     cache_name = ("embedding",)
     row_is_example = True
-    not_streamed_reason = (
-        "texts that are the same are found among all rows of train, so that none is the negative of itself"
-    )
+    not_streamed_reason = "it compares all rows of train to find equal texts, so that none is a negative of itself"
     library, loader = "sentence-transformers", "SentenceTransformer"
     pipeline = "sentence-similarity"
     display_keys = ("corpus", "samples")
@@ -133,8 +131,9 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             return {}
         default = "" if "micro_batches" in run.model_fields_set else " (the default of micro_batches)"
         return {
-            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches{default} leave some without a "
-            f"second one to tell apart; only these are told apart: raise batch_size to {2 * run.micro_batches} or "
+            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches{default} leave some "
+            "micro-batches with a single pair, and a pair's negatives are the other pairs of its "
+            f"micro-batch: raise batch_size to {2 * run.micro_batches} or "
             f"more, or set micro_batches to {run.batch_size // 2} or less"
         }
 
@@ -218,7 +217,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             return {}
         rows = -(-self.run.batch_size // self.run.micro_batches) - 1
         rows = min(rows, self.options.negatives or rows)
-        return {"negatives": f"{rows} other rows of its micro-batch for each, {self.texts - 2} of its own"}
+        return {"negatives": f"{rows} other rows of the micro-batch per row, {self.texts - 2} of its own"}
 
     def model(self, empty: bool = False) -> nn.Module:
         return pooling.install(super().model(empty), self.prepared.facts["pooling"])

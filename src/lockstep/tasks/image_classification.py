@@ -45,7 +45,7 @@ class ImageClassificationOptions(LabelOptions):
 
     image: str = Field("image", description="column of the image")
     label: str = Field("label", description="column of the label: integers, strings, or true and false")
-    loss: Literal["cross_entropy", "focal"] | None = Field(None, description="of training; default: cross_entropy")
+    loss: Literal["cross_entropy", "focal"] | None = Field(None, description="training loss; default: cross_entropy")
     processor: dict[str, Any] = Field(
         default_factory=dict,
         description="entries of the image processor, such as size: {height: 64, width: 64}; default: the model's own",
@@ -70,7 +70,7 @@ class ImageClassification(LabelTask):
     pipeline = "image-classification"
     display_keys = ("samples",)
     row_is_example = True
-    not_streamed_reason = "its images are kept in the cache, cut to one size"
+    not_streamed_reason = "it caches all images, resized to one size"
     example_input = "image.png"
 
     @property
@@ -84,7 +84,7 @@ class ImageClassification(LabelTask):
 
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        why = "it is about texts, and the task image_classification reads images; leave it out"
+        why = "it applies to texts, and the task image_classification reads images; remove it"
         keys = {f"data.{key}" for key in _UNUSED if key in run.data.changed_keys}
         if run.tokenizer.source is not None or run.tokenizer.train is not None:
             keys.add("tokenizer")

@@ -1,4 +1,4 @@
-"""What tasks share that learn labels or numbers of an example, whatever the example is: losses, scores, a threshold.
+"""Base of tasks that learn labels or numbers of any kind of example: losses, scores, a threshold.
 
 In: an objective (objectives/), and the logits of a model: float32 [B, C]. Out: losses from sums; scores from sums and
 from predictions gathered in the order of the split.

@@ -1,4 +1,4 @@
-"""Causal language modelling with any model that `AutoModelForCausalLM` knows: each token from those before it.
+"""Causal language modelling with any model that `AutoModelForCausalLM` knows: predict each token from those before it.
 
 In: texts (a column, or plain .txt files), prompts with responses, or conversations. Out: loss and perplexity per token,
 per byte and per word of the text, all from sums.
@@ -229,8 +229,8 @@ class LanguageModeling(PerToken, Generates):
             discard(Path(file))
             raise RunError(
                 "LS3054",
-                f"task: no token is left to predict in the {split} split of {data.name}: every text has one "
-                f"token only, or every prompt fills all {data.options.block_size} tokens of task.block_size",
+                f"task: the {split} split of {data.name} has no token to predict: every text is a single token, or "
+                f"every prompt fills all {data.options.block_size} tokens of task.block_size",
             )
         return file, counts
 
@@ -258,7 +258,7 @@ class LanguageModeling(PerToken, Generates):
         length, options = run.data.max_length, cls.options_of(run)
         notes: list[str] = []
         if length != options.block_size:
-            size = f"task.block_size ({options.block_size}) says where texts are cut"
+            size = f"task.block_size ({options.block_size}) sets the length of examples"
             notes.append(f"data.max_length: {length} has no effect; {size}")
         if options.sample_prompt is not None and not options.samples:
             notes.append("task.sample_prompt has no effect with task.samples: 0")

@@ -1,5 +1,5 @@
-"""Masked language modelling with any model that `AutoModelForMaskedLM` knows: hidden tokens from those around them,
-from scratch or going on from a pretrained model.
+"""Masked language modelling with any model that `AutoModelForMaskedLM` knows, from scratch or pretrained: predict
+masked tokens from those around them.
 
 In: texts (a column, or plain .txt files). Out: loss, perplexity and accuracy of masked tokens, all from sums. Which
 tokens are hidden depends on the seed, the step and the example (data/masking.py), in evaluations on the example alone.
@@ -108,8 +108,8 @@ class MaskedLanguageModeling(PerToken):
             discard(Path(file))
             raise RunError(
                 "LS3060",
-                f"task.text: the {split} split of {data.name} has texts of a single token only, so there is "
-                "nothing to mask",
+                f"task.text: the {split} split of {data.name} has only texts of a single token, so nothing can be "
+                "masked",
             )
         return file, counts
 

@@ -1,8 +1,8 @@
-"""A model, data and a loss of the user's own: three names of functions, and no class to write.
+"""The user's own model, data and loss, given by the names of three functions.
 
 In: `task: {name: module, model: my_file.build, data: my_file.data, loss: my_file.loss}`. Out: losses and metrics as
-sums over examples, and an export that `lockstep.load` reads. `modules/loss_probe.py` finds out whether losses and
-metrics are sums or means.
+sums over examples, and an export that `lockstep.load` reads. `modules/loss_probe.py` infers whether losses and metrics
+are sums or means.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Module(Task):
 
     Options = ModuleOptions
     own_model = True
-    not_streamed_reason = "its data set is code of yours, which may read them as it likes"
+    not_streamed_reason = "your own data set reads its files"
     functions = ("model", "data", "loss", "collate", "length", "targets", "metrics", "generate")
     display_keys = ("samples", "generate", "metrics")
     collates_ahead = False  # items and model share random generators; workers have their own
@@ -72,10 +72,14 @@ class Module(Task):
     @classmethod
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         """Keys that describe transformers models and text tables."""
-        reasons = {"model": "task.model makes the model", "tokenizer": "task.data makes the items"}
+        reasons = {"model": "task.model builds the model", "tokenizer": "task.data creates the items"}
         of_use = {"workers", "limit", "validation_fraction", "group_by_length"}
-        return {key: f"of no use with task module, where {why}" for key, why in reasons.items() if key in _set(run)} | {
-            f"data.{key}": "of no use with task module, where task.data makes the data sets"
+        return {
+            key: f"has no effect with the task module, because {why}"
+            for key, why in reasons.items()
+            if key in _set(run)
+        } | {
+            f"data.{key}": "has no effect with the task module, because task.data creates the data sets"
             for key in sorted({*run.data.changed_keys} - of_use)
         }
 
@@ -147,11 +151,15 @@ class Module(Task):
         each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
         kinds = {
             "sum": f"a sum, divided by the {per}s of a step",
-            "mean": f"a mean over {per}s (found out on two batches): multiplied by their number, and divided by "
+            "mean": f"a mean over {per}s (inferred from two batches): multiplied by their number, and divided by "
             "that of a step",
             "each": f"{each}; their sum is divided by the targets of a step",
         }
-        cut = {"validation": "cut off the training split, for task.data gives none"} if facts["cut"] else {}
+        cut = (
+            {"validation": "split off from train, because task.data returns no validation split"}
+            if facts["cut"]
+            else {}
+        )
         return {"loss": f"{self.options.loss}: {kinds[facts['loss']]}"} | cut
 
     def model(self, empty: bool = False) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Metrics of the user's own, functions that the run file's `metrics` names, and the curves of a report.
+"""The user's own metric functions (`metrics` in the run file), and the curves of a report.
 
 In: dotted names, and the gathered predictions and labels of a split. Out: numbers by name, or a `RunError` that names
 the function. Each function is tried on dummy predictions before any process starts.
@@ -90,7 +90,7 @@ def in_order(title: str, of: str, values: np.ndarray) -> dict[str, Any]:
         return {}
     shares = np.linspace(0.0, 1.0, min(_POINTS, len(values)))
     line = [[float(share), float(value)] for share, value in zip(shares, np.quantile(values, shares), strict=True)]
-    return {"plots": [{"title": title, "x": "share that is below", "lines": {of: line}}]}
+    return {"plots": [{"title": title, "x": "share below", "lines": {of: line}}]}
 
 
 # -- user functions --------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def check(job: Job) -> tuple[str, ...]:
             f"metrics: the task {run.task.name} collects no predictions that functions could receive: "
             f"{task.no_metric_inputs_reason}",
         )
-    return (*scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on made-up predictions)"),)
+    return (*scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on dummy predictions)"),)
 
 
 def scored(

@@ -1,4 +1,4 @@
-"""What tasks share that have a target for each token of one text: the next token, a tag, or IGNORED.
+"""Base of tasks with a target for each token of one text: the next token, a tag, or IGNORED.
 
 In: columns `input_ids` and `targets` of equal lengths, and `count`, how many targets of an example are not IGNORED.
 Out: padded micro-batches, and sums over targets.

@@ -1,5 +1,4 @@
-"""Preference learning without a reward model: a causal language model learns to write the chosen answer of a pair
-rather than the rejected one.
+"""Preference learning without a reward model: a causal language model learns to prefer the chosen answer of a pair.
 
 In: prompts with two answers. Out: the loss, how often the chosen answer is rewarded more, and by how much, from sums.
 The losses are those of DPO (arXiv:2305.18290, equation 7; label smoothing: its authors' cDPO), IPO (arXiv:2310.12036,
@@ -95,8 +94,8 @@ class Preference(AnswerPairs, UsesReference):
     def unsupported_keys(cls, run: Run) -> dict[str, str]:
         if run.data.stream and cls.options_of(run).loss != "simpo":
             return {
-                "data.stream": "the model is asked about all rows of train before it is trained; loss: simpo asks for "
-                "nothing, or leave this out"
+                "data.stream": "it computes reference outputs of all rows of train before training; use "
+                "task.loss=simpo, which needs none, or remove it"
             }
         return {}
 

@@ -127,7 +127,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         stride, most = cls.options_of(run).stride, run.data.max_length
         if run.wrote("task.stride") or stride <= most // 2:
             return run, notes
-        note = f"task.stride is {most // 2}, half of the {most} tokens of a window; its default is {stride}"
+        note = f"task.stride is {most // 2}, half of a window of {most} tokens; its default is {stride}"
         task = run.task.model_copy(update={"stride": most // 2})
         return run.model_copy(update={"task": task}), [*notes, note]
 

@@ -1,4 +1,4 @@
-"""A reward model: a number for a prompt with an answer, larger for the answer that was chosen.
+"""A reward model: one number per prompt and answer, larger for the chosen answer.
 
 In: prompts with two answers. Out: the loss of Bradley and Terry's model of choices (arXiv:2203.02155, equation 1), how
 often the chosen answer has the larger number, and by how much, from sums.

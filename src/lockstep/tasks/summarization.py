@@ -1,4 +1,4 @@
-"""Summaries, and whatever else is one text written for another (headlines, corrections, questions).
+"""Summaries, and other tasks that generate one text from another (headlines, corrections, questions).
 
 In: two text columns. Out: loss and perplexity per target token, and ROUGE-1, -2 and -L of generated texts, all from
 sums; otherwise as `translation`.
@@ -92,7 +92,7 @@ class Summarization(Translation):
     """Generate one text from another, such as a summary."""
 
     Options = SummarizationOptions
-    greedy_by = "set task.beams=1, or turn generation off (task.samples=0, task.rouge=false)"
+    greedy_by = "set task.beams=1, or switch generation off (task.samples=0, task.rouge=false)"
     pipeline = "summarization"
     language_keys: ClassVar[tuple[str, ...]] = ()
     display_keys = ("rouge", "beams", "samples")

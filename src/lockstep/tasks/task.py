@@ -1,8 +1,8 @@
-"""The interface of a task: what is trained, on what, and how well it does.
+"""The interface of a task: its model, data, loss and scores.
 
-In: the job, with what `prepare` left in the cache. Out: a model, micro-batches, and losses and scores as sums over
-examples. What a task's class decides before there is a task is in `data/job.py` (`TaskRules`). A task knows nothing of
-ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; `text_task.py` is the base of text
+In: the job, with the data that `prepare` cached. Out: a model, micro-batches, and losses and scores as sums over
+examples. Decisions of a task's class before an instance exists are in `data/job.py` (`TaskRules`). A task knows nothing
+of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; `text_task.py` is the base of text
 tasks. Optional abilities are classes of `abilities.py`: `Streams`, `Predicts`, `Generates`, `Calibrates`,
 `UsesReference`, `GivesPredictions`. This module does not import torch at the top, so a run file can be checked without
 it.
@@ -44,16 +44,16 @@ class Task(TaskRules):
 
     plugin: ClassVar[str] = "tasks"
     collates_ahead: ClassVar[bool | None] = None
-    """Whether `collate` may run in a thread beside training. What it draws from Python's, numpy's and torch's own
-    generators would then hang on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
-    nothing. A task of your own that draws nothing, and whose `collate` takes long, sets it to True."""
+    """Whether `collate` may run in a thread beside training. Random numbers drawn from Python's, numpy's and torch's
+    generators would then depend on the thread's timing, so by default (None) only lockstep's own tasks do, which draw
+    none. Set it to True for your own task with a slow `collate` that draws none."""
 
     column_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name columns; `init` prompts for them
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """What columns are called by which `init` finds them: key -> names in lower case, the likeliest first. A task that
-    has them for each of its `column_keys` needs nothing else to be found."""
+    """Usual names of columns, by which `init` recognizes the task: key -> names in lower case, the likeliest first.
+    `init` recognizes a task that has them for each of its `column_keys`."""
 
-    language_keys: ClassVar[tuple[str, ...]] = ()  # those of `column_keys` whose columns may be called after languages
+    language_keys: ClassVar[tuple[str, ...]] = ()  # `column_keys` whose columns may be named after languages
     draws_targets: ClassVar[bool] = False  # whether targets are drawn at random whenever examples are collated
     plain_columns: ClassVar[Mapping[str, str]] = {}  # column key -> the column's name in the kept raw rows
 
@@ -67,15 +67,15 @@ class Task(TaskRules):
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # function of `library` that loads it
     unit: ClassVar[str | None] = None  # unit of an example's length; None: all examples have equal length
-    no_metric_inputs_reason: ClassVar[str] = "a task that gives them is a `GivesPredictions` (tasks/abilities.py)"
-    """Why functions of `metrics` can be given nothing, where a task gives them nothing."""
+    no_metric_inputs_reason: ClassVar[str] = "only a task with the ability `GivesPredictions` (tasks/abilities.py) does"
+    """Why a task passes no predictions to functions of `metrics`, if it does not."""
 
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
     needs_reference: bool = False  # needs outputs of the initial model: see `UsesReference`
 
     per_example_outputs: tuple[str, ...] = ()
-    """Names among what `score` gives that are no sums, but [B, ...], a row for each example: `metrics` and `tables` get
-    them as [N, ...], in the order of the split, each example once."""
+    """Names in the result of `score` that are not sums but per-example values [B, ...]: `metrics` and `tables` get them
+    as [N, ...], in the order of the split, each example once."""
 
     @property
     def usage(self) -> str:
@@ -303,7 +303,7 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
             raise RunError(
                 "LS3007",
                 f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "
-                "example, and this model's batch normalisation needs more than one value of a channel; set fewer "
+                "example, and this model's batch normalisation needs more than one value per channel; set fewer "
                 "micro_batches, or another batch_size",
             ) from None
         return

@@ -1,4 +1,4 @@
-"""What tasks of texts share: how rows become tokens in the cache, step by step, and a model that reads them.
+"""Base of text tasks: the steps from rows to cached tokens, and a model that reads them.
 
 In: a run, and the task's description of its rows: columns to read, usable rows, encoding. Out: `prepare`, eager or
 streamed, for one source or several; micro-batches, the model and its export.
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _UNIGRAM = (
-    "tokenizer.train: unigram is not trained alike twice (ties are broken at random): with another cache, or on "
-    "another machine, tokens and weights are others. For the same ones give tokenizer.source the export of this run"
+    "tokenizer.train: training unigram is not deterministic (ties are broken at random), so tokens and weights "
+    "differ with another cache or on another machine. To reuse this tokenizer, set tokenizer.source to the export "
+    "of this run"
 )
 
 Encoder = Callable[[dict[str, list]], dict[str, Any]]  # columns of some rows -> columns of their examples

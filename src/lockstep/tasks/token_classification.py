@@ -1,4 +1,5 @@
-"""Named entities and the like: a tag for every word, with any model that `AutoModelForTokenClassification` knows.
+"""Token classification, such as named entities: a tag for every word, with any model that
+`AutoModelForTokenClassification` knows.
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
@@ -241,7 +242,7 @@ class TokenClassification(PerToken):
                         "LS3363",
                         f"task.tags: row {row} of the {split} split of {name} has {quantity(len(words), 'word')} and "
                         f"{quantity(len(tags), 'tag')}, {str(words)[:60]} and {str(tags)[:60]}, but each word needs "
-                        "one tag; correct the row, or set data.drop_unusable=true to leave such rows out",
+                        "one tag; correct the row, or set data.drop_unusable=true to drop such rows",
                     )
                 uneven.append(row)
         return rows.select(np.setdiff1d(np.arange(len(rows)), uneven)) if uneven else rows
@@ -284,7 +285,7 @@ class TokenClassification(PerToken):
                     "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
                     f"train split. {hint}Correct the tag, add examples with it to train, or set "
-                    "data.drop_unusable=true to leave such examples out",
+                    "data.drop_unusable=true to drop such examples",
                 )
 
     @classmethod

@@ -51,9 +51,9 @@ class WritingOptions(Section):
     target: str = Field("target", description="column of the target text, or its language in a translation column")
     prefix: str = Field("", description="prefix of every source text, as T5 needs it")
     tokenizers: Literal["shared", "separate"] = Field(
-        "shared", description="of trained tokenizers: one for both languages, or one for each (marian)"
+        "shared", description="number of trained tokenizers: one for both languages, or one for each (marian)"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing of the training loss")
     loss_chunk: LossChunk = None
     target_length: int | None = Field(
         None, ge=1, description="most tokens of a target and of a generated text; default: data.max_length"
@@ -174,7 +174,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
     Options: ClassVar[type[BaseModel]] = TranslationOptions
     head = heads.SEQ2SEQ
-    greedy_by: ClassVar[str] = "set task.beams=1, or turn generation off (task.samples=0, task.bleu=false)"
+    greedy_by: ClassVar[str] = "set task.beams=1, or switch generation off (task.samples=0, task.bleu=false)"
     column_keys = ("source", "target")
     default_model = "google-t5/t5-small"
     small_model = "marian"
@@ -365,7 +365,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return listed(self._written(sums["written"])), listed(columns.texts("reference", rows))
 
     def dummy_predictions(self) -> tuple[np.ndarray, np.ndarray]:
-        return listed(["a text that is written", "another one", ""]), listed(["a text as it is wanted", "another", "x"])
+        return listed(["a generated text", "another one", ""]), listed(["a reference text", "another", "x"])
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         if self.overlap is None or _WORDS not in sums:

@@ -1,1 +1,1 @@
-"""Models and tokenizers of transformers, as tasks want them."""
+"""Models and tokenizers of transformers, adapted for the tasks."""

@@ -1,4 +1,4 @@
-"""LoRA and other adapters through `peft`: few new weights are trained, the model's own stay as they are.
+"""LoRA and other adapters through `peft`: few new weights are trained, the model's own weights are frozen.
 
 In: `model.adapter` of the run file and a model. Out: the model with its adapter; an export of the adapter alone, or of
 the model with the adapter merged into its weights. Needs the extra `lockstep-train[peft]`.
@@ -173,7 +173,10 @@ def _check_names(model: Any, export: Path) -> None:
         stored = {*file.keys()}
     part = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.active_peft_config.peft_type, "")
     built = {*get_peft_model_state_dict(model, save_embedding_layers=False)}
-    for names, what in ((built - stored, "lacks"), (stored - built, "is of another model: it has no place for")):
+    for names, what in (
+        (built - stored, "lacks"),
+        (stored - built, "belongs to another model, which has weights that this one lacks:"),
+    ):
         if wrong := sorted(name for name in names if part in name):
             more = f" and {len(wrong) - 1:,} more" * (len(wrong) > 1)
             raise RunError(

@@ -1,4 +1,5 @@
-"""Cross-entropy of a language model without its matrix of logits: `task.loss_chunk` tokens go through its head at once.
+"""Cross-entropy of a language model without the full matrix of logits: the head processes `task.loss_chunk` tokens at
+once.
 
 In: a transformers model with a linear head, and targets beside its inputs. Out: the same model, returning the sum of
 the losses in place of logits. Only the head's `forward` is replaced, so wrappers (DDP, FSDP, DeepSpeed) gather the
@@ -28,7 +29,7 @@ from lockstep.data.host_facts import TargetPlaces
 from lockstep.tasks.models import head_padding, heads, model_configs
 
 KEY = "task.loss_chunk"
-OUT = "; leave it out for the whole matrix of logits"
+OUT = "; remove it to compute the whole matrix of logits"
 
 
 def check(run: Run, head: str) -> None:
@@ -166,7 +167,9 @@ class _Installed:
             return self.plain(input)
         hidden = input  # [B, T, H]
         if hidden.shape[:2] != self.targets.shape:
-            raise RunError("LS3095", f"{KEY}: the head of this model receives other positions than the targets{OUT}")
+            raise RunError(
+                "LS3095", f"{KEY}: the head of this model receives other positions than those of the targets{OUT}"
+            )
         labels = self.targets.flatten()
         places = host_facts.facts(self.targets, TargetPlaces)
         rows = (labels >= 0).nonzero().flatten() if places is None else places.index  # nonzero synchronizes with CUDA
@@ -332,7 +335,7 @@ def agree(model: Any, head: nn.Linear, finish: Finish) -> None:
             return
     raise RunError(
         "LS3097",
-        f"{KEY}: the way a {model.config.model_type} computes its loss from logits is not known, so the loss "
+        f"{KEY}: a {model.config.model_type} changes its logits in an unknown way before the loss, so the loss "
         f"would differ{OUT}",
     )
 

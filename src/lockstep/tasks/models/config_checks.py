@@ -31,7 +31,7 @@ from lockstep.tasks.models import heads, model_configs, padding, small_models
 # Entries that lockstep sets itself -> what decides them. `vocab_size` of a model from scratch adds room.
 SET_HERE = {
     "pad_token_id": "the tokenizer decides",
-    "use_cache": "it is off while training, and on in the export",
+    "use_cache": "it is off in training, and on in the export",
     "num_labels": "the task decides",
     "id2label": "the task decides",
     "label2id": "the task decides",
@@ -265,7 +265,7 @@ def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
             outputs = model.train(training)(**inputs, **labels)
             pairs.append((float(outputs.loss), cross_entropies(head, outputs, labels)))
     if not all(math.isfinite(number) for loss, means in pairs for number in (loss, *means)):
-        raise ValueError("losses that are no numbers")
+        raise ValueError("losses that are not finite")
     return pairs
 
 
@@ -323,8 +323,8 @@ def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
     if every and _silent(run, head, config, every):
         return _refusal(config, every, measured)
     return (
-        f"model_type: {config.model_type} adds a term to the cross entropy that lockstep leaves out{measured}; "
-        "take another"
+        f"model_type: {config.model_type} adds a term to the cross entropy that lockstep does not "
+        f"compute{measured}; use another"
     )
 
 

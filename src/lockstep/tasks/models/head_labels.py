@@ -1,4 +1,4 @@
-"""The labels of the data beside those that a pretrained model's config names: which output of its head is which.
+"""Match the labels of the data with those in a pretrained model's config: which output of its head is which label.
 
 In: a run, and names and values of labels in data order. Out: both in the order of the model's outputs if the names
 match, and notes on differences from the model's config. Imports no torch.
@@ -50,8 +50,8 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
         notes.append(f"labels are in the order of the model's id2label: {_listed(ordered_names)}")
     if len(names) < len(model_names):
         notes.append(
-            f"the model names {len(model_names)} labels, and the data have {len(names)} of them; its head has an "
-            f"output for each of the {len(model_names)}"
+            f"the model names {len(model_names)} labels, of which the data have {len(names)}; its head keeps all "
+            f"{len(model_names)} outputs"
         )
     renamed = [(name, ours) for name, ours in zip(model_names, ordered_names, strict=True) if name != ours]
     if renamed:
@@ -144,10 +144,10 @@ def _different(
         return []  # LABEL_0 is 0
     if counted:
         if head == heads.TOKEN_CLASSIFICATION:
-            mend = ". If they mean the model's tags, write these in the data"
+            mend = ". If they stand for the model's tags, use those in the data"
         elif len(names) <= _LISTED:
             mend = (
-                ". If they mean the model's labels, name them, in the order of the numbers: task.label_names: "
+                ". If they stand for the model's labels, name these in the order of the numbers: task.label_names: "
                 f"[{', '.join(model_names)}]"
             )
         else:
@@ -156,8 +156,8 @@ def _different(
             f"{both}: each number is taken as that output of the model's head, and the export names the numbers{mend}"
         ]
     return [
-        f"{both}: the outputs of its head get the data's names in this order. Where these mean the same labels, write "
-        "them alike, so that each is learned by its own output"
+        f"{both}: the outputs of its head get the data's names in this order. If they stand for the same labels, "
+        "spell them alike, so that each is learned by its own output"
     ]
 
 

@@ -1,4 +1,4 @@
-"""The head's product with a vocabulary that GPUs are slow with, such as GPT-2's 50,257.
+"""Pad the head's matrix product for vocabulary sizes that are slow on GPUs, such as GPT-2's 50,257.
 
 In: a model with a linear head. Out: the same model; on CUDA, for 16-bit products, the weight is padded with zero rows
 and their logits are cut off. Tensor cores read 16 bytes at once, so rows of logits, and of their gradient, that are not

@@ -1,4 +1,4 @@
-"""What a task asks of a model of transformers: the Auto class that builds it, and what other libraries call it.
+"""Model heads: the Auto class of transformers that builds the model, and its names in other libraries.
 
 In: nothing. Out: frozen values. A task names one of these as its `head`, or defines its own. Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Answers of an exported model to many texts, and decoding: what a model writes, one token after another.
+"""Batched inference with an exported model, and decoding token by token.
 
 In: rows of one or two texts, batched by similar length. Out: one answer per row, in row order.
 
@@ -112,8 +112,8 @@ def by_forward(
 
 
 def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, synced: bool = False) -> Tensor:
-    """Decode with `model.generate`, as `how` says and not as the model's generation config does. `synced`: collective;
-    all ranks run as many forwards as the slowest (sharded models)."""
+    """Decode with `model.generate`, by the parameters in `how` instead of the model's generation config. `synced`:
+    collective; all ranks run as many forwards as the slowest (sharded models)."""
     options: dict[str, Any] = {
         "max_new_tokens": how.new_tokens,
         "num_beams": how.beams,
@@ -143,8 +143,8 @@ def by_transformers(model: Any, inputs: Mapping[str, Tensor], how: Decoding, syn
 
 @contextmanager
 def _without_generation_config(model: Any) -> Iterator[None]:
-    """Leave out what a pretrained model says about generation (BART: no repeated n-grams, an end token at the limit):
-    strategies that decode by `forward` write nothing of it, and all have to write the same."""
+    """Ignore a pretrained model's generation config (BART: no repeated n-grams, an end token at the limit), so that all
+    strategies generate the same text, also those that decode by `forward`."""
     from transformers import GenerationConfig
 
     holders = [module for module in model.modules() if "generation_config" in vars(module)]  # peft wraps a model

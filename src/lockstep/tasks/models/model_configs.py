@@ -1,4 +1,4 @@
-"""The config of a run's model: read from where the model is, or made of `model.config`, as transformers makes it.
+"""The config of a run's model: read from its source, or built from `model.config` as transformers does.
 
 In: the `model` section. Out: a transformers config; or a `RunError` that names the entry and the closest valid name.
 This module does not import torch at the top.
@@ -31,7 +31,7 @@ _UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, 
 _ELSEWHERE = {
     "dtype": "set model.dtype",
     "torch_dtype": "set model.dtype",
-    "return_dict": "leave it out: training reads outputs by their names",
+    "return_dict": "remove it: training reads outputs by name",
 }
 
 
@@ -276,7 +276,7 @@ def local_or_id(run: Run) -> str:
             )
         if run.model.revision is not None:
             raise RunError(
-                "LS3136", f"model.revision: applies to models of the Hub only, and {path} is none; remove it"
+                "LS3136", f"model.revision: applies only to models of the Hub, and {path} is a folder; remove it"
             )
         check_one_save(path, "model.source")
         return str(path)
@@ -300,6 +300,6 @@ def check_one_save(path: Path, key: str) -> None:
             raise RunError(
                 "LS3480",
                 f"{key}: {path} holds a model twice, as {single} and as the {len(named)} files of {index.name}; "
-                f"from_pretrained reads {single}, even where the others were saved later. Remove one of the two",
+                f"from_pretrained reads {single}, even if the others are newer. Remove one of the two",
             )
         return

@@ -118,7 +118,7 @@ def longer(run: Run, key: str, now: int, least: int | None = None) -> str:
     else to do where the model has no positions for more."""
     fits = most_tokens(run)
     if fits is not None and fits < (now + 1 if least is None else least):
-        return f"shorten the texts, or take a model with positions for more than {fits:,} tokens"
+        return f"shorten the texts, or use a model with positions for more than {fits:,} tokens"
     return f"raise {key}" if least is None else f"raise {key} to {least} or more"
 
 
@@ -149,16 +149,15 @@ def _check_loading(run: Run, config: Any, head: str) -> None:
         raise RunError(
             "LS3151",
             f"model: transformers sets the padding token's row to zero when it loads a {config.model_type}, and "
-            "training changes that row where input and output share it, so that the export would compute something "
-            "else than what was trained; set model.config.tie_word_embeddings=false for a model from scratch, or take "
-            "another family",
+            "training changes that row if input and output embeddings are tied, so the export would differ from the "
+            "trained model; set model.config.tie_word_embeddings=false for a model from scratch, or use another family",
         )
 
 
 # Families that transformers cannot compute under autocast with float32 weights -> why.
 _NO_AUTOCAST = {
-    "xmod": "its adapters ask for numbers of the weights' dtype",
-    "deberta": "its attention fills masked scores with the least number of float32, which is out of range there",
+    "xmod": "its adapters need inputs in the dtype of the weights",
+    "deberta": "its attention fills masked scores with the minimum of float32, which is out of range in that precision",
 }
 
 
@@ -470,9 +469,9 @@ def check_block_sparse(config: Any, tokens: int, key: str) -> None:
     if tokens > shortest:
         raise RunError(
             "LS3080",
-            f"model: this {config.model_type} changes its attention from block_sparse to original_full, for good, at "
-            f"the first batch of texts of at most {shortest} tokens, so that a process's results would depend on the "
-            f"batches before; set model.config.attention_type to original_full, or {key} to {shortest} or less",
+            f"model: this {config.model_type} permanently switches its attention from block_sparse to original_full "
+            f"at the first batch of texts of at most {shortest} tokens, so results would depend on earlier batches; "
+            f"set model.config.attention_type to original_full, or {key} to {shortest} or less",
         )
 
 

@@ -1,4 +1,4 @@
-"""`data.padding`: whether a model's padding can be left out, found out by trying.
+"""`data.padding`: find out by a trial whether a model can run without padding.
 
 In: a run, and the head of its model. Out: None, or the reason why padding is computed. The answer depends only on the
 model's config and library versions, so it is the same on every machine and with every strategy: a narrow model of the
@@ -32,16 +32,16 @@ BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30
 def unsupported_reason(run: Run, head: str) -> str | None:
     """The reason why padding is computed; None if it is left out. Errors: `RunError` if the cache cannot be written."""
     if not heads.of(head).reads_texts:
-        return "images of one size have none"
+        return "images of one size need none"
     if run.data.padding == "batch":
         return "data.padding is batch"
     if run.model.attention not in (None, "sdpa"):
-        return f"model.attention: {run.model.attention} takes padded examples"
+        return f"model.attention: {run.model.attention} needs padded examples"
     config = model_configs.load_config(run)
     if not type(config).__module__.startswith("transformers."):
         return "the model is code from the Hub"
     if (entry := model_configs.leaves_out_layers(config)) is not None:
-        return f"layers are left out at random (model.config.{entry})"
+        return f"layers are skipped at random (model.config.{entry})"
     return kept_trial(run, head, config, trial)
 
 
@@ -116,7 +116,7 @@ def trial(run: Run, head: str, config: Any) -> str | None:
     except Exception as error:
         return f"a small model of this family could not be tried ({small_models.brief(error)})"
     if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
-        return "transformers has no attention by torch's function (sdpa) for it"
+        return "transformers does not support torch's attention (sdpa) for it"
     with torch.random.fork_rng([]):
         reasons = (differs(run, head, each) for each in small_models.windows(variant))
         return next((reason for reason in reasons if reason is not None), None)
@@ -133,7 +133,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
     try:
         laid = small_models.small(run, head, config, unpadded.NAME)
     except Exception as error:
-        return f"its layers do not take examples laid end to end ({small_models.brief(error)})"
+        return f"its layers do not support concatenated examples ({small_models.brief(error)})"
     unpadded.install(laid)
     batches = [
         (lengths, targets, small_models.examples(head, lengths, targets)) for lengths, targets in small_models.BATCHES
@@ -154,13 +154,13 @@ def differs(run: Run, head: str, config: Any) -> str | None:
         except unpadded.Cannot as error:
             return str(error)
         except Exception as error:
-            return f"its layers do not take examples laid end to end ({small_models.brief(error)})"
+            return f"its layers do not support concatenated examples ({small_models.brief(error)})"
         if len(lengths) > 1 and not blocks:
             return "its layers do not use transformers' masks and attention functions"
         if not small_models.near([reference[0]], [outputs[0]]) or not small_models.near(reference[1], outputs[1]):
-            return "laid end to end, its examples would see each other" + _of(lengths)
+            return "concatenated examples would attend to each other" + _of(lengths)
         if ahead:
-            return "laid end to end, its tokens would see those after them" + _of(lengths)
+            return "tokens of concatenated examples would attend to later ones" + _of(lengths)
     return None
 
 
@@ -195,7 +195,7 @@ def tried_ahead(run: Run, head: str, config: Any) -> str | None:
                 return f"set model.config.{name}: true"
     if head == "seq2seq" and getattr(model_configs.entry(config, "decoder"), "is_decoder", None) is False:
         return "set model.config.decoder: {is_decoder: true, add_cross_attention: true}"
-    return "take a family that does not, or another task"
+    return "use a family that does not, or another task"
 
 
 def _ahead(run: Run, head: str, config: Any) -> bool:
@@ -223,7 +223,7 @@ def tried_apart(run: Run, head: str, config: Any) -> str | None:
                 unpadded.install(model)
             for blocks in BLOCKS:
                 if (blocks is BLOCKS[0] or takes(model, sum(blocks[0]))) and not packs_exactly(model, blocks):
-                    return "its texts see each other, or their positions"
+                    return "its texts attend to each other, or depend on each other's positions"
         return None
 
     try:

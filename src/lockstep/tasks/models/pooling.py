@@ -1,5 +1,4 @@
-"""A text as one vector: a model's hidden states, pooled and at unit length; and the files by which
-sentence-transformers knows such a model.
+"""Pool a model's hidden states to one unit vector per text, and write the files that sentence-transformers reads.
 
 In: a transformers model without a head. Out: the same model, with vectors [B, H] as the output's `logits`, computed by
 a forward hook.

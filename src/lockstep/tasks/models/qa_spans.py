@@ -1,5 +1,4 @@
-"""Where in a text an answer begins and ends: a model's two numbers for each token, the best span of them, and SQuAD's
-scores of what stands there.
+"""Answer spans: start and end scores of each token, the best span, and SQuAD's scores of its text.
 
 In: a transformers model with a question-answering head. Out: the same model, with start and end scores as `logits`,
 float32 [B, T, 2], minimal at padding.

@@ -1,11 +1,10 @@
-"""Attention and embedding for a micro-batch that is compiled whole (`model.compile: whole`): operations of torch whose
-bits repeat on CUDA.
+"""Deterministic attention and embedding on CUDA for a micro-batch that is compiled whole (`model.compile: whole`).
 
 In: a model whose forward is traced within `region()`. Out: the same function; its attention and its embeddings are
-custom operations, so the compiler keeps them as they are. Two things would not repeat otherwise: torch's flash
-attention adds the gradient of the queries in the order in which blocks finish, and the compiler turns an embedding's
-gradient into atomic additions. Here each call of them sets torch's deterministic switch for its own length, so that
-the rest of the region, which repeats by itself, does not pay for it.
+custom operations, so the compiler keeps them as they are. Two operations would not be deterministic otherwise: torch's
+flash attention adds the gradient of the queries in the order in which blocks finish, and the compiler turns an
+embedding's gradient into atomic additions. Here each of their calls sets torch's deterministic switch for its own
+duration, so that the rest of the region, which is deterministic anyway, does not pay for it.
 
 Letters: B examples, T tokens, h heads, d head size, V rows of an embedding, H its width.
 """

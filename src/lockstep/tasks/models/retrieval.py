@@ -1,4 +1,4 @@
-"""Scores of embeddings that need all of a split: at which rank the right text is found among all others.
+"""Retrieval metrics of embeddings over a whole split: the rank of the matching text among all others.
 
 In: vectors and text ids, each in its own slot and zero elsewhere, so that a sum over ranks gathers them. Out: recall,
 reciprocal rank and nDCG as in sentence-transformers' InformationRetrievalEvaluator.

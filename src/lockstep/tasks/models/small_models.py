@@ -1,4 +1,4 @@
-"""Small models of a run's config, and batches to try them with: what trials of a family are made of.
+"""Small models of a run's config, and batches to run them on, for trials of a model family.
 
 In: a config, and the head of its model. Out: the config with narrow layers and few tokens, a model of it with fixed
 weights, examples of every shape, and the results of forward and backward.
@@ -95,7 +95,7 @@ def smaller(config: Any, head: str) -> Iterator[Any]:
 def tried(config: Any, head: str, attempt: Callable[[Any], T]) -> T:
     """Return the result of `attempt` for the first of the `smaller` configs on which it succeeds: narrowed entries may
     be inconsistent. Leaves torch's random state unchanged. Errors: the last error that `attempt` raised."""
-    failure: Exception = ValueError("no small config of it can be made")
+    failure: Exception = ValueError("no small config of this family can be built")
     with torch.random.fork_rng([]):
         for variant in smaller(config, head):
             try:

@@ -1,5 +1,5 @@
-"""A pretrained model's files against the model of its config: weights that they lack, hold in another shape, or hold
-under names that the model does not have.
+"""Compare a pretrained model's files with the model of its config: missing weights, other shapes, names that the model
+does not have.
 
 In: a run, and a model of its config. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
 random, and reports that in a log which training does not show; `ignore_mismatched_sizes`, with which a head for other
@@ -33,7 +33,7 @@ _WRAPPERS = {  # prefixes of names -> who writes them
     "base_model.model.": "peft",
 }
 
-Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> shape in the files, shape by the config
+Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> (shape in the files, shape by the config)
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
 
 def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) -> list[str]:
     """Notes on weights that are drawn at random although a pretrained model may have them (its pooler, the head of a
-    language model, a head for labels that the files should hold), and on weights in the files of which the model makes
-    no use. `entries`: what the task sets in the config. Errors: `RunError`."""
+    language model, a head for labels that the files should hold), and on weights in the files that the model does not
+    use. `entries`: what the task sets in the config. Errors: `RunError`."""
     built = None if head is None else _build(run, head, entries)
     stored = () if built is None else source_ties.stored_names(run)
     if head is None or built is None or not stored:
@@ -172,18 +172,19 @@ def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) 
     texts = []
     if absent:
         texts.append(
-            f"model.source: the files of {run.model.source} hold no {_listed(absent)}: initialized anew, from the seed"
+            f"model.source: the files of {run.model.source} lack {_listed(absent)}: initialized at random, from the "
+            "seed"
         )
     if other := _differing(built) if head in _OWN_HEADS else {}:
         name, (of, ours) = next(iter(other.items()))
         texts.append(
             f"model.source: the files of {run.model.source} hold {_listed(other)} for another number of labels "
-            f"({name}: {list(of)}, and here {list(ours)}): initialized anew, from the seed"
+            f"({name}: {list(of)}, and here {list(ours)}): initialized at random, from the seed"
         )
     if unused := [] if run.model.config else _unused(built, places):
         texts.append(
-            f"model.source: the files of {run.model.source} hold {_listed(unused)}, for which the model of its "
-            "config.json has no place: not used"
+            f"model.source: the files of {run.model.source} hold {_listed(unused)}, which the model of its "
+            "config.json does not have: not used"
         )
     return texts
 
@@ -258,17 +259,17 @@ def _refuse_lacking(built: _Built, present: Collection[str], places: Mapping[str
     hint = hint or "; save it with save_pretrained of transformers"
     raise RunError(
         "LS3490",
-        f"model.source: {source} holds no weight that {kind} reads, so that the whole model would be random: expected "
+        f"model.source: {source} holds no weight of {kind}, so the whole model would be random: expected "
         f"names such as {(base or lacking)[0]}, and its files have {first}{hint}",
     )
 
 
 def _depth(run: Run) -> str:
     if run.model.config:
-        return f"; leave out entries of model.config ({', '.join(run.model.config)}) that make the model larger"
+        return f"; leave out entries of model.config ({', '.join(run.model.config)}) that enlarge the model"
     return (
-        "; correct its config.json, or restore its files. To train new weights beside pretrained ones, save the model "
-        "that from_pretrained makes of them, and name that folder"
+        "; correct its config.json, or restore its files. To train new weights beside pretrained ones, save the "
+        "model that from_pretrained builds, and name that folder"
     )
 
 
@@ -310,16 +311,16 @@ def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
         return
     name, (stored, built) = next(iter(wrong.items()))
     more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
-    what = "its config.json asks for another shape; correct it"
+    what = "its config.json defines another shape; correct it"
     if run.model.config:
-        what = f"model.config ({', '.join(run.model.config)}) asks for another shape; leave such entries out"
+        what = f"model.config ({', '.join(run.model.config)}) defines another shape; remove such entries"
     add = ""
     if not run.model.config or "vocab_size" in run.model.config:
         add = "; to add rows for tokens, save the model after resize_token_embeddings of transformers"
     raise RunError(
         "LS3442",
         f"model.source: {run.model.source} holds {name}{more} with the shape {list(stored)}, and {what}. The weight "
-        f"would be drawn anew with the shape {list(built)}, and what it had learned be lost{add}",
+        f"would be drawn at random with the shape {list(built)}, and its pretrained values would be lost{add}",
     )
 
 

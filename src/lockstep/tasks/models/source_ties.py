@@ -1,4 +1,4 @@
-"""Which weights a pretrained model ties, as `from_pretrained` decides it: by its config, and by what its files hold.
+"""Determine which weights a pretrained model ties, as `from_pretrained` does: by its config and its files.
 
 In: an empty model of the source's config, and the source's files. Out: the same model with the ties that
 `from_pretrained` would leave. A file may hold a separate head although its config says `tie_word_embeddings: true` (a

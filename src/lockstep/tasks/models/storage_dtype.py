@@ -1,4 +1,4 @@
-"""What a model's weights are kept in: float32, bfloat16, or the frozen ones of an adapter in bfloat16.
+"""The storage dtype of a model's weights: float32, bfloat16, or bfloat16 for an adapter's frozen weights.
 
 In: a transformers model and `model.dtype`. Out: the same model. With an adapter, the frozen matrices of linear layers
 and embeddings are stored in bfloat16 and computed in `precision`; results are bitwise equal to those of float32 weights

@@ -1,4 +1,4 @@
-"""The entry `tie_word_embeddings` of a config, after weights that it ties have come apart.
+"""Update the entry `tie_word_embeddings` of a config after its tied weights were untied.
 
 In: a transformers model. Out: its config, which says whether any weights are still tied.
 """

@@ -1,4 +1,4 @@
-"""Whether a model has a row in its embedding for each token that its tokenizer makes.
+"""Check that a model's embedding has a row for each token of its tokenizer.
 
 In: a run, its tokenizers, and encoded examples. Out: notes, or a `RunError` that names the tokens without a row, which
 torch's error would not. Imports torch only if a row seems to be missing.
@@ -102,7 +102,7 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
         names = _named(tokenizer, _beyond(tokenizer, short))
         notes.append(
             f"the tokenizer makes ids up to {highest_id(tokenizer):,}, and the model's embedding has {short:,} rows: "
-            f"none for {names}. No text may hold them"
+            f"none for {names}. Texts must not contain them"
         )
     return notes
 
@@ -126,8 +126,8 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
     if other <= _OTHER * len(shared):
         return []
     return [
-        f"{key}: {other:,} of {len(shared):,} ids are other tokens than in the tokenizer of {run.model.source}, so "
-        "that what its embedding has learned of them belongs to others"
+        f"{key}: {other:,} of {len(shared):,} ids stand for other tokens than in the tokenizer of "
+        f"{run.model.source}, so the pretrained embeddings do not fit them"
     ]
 
 
@@ -140,7 +140,7 @@ def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns
         for values in columns.ragged(column).values():
             ids |= set(np.unique(values[values >= rows]).tolist())
         if ids:
-            raise _refusal(run, tokenizer, rows, f"the {split} split holds tokens that it has no row for", sorted(ids))
+            raise _refusal(run, tokenizer, rows, f"the {split} split holds tokens without a row", sorted(ids))
 
 
 def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Make, list[int]]:
@@ -156,7 +156,7 @@ def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Ma
         for column, rows in limits.items():
             values = np.asarray(examples.column(column).flatten()) if column in examples.schema.names else np.zeros(0)
             if len(ids := np.unique(values[values >= rows])):
-                what = "the train split holds tokens that it has no row for"
+                what = "the train split holds tokens without a row"
                 raise _refusal(run, tokenizers[column], rows, what, ids.tolist())
         return examples
 

@@ -1,5 +1,5 @@
-"""No padding is computed: the real tokens of a micro-batch are laid end to end before the first block of a stack, and
-taken apart after the last.
+"""Run a model without padding: the real tokens of a micro-batch are concatenated before the first block of a stack, and
+separated after the last.
 
 In: a transformers model with the attention implementation `NAME`. Out: the same model; its blocks see hidden states [1,
 N, H] of the N real tokens, its heads and poolers see [B, T, H] as before, zeros at padding.
@@ -251,7 +251,7 @@ def attention(
     if not isinstance(attention_mask, RowMap | Across):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
-        raise Cannot("its attention adds a bias by position, which is made for one text")
+        raise Cannot("its attention adds a position bias that is built for a single text")
     if more.get("softcap") is not None:
         raise Cannot("its attention caps scores")
     if isinstance(attention_mask, Across):

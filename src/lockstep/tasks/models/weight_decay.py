@@ -1,4 +1,4 @@
-"""Which weights have no weight decay: biases, tables of relative positions among them, and norms.
+"""Weights without weight decay: biases (including tables of relative positions) and norms.
 
 In: a model, which may be on the meta device. Out: names of its parameters.
 """

@@ -1,1 +1,2 @@
-"""What the task `module` is made of: the user's functions, their data sets, how a batch is run, and what was found."""
+"""Parts of the task `module`: the user's functions, their data sets, running a batch, inferring the kind of the
+loss."""

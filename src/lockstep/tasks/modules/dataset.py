@@ -1,4 +1,4 @@
-"""The user's own functions behind a run: the data sets and the model that they make, and batches of their items.
+"""The user's own functions: the data sets and the model that they return, and batches of items.
 
 In: the task section, whose keys name the functions. Out: splits, a model, and `Bundle`s, one per micro-batch; or a
 `RunError` that names the key. Random draws of an item depend only on the seed, the step and the item's index, not on
@@ -339,7 +339,7 @@ class Batches(Dataset):
         differs from the prepared one."""
         for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
-                explanation = "it must not depend on what is drawn at random"
+                explanation = "it must not depend on random numbers"
                 if self._again("targets", int(row)) != self.columns.targets[row]:
                     explanation = self._changed()
                 raise RunError(
@@ -377,8 +377,7 @@ class Batches(Dataset):
         """Discard the measured numbers, so that the next start measures all items; return the explanation."""
         discard(self.columns.path)
         return (
-            "the data has changed since, in items that are not looked at when a run starts. All are measured again "
-            "when you start it again"
+            "the data changed since, in items that are not checked at a start. The next start measures all items again"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whether a loss and metrics of the user's are sums or means, found out on a few items before any process starts.
+"""Infer from a few items, before any process starts, whether the user's loss and metrics are sums or means.
 
 In: the user's functions. Out: `ProbeResult`, stored with the prepared data; or a `RunError` if it cannot be decided.
 
@@ -286,7 +286,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         raise RunError(
             "LS3233",
             f"task.loss: a batch has the loss {numbers['A']:.6g} and the same batch repeated twice "
-            f"{numbers['AA']:.6g}, which is neither a sum over targets nor their mean; return a sum, or one "
+            f"{numbers['AA']:.6g}, so it is neither a sum nor a mean over targets; return a sum, or one "
             "number per target (reduction='none')",
         )
     if kind == "mean" and by_class.weighted:
@@ -301,7 +301,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
         )
     return kind, 1, [
         f"task.loss: the loss of two batches together ({numbers['AB']:.6g}) is not the sum of both "
-        f"({numbers['A'] + numbers['B']:.6g}): what an example counts depends on the others in its micro-batch, and so "
+        f"({numbers['A'] + numbers['B']:.6g}): an example's weight depends on the others in its micro-batch, and so "
         "on micro_batches (not on the number of processes)"
     ]  # fmt: skip
 
@@ -437,7 +437,7 @@ def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
         raise RunError("LS3239", f"task.metrics: {name} is {wrapped_module.kind_of(values['A'])}; {METRICS}") from None
     kind = _kind(numbers)
     if kind is None or not _adds_up(kind, numbers, trial.sizes):
-        why = "is 0 for the items it was tried on, so it cannot be told whether it is a sum or a mean"
+        why = "is 0 for the tried items, so whether it is a sum or a mean is unknown"
         why = why if kind is None and not numbers["A"] else "is neither a sum over examples nor their mean"
         raise RunError("LS3240", f"task.metrics: {name} {why}; {METRICS}")
     return kind
@@ -454,8 +454,8 @@ def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[
     for place, before in zip(chosen, read, strict=True):
         if not dataset.same(before, dataset.item(run, data, int(place), -1)):
             return [
-                f"task.data: item {place} is something else when it is read again, though Python's, numpy's and "
-                "torch's generators are seeded alike: the data set keeps state, or has a generator of its own"
+                f"task.data: item {place} differs when it is read again with Python's, numpy's and torch's "
+                "generators seeded alike: the data set keeps state, or has its own generator"
             ]
     return []
 
@@ -480,13 +480,14 @@ def _remembers(trial: _Trial) -> list[str]:
     if torch.equal(*losses):
         counting = [name for name, value in counts[1].items() if value != counts[0].get(name, value)]
         return [
-            f"task.model: forward counts in {', '.join(counting[:4])}: how far depends on the number of processes"
+            f"task.model: forward counts its calls in {', '.join(counting[:4])}: the count depends on the number of "
+            "processes"
         ] * bool(counting)
     changed = [name for name, value in _attributes(trial.model).items() if not _alike(value, before.get(name))]
-    which = f": {', '.join(changed[:4])}" if changed else ", or draws from a generator of its own"
+    which = f": {', '.join(changed[:4])}" if changed else ", or draws from its own generator"
     return [
-        f"task.model: the same batch with the same random numbers has another loss the second time: the model keeps "
-        f"state between batches{which}"
+        "task.model: the same batch with the same random numbers has a different loss the second time: the model "
+        f"keeps state between batches{which}"
     ]
 
 
@@ -514,8 +515,8 @@ def _alike(first: Any, second: Any) -> bool:
 def foreign_sums(run: Run, model: nn.Module) -> list[str]:
     """Warn about user code that communicates with other ranks, and about models that normalize across ranks."""
     doubts = [
-        f"task.model: {name} is a SyncBatchNorm, which normalises over what all ranks compute at the same moment; "
-        "BatchNorm normalises over a micro-batch, which is the same at any number of processes"
+        f"task.model: {name} is a SyncBatchNorm, which normalises over the batches of all ranks; BatchNorm "
+        "normalises over a micro-batch, which is the same at any number of processes"
         for name, module in model.named_modules()
         if isinstance(module, nn.SyncBatchNorm)
     ][:1]
@@ -523,8 +524,8 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
         for line, name in _named(ast.parse(path.read_bytes())):
             if f"{name}.".startswith("torch.distributed."):
                 message = (
-                    f"{file}, line {line}: code of yours uses torch.distributed: what it gets depends on the number of "
-                    "processes and on which micro-batches they run at the same moment"
+                    f"{file}, line {line}: your code uses torch.distributed: its result depends on the number of "
+                    "processes and on the micro-batches that they run at the same time"
                 )
                 return [*doubts, message]
     return doubts

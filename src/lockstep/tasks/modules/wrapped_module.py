@@ -1,4 +1,4 @@
-"""A module of the user's as lockstep runs it: a batch goes in, the sum of its losses comes out.
+"""Wrap the user's module: its forward takes a batch and returns the sum of its losses.
 
 In: a `torch.nn.Module` and its user functions. Out: the same module, with unchanged weight names, which also accepts a
 `Bundle`. The loss is computed inside `forward`, so its inputs never leave the module. The export is `model.safetensors`
@@ -25,7 +25,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.tasks.modules import dataset
 from lockstep.tasks.modules.dataset import Bundle
 
-COUNT = "where items hold different numbers of targets, give task.targets, which says how many one holds"
+COUNT = "if items have different numbers of targets, set task.targets, a function that returns an item's number"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -86,9 +86,7 @@ class Calling:
                 )
             loss_total = value.float().sum()
         elif value.numel() != 1:
-            raise RunError(
-                "LS3254", f"task.loss: it returned one number for the batches of the trial, and now {kind_of(value)}"
-            )
+            raise RunError("LS3254", f"task.loss: it returned a single number in the trial, and now {kind_of(value)}")
         else:
             loss_total = value.float().reshape(()) * (bundle.targets if self.loss_kind == "mean" else 1)
         return nothing(loss_total) if bundle.blank else loss_total
@@ -225,9 +223,7 @@ def load(folder: Path) -> nn.Module:
     try:
         model = plugins.attribute(build)(**arguments)
     except plugins.PluginError as error:
-        raise RunError(
-            error.code, f"{folder}: {error.message}; its code has to be where Python finds it (PYTHONPATH)"
-        ) from error
+        raise RunError(error.code, f"{folder}: {error.message}; its code must be importable (PYTHONPATH)") from error
     fill(model, folder)
     return model.eval()
 

@@ -1,1 +1,1 @@
-"""What `classification` learns of a text: one label, several, or numbers; with loss, scores and answers."""
+"""Objectives of `classification`: one label, several labels, or numbers; with loss, scores and answers."""

@@ -1,4 +1,4 @@
-"""The interface of what is learned of an example: its labels or numbers, their loss, their scores, and answers.
+"""The interface of an objective: an example's labels or numbers, their loss, scores and answers.
 
 In: the keys of `classification` in the run file, label names and their frequencies in train. Out: targets, loss sums,
 metrics and answers. This module does not import torch at the top.
@@ -94,7 +94,7 @@ class LabelOptions(Section):
     class_weights: Weights = Field(
         None, description="balanced, or label -> weight in the training loss; other labels have weight 1"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="of the training loss")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="label smoothing of the training loss")
     threshold: Threshold = Field(
         None,
         description="probability at which a label is predicted; validation: the one with the best F1 there, the "
@@ -127,7 +127,7 @@ class ClassificationOptions(LabelOptions):
     multi_label: bool = Field(False, description="each text has any number of labels, each learned as yes or no")
     regression: bool = Field(False, description="each text has one or more numbers instead of a label")
     loss: Literal["cross_entropy", "focal", "mse", "mae"] | None = Field(
-        None, description="of training; default: cross_entropy (binary with multi_label), mse with regression"
+        None, description="training loss; default: cross_entropy (binary with multi_label), mse with regression"
     )
 
     @property
@@ -255,7 +255,7 @@ class Reliability:
 
     counts: np.ndarray  # int64 [BINS]
     predicted: np.ndarray  # float64 [BINS]: mean probability
-    observed: np.ndarray  # float64 [BINS]: share that came true
+    observed: np.ndarray  # float64 [BINS]: observed frequency
 
     @property
     def error(self) -> float:
