@@ -235,6 +235,6 @@ def test_deepspeed_and_resume_are_told_what_they_are_here(capfd: pytest.CaptureF
         load(None, ["strategy=deepspeed"], {"data": "x.csv", "model": "y"})
     with raises("LS1000", "newest checkpoint", "lockstep branch OUTPUT@N"):
         load(None, ["resume=true"], {"data": "x.csv", "model": "y"})
-    for word, wanted in {"resume": "goes on", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():
+    for word, wanted in {"resume": "resumes", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():
         assert main([word, "out"]) == 2
         assert mentions(capfd.readouterr().err, "LS8420", wanted)

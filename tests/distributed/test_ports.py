@@ -173,7 +173,7 @@ def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
     ],
 )
 def test_a_machine_that_cannot_be_is_told(told: Any) -> None:
-    with pytest.raises(RendezvousStateError, match="cannot be read"):
+    with pytest.raises(RendezvousStateError, match="unreadable data"):
         _parsed(Node, json.dumps(told).encode())
 
 

@@ -266,7 +266,7 @@ def test_a_room_lives_while_somebody_in_it_says_so(store: Any, clock: Clock) -> 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"host": "a"}', '{"host": "a", "ranks": 1}', "null", '{"ranks": {}}'])
 def test_what_no_machine_says_is_refused(text: str) -> None:
-    with pytest.raises(RendezvousStateError, match="cannot be read"):
+    with pytest.raises(RendezvousStateError, match="unreadable data"):
         Word.of(text.encode())
 
 

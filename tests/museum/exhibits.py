@@ -148,7 +148,7 @@ OWN = (
     beside("scaled-rate", "scaled by the number of ranks", "the learning rate grows with the ranks, unasked"),
     beside("one-cycle", "another learning rate", "another schedule"),
     beside("weight-decay", "weight_decay", "another weight decay"),
-    beside("other-seed", "drawn from different random numbers", "another seed"),
+    beside("other-seed", "initialized with different random numbers", "another seed"),
     beside("clip-limit", "another limit", "another limit of the norm"),
     beside("no-clip", "not at all", "no clipping"),
     beside("clip-value", "in another way", "clipped by value"),

@@ -432,7 +432,7 @@ AS_RELEASED += (
         "engines.py",
         "--engine litdata",
         1,
-        "lost its place in the epoch",
+        "lost its position in the epoch",
         "--engine litdata --fault whole-epoch",
         ("litdata==0.2.68", *LITDATA),
     ),

@@ -135,7 +135,7 @@ def test_a_line_whose_hash_was_left_cannot_be_attested(copy: Path, capfd: pytest
     lines[6] = json.dumps(json.loads(lines[6]) | {"loss": 0.001})
     (copy / fingerprints.FILE).write_text("\n".join(lines) + "\n")
     assert main(["attest", str(copy)]) == 2
-    assert "step 7: the hash is not that of loss and gradient norm" in " ".join(capfd.readouterr().err.split())
+    assert "step 7: the hash does not match loss and gradient norm" in " ".join(capfd.readouterr().err.split())
 
 
 FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {

@@ -126,7 +126,7 @@ def test_a_loss_whose_hash_was_left_is_found(
     edited = [*lines[:4], json.dumps(json.loads(lines[4]) | {"loss": 0.001}), *lines[5:]]
     (folders[1] / fingerprints.FILE).write_text("\n".join(edited) + "\n")
     said = told(folders[both], folders[1], capfd, "--quick")
-    assert "step 5: the hash is not that of loss and gradient norm: the line was changed" in said
+    assert "step 5: the hash does not match loss and gradient norm: the line was changed" in said
     assert ("first difference: step 5, loss or gradient norm: loss" in said) != both
 
 

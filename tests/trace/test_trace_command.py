@@ -35,7 +35,7 @@ def test_torchrun_is_compared_with_one_process_and_a_fault_is_named(tmp_path: Pa
         assert "4 steps of AdamW" in err
     same = call([*LOCKSTEP, "diff", "a", "b"], tmp_path)
     assert same[0] == 0, same
-    assert "to rounding" in same[1]
+    assert "within rounding" in same[1]
     wrong = call([*LOCKSTEP, "diff", "a", "c"], tmp_path)
     assert wrong[0] == 1, wrong
     assert ", gradient:" in wrong[1]

@@ -70,7 +70,7 @@ def test_an_adapter_that_is_merged_to_evaluate_and_taken_out(tmp_path: Path) -> 
         assert compare_traces(whole, merged).first is None
         exact = compare_traces(whole, merged, exact=True)
         firsts.add(exact.first)
-        assert "no more than rounding" in exact.cause
+        assert "only by rounding" in exact.cause
         assert exact.step == 3
     assert firsts == {"gradient", "loss"}
 

@@ -189,7 +189,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
     shutil.copytree(output, copy, symlinks=True)
     rewritten = StepRecord.of_numbers(8, 1.0, 1.0).to_json()
     for changes, wanted in (
-        ({"hash": "0" * 16}, "step 8, recorded: the hash is not that of loss and gradient norm"),
+        ({"hash": "0" * 16}, "step 8, recorded: the hash does not match loss and gradient norm"),
         (rewritten, "in step 8 loss or gradient norm differ"),
         ({"weights": "0" * 16}, "in step 8 the weights differ"),
     ):

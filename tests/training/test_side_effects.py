@@ -229,7 +229,7 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "note"),
     [
-        ("ClampedLate", "forward counts in calls"),
+        ("ClampedLate", "forward counts its calls in calls"),
         ("Queue", "the model keeps state between batches: queue"),
         ("Center", "the model keeps state between batches: center"),
     ],

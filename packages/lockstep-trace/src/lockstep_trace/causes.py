@@ -46,41 +46,40 @@ MISSING_GRADIENT = (
     "that one side freezes"
 )
 OTHER_DRAWS = (
-    "random numbers (dropout, augmentation) differ between the runs, which gradients show first: the losses are nearly "
-    "alike; compare without dropout"
+    "random numbers (dropout, augmentation) differ between the runs; the losses are nearly equal, so gradients show "
+    "it first: compare without dropout"
 )
 SYNC = "SyncBatchNorm computes them over all ranks, and a norm without batch statistics needs none"
 CLIPPED_ELSEWHERE = (
-    "gradients are clipped by hand on one side, which changes them: by the norm of a rank's own shard, or before they "
-    "are reduced; or clipping is called another number of times"
+    "gradients are clipped by hand on one side: by the norm of a rank's own shard, or before they are reduced; or "
+    "the number of clipping calls differs"
 )
 LEFT_OUT = "a part of the step's examples was left out, or went through the model twice"
-NORM = "the gradients agree and their norm does not: it is not taken over all of them, or not over all ranks"
-NOT_FINITE = "numbers that are not finite prove nothing, also where both hold the same ones: look at the loss"
-PRECISION = "products are computed in another precision on one side: compare autocast and the model's dtype"
+NORM = "the gradients agree but their norm does not: it does not include all gradients, or all ranks"
+NOT_FINITE = "non-finite numbers prove nothing, even if equal on both sides: look at the loss"
+PRECISION = "matrix products are computed in different precisions: compare autocast and the model's dtype"
 ELSEWHERE = (
-    "gradients point elsewhere though the losses agree: a part of them was left out or counted "
-    "twice, or a gradient was changed"
+    "gradients differ in direction though the losses agree: some contributions were left out or counted twice, or a "
+    "gradient was modified"
 )
 BY_ROUNDING = (
-    "they differ by no more than rounding, which --exact does not allow: other kernels, threads or orders of sums, or "
-    "last bits of frozen weights, as those that an adapter was merged into and taken out of again"
+    "they differ only by rounding, which --exact does not allow: other kernels, threads or orders of sums, or last "
+    "bits of frozen weights (an adapter that was merged and unmerged)"
 )
 RANDOM = (
-    "random numbers (dropout, augmentation) differ between the runs, or the loss function, or inputs that no hash "
-    "sees, such as a mask"
+    "random numbers (dropout, augmentation), the loss function, or inputs without a hash (such as a mask) differ "
+    "between the runs"
 )
 UPDATE = (
     "gradients and learning rates agree: look at the optimizer's state (moments, steps counted), "
     "weight decay and its order"
 )
 OTHER_LABELS = (
-    "the model sees the same inputs with other labels: compare how labels are made, shifted and masked, and whether "
-    "they belong to their inputs"
+    "the model gets the same inputs with other labels: compare how labels are built, shifted and masked, and "
+    "whether they match their inputs"
 )
 OTHER_TARGETS = (
-    "the model sees the same inputs, and the loss is computed against other targets: compare how they are made, masked "
-    "and ordered"
+    "the model gets the same inputs, but the loss other targets: compare how targets are built, masked and ordered"
 )
 OF_KIND = {  # where both compute the same values before it, and nothing else is known
     "start weights": "likely: the runs began with other weights (the model, its source, or the seed)",
@@ -111,8 +110,8 @@ def of_lengths(a: Trace, b: Trace, optimizer: int) -> str:
             counts
         ):
             return (
-                f"after {min(counts)} steps the optimizer is made anew {side}, of the same parameters: its moments "
-                "begin at zero. Keep it, or load its state"
+                f"after {min(counts)} steps the optimizer is recreated {side} with the same parameters, so its "
+                "moments restart at zero. Keep it, or load its state"
             )
     return LENGTHS
 
@@ -130,18 +129,18 @@ def of_start(differing: int, among: int, ranks_apart: Sequence[int]) -> str:
         )
     if differing < among / 2:
         return (
-            "only some weights differ: a layer that is drawn anew (a new head), loaded from elsewhere "
-            "or tied on one side"
+            "only some weights differ: a layer that is newly initialized (a new head), loaded from another file, or "
+            "tied on one side"
         )
     return (
-        "the models are drawn from different random numbers or loaded from different files: set the "
-        "seed before the model is made"
+        "the models are initialized with different random numbers or loaded from different files: set the seed "
+        "before the model is built"
     )
 
 
 def of_dtypes(there: str, here: str) -> str:
     return (
-        f"the same weights, kept in {here} here and in {there} in the reference: compare where the model is cast. "
+        f"the same weights, stored in {here} here and in {there} in the reference: compare where the model is cast. "
         "Updates smaller than the last bit of a half-precision weight are lost"
     )
 
@@ -202,7 +201,8 @@ def of_examples(
     if n == m and (again := _more_often(reference, trace, optimizer)):
         return (
             f"{again} examples come more often than any does in as many steps of the reference: a run that lost its "
-            "place in the epoch when it was resumed (a state of another number of processes or workers), or ranks or a "
+            "position in the epoch when it was resumed (a state of another number of processes or workers), or "
+            "ranks or a "
             "sampler that repeat examples"
         )
     if n == m:
@@ -210,7 +210,7 @@ def of_examples(
             "as many examples, in another order: the sampler's seed or epoch (set_epoch), or shuffling "
             "that depends on the process"
         )
-    return "the step is cut elsewhere: compare batch size, the last, smaller batch (drop_last) and the sampler"
+    return "steps begin at other examples: compare batch size, the last, smaller batch (drop_last) and the sampler"
 
 
 def _unlabelled(trace: Trace, optimizer: int, step: int) -> Counter[str]:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if status == 0 and (lost := streams.unwritten()) is not None:
-        text = f"standard output: {lost.strerror}; what was printed there is not complete"
+        text = f"standard output: {lost.strerror}; the printed output is incomplete"
         text += "; free some space" if lost.errno == errno.ENOSPC else ""
         print(f"lockstep-trace: {coded('LS9130', text)}", file=sys.stderr)
         return 1
@@ -47,8 +47,8 @@ def recording_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--every", type=int, default=1, metavar="N", help="measure tensors at each N-th step (default 1)"
     )
-    parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command goes on")
-    parser.add_argument("--level", choices=LEVELS, default="gradients", help="what is recorded (default gradients)")
+    parser.add_argument("--steps", type=int, metavar="N", help="record the first N steps; the command continues")
+    parser.add_argument("--level", choices=LEVELS, default="gradients", help="level of detail (default gradients)")
     parser.add_argument(
         "--step",
         type=int,
@@ -114,8 +114,10 @@ def require_positive(option: str, value: int | None) -> None:
 
 def comparing_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `diff` for traces, shared with `lockstep diff`."""
-    parser.add_argument("--exact", action="store_true", help="of traces: ask for the same bits")
-    parser.add_argument("--align", action="store_true", help="of traces: compare windows that saw the same examples")
+    parser.add_argument("--exact", action="store_true", help="of traces: require equal bits")
+    parser.add_argument(
+        "--align", action="store_true", help="of traces: compare windows of steps with the same examples"
+    )
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
     parser.add_argument("--verbose", action="store_true", help="of traces: also print findings that are not proved")
 
@@ -154,16 +156,16 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--job", metavar="COMMAND", required=True, help="compared with the reference")
     verify.add_argument("-o", "--output", metavar="DIR", type=Path, help="keep both traces and a page here")
     verify.add_argument("--steps", type=int, metavar="N", help="compare the first N steps")
-    verify.add_argument("--exact", action="store_true", help="ask for the same bits")
+    verify.add_argument("--exact", action="store_true", help="require equal bits")
     verify.set_defaults(run=_verify)
 
-    report = commands.add_parser("report", help="write the page of a trace, beside a reference if there is one")
+    report = commands.add_parser("report", help="write the page of a trace, compared with a reference if given")
     report.add_argument(
         "folders", metavar="TRACE", type=Path, nargs="+", help="one trace, or the reference and a trace"
     )
     report.set_defaults(run=_report)
 
-    watch = commands.add_parser("watch", help="follow a trace while its command runs, and print findings as they come")
+    watch = commands.add_parser("watch", help="follow a trace while its command runs, and print findings as they occur")
     watch.add_argument("folder", metavar="TRACE", type=Path)
     verbose_option(watch)
     watch.set_defaults(run=_watch)

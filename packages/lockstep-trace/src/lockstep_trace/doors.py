@@ -23,8 +23,8 @@ LIGHTNING = ("lightning.pytorch", "pytorch_lightning")  # one library under two 
 
 
 class ScopedTrace:
-    """A trace of a part of a process. A command that records the process has precedence over it; `import
-    lockstep_trace` has not, if a folder or a level is given that is another.
+    """A trace of a part of a process. A command that records the process takes precedence over it; so does `import
+    lockstep_trace`, unless another folder or level is given.
 
     `folder`: default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced. `level`: losses,
     gradients, modules or operations. `check`: steps to recompute on copies, counted from 0. `step`: at the level

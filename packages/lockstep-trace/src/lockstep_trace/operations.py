@@ -1,7 +1,7 @@
 """Compares the operations of one step of two traces (`--level operations`) and names the first that differs.
 
-In: two traces. Out: lines of plain English. Operations are paired by name, module and phase, in order; what one side
-alone does is told and not compared. Values are equal if their bits are.
+In: two traces. Out: lines of plain English. Operations are paired by name, module and phase, in order; operations of
+one side alone are reported but not compared. Values are equal if their bits are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Operation:
     def line(self) -> str:
         """The user's line that called it; for backward that of its forward operation."""
         own = self.raw["line"] or (self.forward.line if self.forward else None)
-        return own or self.raw["library"] or self.raw.get("started") or "a line that was not seen"
+        return own or self.raw["library"] or self.raw.get("started") or "an unknown line"
 
     @property
     def library(self) -> str | None:
@@ -144,7 +144,7 @@ def _notes(step: StepOperations, where: str) -> list[str]:
         lines.append(f"{where}the process ended within step {step.step}")
     if step.raw["regions"] or step.raw["unseen"]:
         names = ", ".join(list(step.raw["regions"])[:NAMES]) or "compiled code"
-        text = f"{where}inside of what torch.compile compiled ({names}) nothing is seen"
+        text = f"{where}operations inside of compiled code ({names}) are not recorded"
         lines.append(f"{text}; TORCH_COMPILE_DISABLE=1 in the environment runs it uncompiled")
     return lines
 
@@ -208,8 +208,8 @@ class _Verdict:
                     return
 
     def _cause(self, x: Operation, y: Operation) -> Alone | None:
-        """Return the operations of one side alone that made the other inputs of a pair, or that stand right before
-        it."""
+        """Return the operations of one side alone that produced the differing inputs of a pair, or that directly
+        precede it."""
         for side, operation in ((0, x), (1, y)):
             makers = {of for of in operation.raw["of"] if isinstance(of, int)}
             for alone in self.alone:
@@ -248,7 +248,7 @@ class _Verdict:
         x, y = self.culprit
         if self.gap is not None:
             return [
-                head + "from here on, the two do other operations:",
+                head + "from here on, the operations differ:",
                 *self._of_gap(self.gap),
                 *self._beyond(y, "in"),
             ]
@@ -304,18 +304,18 @@ class _Verdict:
                 f"{name}: {x.raw['args'].get(name)} in the reference, {y.raw['args'].get(name)} here" for name in other
             )
         elif y.collective:
-            yield "what this rank sends is equal: another rank sends something else, or the order of the sum is another"
+            yield "this rank sends equal values: another rank sends other values, or the order of the sum differs"
         elif y.raw.get("random"):
-            yield "it draws random numbers: the generator was seeded otherwise, or something drew from it before"
+            yield "it draws random numbers: the generator was seeded differently, or other code drew from it before"
         elif self.a.raw["threads"] != self.b.raw["threads"]:
             yield (
                 f"its arguments are equal: {self.a.raw['threads']} threads in the reference, "
-                f"{self.b.raw['threads']} here, which add up in another order"
+                f"{self.b.raw['threads']} here, which sum in another order"
             )
         elif y.name.startswith("compiled region"):
-            yield "compiled code is another, or the weights inside; TORCH_COMPILE_DISABLE=1 shows its operations"
+            yield "the compiled code or its weights differ; TORCH_COMPILE_DISABLE=1 shows its operations"
         else:
-            yield "its arguments are equal: another kernel, layout of memory, library or processor computed it"
+            yield "its arguments are equal: the kernel, memory layout, library or processor differs"
 
     def _sources(self, x: Operation, y: Operation) -> Iterator[str]:
         for at, (i, j) in enumerate(zip(x.raw["in"], y.raw["in"], strict=False)):
@@ -324,11 +324,11 @@ class _Verdict:
                 continue
             of = y.raw["of"][at]
             if isinstance(of, int):
-                source = f"made here by {self.b.operations[of].where()}"
+                source = f"computed here by {self.b.operations[of].where()}"
             elif isinstance(of, str):
                 source = f"the weight {of}, which differs before the step"
             else:
-                source = "made before the step, or read from the data"
+                source = "computed before the step, or read from the data"
             yield f"input {at}, {y.raw['shapes'][0][at]}, differs by {_number(distance)}: {source}"
 
     def _by(self, x: Operation | None, y: Operation, side: str) -> str:
@@ -338,8 +338,8 @@ class _Verdict:
         return _number(max((d for i, j in pairs if (d := self._distance(i, j)) is not None), default=None))
 
     def _beyond(self, culprit: Operation, side: str) -> list[str]:
-        """Name the first later operation that makes more of the difference than rounding does, if the difference is
-        rounding at the first. `side`: of the first, in or out."""
+        """If the first difference is rounding, name the first later operation that amplifies it beyond rounding.
+        `side`: of the first, in or out."""
         x, y = self.culprit  # type: ignore[misc]
         if self._largest(x, y, side) > ROUNDING:
             return []
@@ -347,9 +347,9 @@ class _Verdict:
         for one, other in later:
             out, into = (self._largest(one, other, side) for side in ("out", "in"))
             if one.raw["shapes"] == other.raw["shapes"] and out > max(ROUNDING, GROWTH * into):
-                text = f"that is rounding; the first that makes more of it is {other.where()}"
+                text = f"that is rounding; the first operation that amplifies it is {other.where()}"
                 return [f"  {text}: {_number(into)} before it, {_number(out)} after it"]
-        return ["  that is rounding, and no later operation makes much more of it"]
+        return ["  that is rounding, and no later operation amplifies it much"]
 
     def _largest(self, x: Operation, y: Operation, side: str) -> float:
         pairs = zip(x.raw[side], y.raw[side], strict=False)
@@ -390,11 +390,11 @@ def _shapes(operation: Operation) -> str:
 
 def _number(distance: float | None) -> str:
     if distance is None:
-        return "an amount that is not known"
-    return "an amount that is not finite" if math.isinf(distance) else f"{distance:.2g} of its size"
+        return "an unknown amount"
+    return "a non-finite amount" if math.isinf(distance) else f"{distance:.2g} of its size"
 
 
-# -- how to get there ------------------------------------------------------------------------------------------------
+# -- advice ------------------------------------------------------------------------------------------------
 
 
 def advice(a: Trace, b: Trace, step: int) -> list[str]:

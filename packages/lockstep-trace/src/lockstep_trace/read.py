@@ -300,9 +300,9 @@ def _why_none(about: Mapping[str, Any], ranks: Sequence[Rank]) -> str:
             "loss and at its gradient (torch.autograd.set_detect_anomaly names the operation)"
         )
     if status := about.get("status"):
-        return f"{command} ended with status {status} before an optimizer made a step: see what it printed"
+        return f"{command} ended with status {status} before an optimizer made a step: see its output"
     if ranks:
-        return f"{command} called a model, and no optimizer of torch made a step"
+        return f"{command} called a model, but no torch optimizer made a step"
     return f"{command} trained nothing, or its Python ignores PYTHONPATH (python -I or -E), or it does not use torch"
 
 

@@ -1,9 +1,9 @@
-"""A record of a training step, and the first difference of two: what lockstep means by *the same*.
+"""The record of a training step, and the first difference between two: lockstep's definition of equal steps.
 
-In: numbers and tensors of a step, by whomever computed it. Out: `StepRecord`, one JSON object a line; `differences` and
+In: numbers and tensors of a step, from any source. Out: `StepRecord`, one JSON object a line; `differences` and
 `compare_records`, in the order of `causes.ORDER`. A record holds as much as its level: `losses` (loss, gradient norm,
 hashes of the whole state), `gradients` (every gradient and weight), `modules` (every value that a micro-batch
-computes). What only one record holds is not compared.
+computes). Values that only one record holds are not compared.
 
 Bits are compared here. Two traces that may differ by rounding are compared by `compare_traces.py`, with sketches.
 """
@@ -98,9 +98,9 @@ class StepRecord:
 
     def fault(self, skips: bool = False) -> str | None:
         """Describe why this record proves nothing, whatever another one holds, or return None. `skips`: whether steps
-        whose numbers are not finite are skipped by the run, and so are nothing unusual."""
+        whose numbers are not finite are skipped by the run, and are therefore normal."""
         if self.finite is False:
-            return "there are weights that are not finite after the step"
+            return "some weights are not finite after the step"
         bad = [name for name, p in self.gradients.items() if not math.isfinite(p.norm)]
         bad += [name for name, p in self.after.items() if math.isnan(p.norm)]  # a mask may hold infinities
         if bad:
@@ -114,7 +114,7 @@ class StepRecord:
         return None if StepRecord.of_numbers(0, self.loss, self.grad_norm).hash == self.hash else _CHANGED
 
 
-_CHANGED = "the hash is not that of loss and gradient norm: the line was changed after it was written"
+_CHANGED = "the hash does not match loss and gradient norm: the line was changed after it was written"
 
 
 def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorPrint]:
@@ -192,7 +192,8 @@ class Difference:
 
 
 def record_differences(a: StepRecord, b: StepRecord) -> list[Difference]:
-    """Return the first difference of each kind, in the order of `causes.ORDER`; of what micro-batches compute, one."""
+    """Return the first difference of each kind, in the order of `causes.ORDER`; for values of micro-batches, only one
+    difference."""
     differing = [
         *_of_names("start weights", a.step, a.before, b.before, shared=True),
         *_of_prints("examples", a.step, a.examples, b.examples),

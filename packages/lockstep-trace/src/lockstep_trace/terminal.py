@@ -60,8 +60,8 @@ class PlainOutput:
 
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], verbose: bool = False) -> int:
-    """Run a command and trace it. What is said goes to standard error: standard output is the command's own. Returns
-    the command's exit status. `verbose`: also findings that are not proved. Errors: `TraceError` where it cannot be
+    """Run a command and trace it. Messages go to standard error; standard output belongs to the command. Returns the
+    command's exit status. `verbose`: also findings that are not proved. Errors: `TraceError` where it cannot be
     started."""
     if options.get("level") == "operations" and options.get("step") is None:
         step = step_of_difference(folder, command)
@@ -85,7 +85,7 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
     steps = ", ".join(f"{len(trace.steps(o))} steps of {_optimizer(trace, o)}" for o in trace.optimizers)
     lines = [f"{steps} on {trace.world} process{'es' if trace.world > 1 else ''}, in {folder}"]
     if trace.others:
-        lines.append(f"{trace.others} other processes trained, too, as another job; they are not looked at")
+        lines.append(f"{trace.others} other processes also trained, as another job; they are ignored")
     lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
     lines += operations.summary_lines(trace)
     rows = findings(trace)
@@ -151,7 +151,7 @@ def compared(
         if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
             output.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
         for alone in (o for o in trace.optimizers if o not in shared):
-            output.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone: it is compared with nothing")
+            output.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone, so it is not compared")
     for verdict in verdicts:
         _say(output, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
@@ -182,7 +182,7 @@ def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
     aligned = window(one, other, optimizer, match(one, other, optimizer))
     if aligned is None:
-        return "--align: there is no step up to which both have seen the same examples"
+        return "--align: at no step have both seen the same examples"
     losses = "" if aligned.losses is None else f"; mean loss {aligned.losses[0]:.6g} and {aligned.losses[1]:.6g}"
     change = "" if aligned.change is None else f"; the change of the weights differs by {aligned.change:.2g}"
     steps = f"after {aligned.a} and {aligned.b} steps both have seen the same {aligned.examples} examples"
@@ -193,7 +193,7 @@ def _say(output: Output, verdict: Comparison, name: str) -> None:
     say_numbers(output, verdict)
     output.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
-        how = "the same bits" if verdict.exact else "the same training, to rounding"
+        how = "the same bits" if verdict.exact else "the same training, within rounding"
         measured = sum(row.gradient is not None for row in verdict.rows)
         of = "" if measured == len(verdict.rows) else f"; gradients and changes were measured in {measured} of them"
         output.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")

@@ -1,4 +1,4 @@
-"""Losses of all pairs of outputs and targets, where a loader gives each example a target of its own.
+"""Detect losses that compare every output with every target, although each example has its own target.
 
 In: a loss before backward, and the columns of the batch. Out: whether a loss compares each output with each target.
 """

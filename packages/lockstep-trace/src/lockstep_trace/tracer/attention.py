@@ -1,4 +1,4 @@
-"""What the attention of a language model sees, by the graph of its first losses: later tokens, or padding alone.
+"""Detect from the graph of a language model's first losses whether its attention sees later tokens, or padding alone.
 
 In: the loss before backward, the token numbers that the model was given. Out: counts on their device, `SEEN`.
 Nothing is looked at while hooks on saved tensors are in use: reading one would recompute a checkpointed forward.

@@ -1,4 +1,4 @@
-"""How far a copy of a model that no optimizer holds is from the trained one: an average, a target or a teacher.
+"""Measure the distance between a trained model and a copy that no optimizer holds: an average, a target or a teacher.
 
 In: models before a step. Out: [name, distance, update] of each copy: the distance between the two, and how far the
 trained one has moved since the step before. Measured at a few early steps, without a wait for the device.

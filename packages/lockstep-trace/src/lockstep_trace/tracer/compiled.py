@@ -19,7 +19,7 @@ CONTEXTS = ("_TorchDynamoContext", "OptimizeContext")
 
 
 class Regions(Protocol):
-    """What is told of compiled regions."""
+    """The names of compiled regions, for messages."""
 
     def around(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a compiled function and return its result."""

@@ -26,7 +26,7 @@ ATTENTION = "scaled_dot_product_attention"
 
 
 class EvaluationNoise:
-    """What draws random numbers in evaluation mode. `write`: writes a record."""
+    """Records the functions that draw random numbers in evaluation mode. `write`: writes a record."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write

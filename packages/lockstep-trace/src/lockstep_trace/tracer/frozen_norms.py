@@ -1,4 +1,4 @@
-"""Batch norms that a script puts into evaluation mode by themselves, and that `train()` of their model turns on again.
+"""Detect batch norms that a script puts into evaluation mode and that a later `train()` of the model switches back.
 
 In: calls of `Module.train`, and forwards. Out: how many of them update their statistics under frozen weights.
 """

@@ -1,4 +1,4 @@
-"""What happens to gradients between two steps: zeroed or not, modified after backward, clipped, and modified since.
+"""The history of gradients between two steps: zeroed, modified after backward, clipped, modified after clipping.
 
 In: calls around backward, clipping and steps. Out: answers for the record, by version counters; and whether gradients
 at a step are known from those before clipping, so that they need not be measured a second time.

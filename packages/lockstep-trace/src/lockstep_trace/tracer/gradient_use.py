@@ -13,7 +13,7 @@ from .versions import GradientVersion, gradient_versions, has_gradient, untouche
 
 
 class GradientUse:
-    """Who reads the gradients of this process."""
+    """Tracks which gradients of this process an optimizer reads."""
 
     def __init__(self) -> None:
         self.zeroed = False  # `zero_grad` was called since the last backward

@@ -1,4 +1,4 @@
-"""Whether a model is in training mode, decided by its dropout and batch norm modules.
+"""Decide whether a model is in training mode, by its dropout and batch norm modules.
 
 In: an outermost module. Out: one truth value, and counts for the record.
 """

@@ -1,4 +1,4 @@
-"""Records each operation of one optimizer step (`--level operations`): what it computed, from what, and who called it.
+"""Records each operation of one optimizer step (`--level operations`): its inputs, its result and its caller.
 
 In: operations that torch dispatches from the end of the step before (for step 0: from the first call of a model with
 gradients) to the end of the step. Out: one record `operations`. Of tensors only hashes and short sketches are kept, on

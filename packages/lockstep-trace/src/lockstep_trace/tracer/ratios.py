@@ -1,4 +1,4 @@
-"""Ratios of probabilities that a loss clamps (PPO): whether all of them are exactly 1.
+"""Detect whether the probability ratios that a loss clamps (PPO) are all exactly 1.
 
 In: a loss before backward. Out: one number on its device.
 """

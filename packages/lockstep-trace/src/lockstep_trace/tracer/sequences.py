@@ -1,4 +1,4 @@
-"""Shapes that recurrent layers and attention are given, the size of the batch beside them.
+"""Input shapes of recurrent layers and attention, with the batch size.
 
 In: calls of inner modules. Out: [class, first dimension, second one, rows of the call, loader pass] of those that take
 time first.

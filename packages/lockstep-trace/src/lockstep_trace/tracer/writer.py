@@ -47,7 +47,7 @@ class Writer:
             self._file.flush()
         except OSError as error:
             self.failed = True
-            warn(f"nothing more can be written to {self.folder}: {error}. The script goes on untraced")
+            warn(f"cannot write to {self.folder} any more: {error}. The script continues untraced")
 
     def close(self) -> None:
         """Close the file of this process; a later record opens it again."""
