@@ -450,15 +450,6 @@ def test_bad_keys_are_named(word: str, said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_resolved_file_of_before_is_read() -> None:
-    """Such files hold the keys of every optimizer, whichever is used."""
-    once = {"betas": [0.9, 0.98], "eps": 1e-8, "momentum": 0.9}
-    assert load(None, [], TINY | {"optim": once}).optim.options == {"betas": (0.9, 0.98), "eps": 1e-8}
-    assert load(None, [], TINY | {"optim": {"name": "sgd", "betas": [0.9, 0.999], "eps": 1e-8}}).optim.options == {
-        "momentum": 0.9
-    }
-
-
 def test_the_optimizer_of_contributing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user's module, it has typed keys, a complete state, and its source is compared at a resume."""
     (tmp_path / "my_nadam.py").write_text(example("strategies/optimizers/nadam.py"))

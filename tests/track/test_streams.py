@@ -161,7 +161,7 @@ def test_too_few_open_files_are_a_message(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (errno.EACCES, "out/log.txt", ["out/log.txt: permission denied", "permissions"]),
         (errno.EROFS, "out", ["out: read-only file system", "another folder"]),
-        (errno.ENOTDIR, "a/b", ["a/b: not a directory", "a file stands"]),
+        (errno.ENOTDIR, "a/b", ["a/b: not a directory", "it is a file"]),
         (errno.ENOSPC, None, ["no space left", "free space"]),
         (errno.EFBIG, None, ["file too large", "ulimit -f"]),
     ],

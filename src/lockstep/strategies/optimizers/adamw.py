@@ -6,9 +6,9 @@ In: gradients. Out: each weight updated by its mean gradient over the root of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from lockstep.config.sections import Decay, Section
@@ -17,21 +17,6 @@ from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Old resolved run files contain these for every optimizer: ignore another optimizer's keys with default values.
-_ONCE: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "momentum": 0.9}
-
-
-class Former(Section):
-    """Options of an optimizer that existed before plug-ins."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _as_they_were(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-        return {k: v for k, v in plain.items() if k in cls.model_fields or k not in _ONCE or v != _ONCE[k]}
-
 
 class AdamW(Optimizer):
     """torch's fused AdamW."""
@@ -39,7 +24,7 @@ class AdamW(Optimizer):
     any_part = True
     heeds_skipped = True
 
-    class Options(Former):
+    class Options(Section):
         betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of the two moments")
         eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 from typing_extensions import override
 
-from lockstep.strategies.optimizers.adamw import Former
+from lockstep.config.sections import Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class SGD(Optimizer):
     any_part = True
     heeds_skipped = True
 
-    class Options(Former):
+    class Options(Section):
         momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of the previous update in the next one")
 
     @override
