@@ -197,12 +197,14 @@ CASES["loop_counter"] = Case(changed(
 CASES["loop_linear_clip"] = Case(changed(
     LOOP, ("DataCollatorWithPadding\n", "DataCollatorWithPadding, get_linear_schedule_with_warmup\n"),
     ("for epoch in", "schedule = get_linear_schedule_with_warmup(optimizer, 2, 4 * len(loader))\nfor epoch in"),
-    (STEP, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n        optimizer.step()\n        schedule.step()\n        optimizer.zero_grad()\n"),
+    (STEP, "        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n        optimizer.step()\n        "
+           "schedule.step()\n        optimizer.zero_grad()\n"),
 ))  # fmt: skip
 CASES["loop_get_scheduler"] = Case(changed(
     LOOP, ("DataCollatorWithPadding\n", "DataCollatorWithPadding, get_scheduler\n"), ("range(4)", "range(epochs)"),
     ("model.train()", "epochs = 5\nmodel.train()"),
-    ("for epoch in", "total = epochs * len(loader)\nschedule = get_scheduler('cosine', optimizer, num_warmup_steps=1, num_training_steps=total)\nfor epoch in"),
+    ("for epoch in", "total = epochs * len(loader)\nschedule = get_scheduler('cosine', optimizer, "
+                     "num_warmup_steps=1, num_training_steps=total)\nfor epoch in"),
     (STEP, "        optimizer.step()\n        schedule.step()\n        optimizer.zero_grad()\n"),
 ))  # fmt: skip
 CASES["loop_last_batch"] = Case(changed(LOOP, ("batch_size=16", "batch_size=6")), whole=False, step_sizes=(6, 6, 4) * 4)
@@ -210,19 +212,26 @@ CASES["loop_regression"] = Case(changed(
     LOOP, ("train.jsonl", "scores_train.jsonl"), ('"m"', '"r"'), ("num_labels=2", "num_labels=1"),
 ), train_words=("data.validation=scores_valid.jsonl",))  # fmt: skip
 CASES["loop_bf16"] = Case(changed(LOOP, (
-    "        loss = model(**batch).loss\n", '        with torch.autocast("cpu", dtype=torch.bfloat16):\n            loss = model(**batch).loss\n',
+    "        loss = model(**batch).loss\n", '        with torch.autocast("cpu", dtype=torch.bfloat16):\n            '
+                                            'loss = model(**batch).loss\n',
 )), whole=False)  # fmt: skip
 ACCELERATE = changed(
     LOOP, ("import torch\n", "import torch\nfrom accelerate import Accelerator\n"), ("batch_size=16", "batch_size=4"),
-    ("for epoch in", "accelerator = Accelerator(gradient_accumulation_steps=4)\nmodel, optimizer, loader = accelerator.prepare(model, optimizer, loader)\nfor epoch in"),
+    ("for epoch in", "accelerator = Accelerator(gradient_accumulation_steps=4)\nmodel, optimizer, loader = "
+                     "accelerator.prepare(model, optimizer, loader)\nfor epoch in"),
     ("        loss = model(**batch).loss\n        loss.backward()\n" + STEP,
-     "        with accelerator.accumulate(model):\n            loss = model(**batch).loss\n            accelerator.backward(loss)\n            if accelerator.sync_gradients:\n                accelerator.clip_grad_norm_(model.parameters(), 0.05)\n            optimizer.step()\n            optimizer.zero_grad()\n"),
+     "        with accelerator.accumulate(model):\n            loss = model(**batch).loss\n            "
+     "accelerator.backward(loss)\n            if accelerator.sync_gradients:\n                "
+     "accelerator.clip_grad_norm_(model.parameters(), 0.05)\n            optimizer.step()\n            "
+     "optimizer.zero_grad()\n"),
 )  # fmt: skip
 CASES["accelerate"] = Case(ACCELERATE, needs=("accelerate",))
 SCHEDULED = changed(
-    ACCELERATE, ("import Accelerator\n", "import Accelerator\nfrom transformers import get_linear_schedule_with_warmup\n"),
+    ACCELERATE, ("import Accelerator\n", "import Accelerator\nfrom transformers import "
+                                         "get_linear_schedule_with_warmup\n"),
     ("model, optimizer, loader = accelerator.prepare(model, optimizer, loader)",
-     "total = 4 * len(loader) // 4\nschedule = get_linear_schedule_with_warmup(optimizer, int(0.5 * total), total)\nmodel, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"),
+     "total = 4 * len(loader) // 4\nschedule = get_linear_schedule_with_warmup(optimizer, int(0.5 * total), "
+     "total)\nmodel, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)"),
     ("            optimizer.step()\n", "            optimizer.step()\n            schedule.step()\n"),
 )  # fmt: skip
 CASES["accelerate_schedule"] = Case(SCHEDULED, needs=("accelerate",))
@@ -238,7 +247,8 @@ trainer.train()
 )
 CASES["trainer"] = Case(TRAINER)
 CASES["trainer_many"] = Case(changed(TRAINER, (
-    "size=16", "size=4, gradient_accumulation_steps=4, warmup_steps=2, label_smoothing_factor=0.1, weight_decay=0.5, adam_beta2=0.95, max_grad_norm=0.1, lr_scheduler_type='cosine'",
+    "size=16", "size=4, gradient_accumulation_steps=4, warmup_steps=2, label_smoothing_factor=0.1, "
+               "weight_decay=0.5, adam_beta2=0.95, max_grad_norm=0.1, lr_scheduler_type='cosine'",
 )))  # fmt: skip
 CASES["trainer_ratio"] = Case(changed(TRAINER, ("size=16", "size=16, warmup_steps=0.3"), ("epochs=4", "epochs=7")))
 CASES["trainer_accumulated"] = Case(
@@ -445,7 +455,7 @@ CASES["loop_lm_cut"] = Case(
         ("        if (i + 1) % 4 == 0:\n            optimizer.step()\n            optimizer.zero_grad()\n", STEP),
     ),
     train_words=("data.validation=texts_valid.jsonl",),
-    said={**all_by("a text ends with <eos>"), "steps": "the rest is trained on as further examples"},
+    said={**all_by("a text ends with <eos>"), "steps": "lockstep trains on the rest as further examples"},
 )
 PLAIN = 'plain = ["bias", "LayerNorm.weight", "embeddings.word"]\ngroups = [\n'
 PLAIN += (

@@ -47,7 +47,7 @@ data = load_dataset("acme/reviews")
 data = data.map(lambda rows: tokenizer(rows["text"], truncation=True, max_length=64), batched=True)
 Trainer(model, args, train_dataset=data["train"], processing_class=tokenizer).train()
 """
-SIDE = "texts are padded on the right here"
+SIDE = "lockstep pads texts on the right"
 
 
 @pytest.mark.parametrize("script", [LOOP, TRAINER], ids=["loop", "trainer"])
@@ -134,7 +134,7 @@ TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "conte
         ({"messages": TURNS}, "assistant_only_loss=True", "messages", ""),
         ({"messages": TURNS}, "assistant_only_loss=True, packing=True", "messages", ""),
         ({"messages": TURNS}, "assistant_only_loss=True, completion_only_loss=True", "messages", ""),
-        ({"messages": TURNS}, "completion_only_loss=True", "", "only the assistant's words are learned here"),
+        ({"messages": TURNS}, "completion_only_loss=True", "", "lockstep learns only the assistant's messages"),
         ({"text": "a text"}, "assistant_only_loss=True", "", "TRL applies it only to conversations"),
         ({"text": "a text"}, "completion_only_loss=False", "text", ""),
         ({"text": "a text"}, "completion_only_loss=True", "text", ""),

@@ -67,7 +67,7 @@ def test_what_is_left_over_at_the_end_of_an_epoch(
     text: str, step: int, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = {
-        "dropped": "drops leftover batches of an epoch",
+        "dropped": "drops the leftover batches of an epoch",
         "left over": "the first step of the next epoch",
         "divided": "divides the last step of an epoch by 4 even if it has fewer batches",
     }[wanted]
@@ -83,9 +83,7 @@ def test_what_is_left_over_at_the_end_of_an_epoch(
     (here / "moved.yaml").unlink()
     if wanted == "divided":  # where the rows are not known, and the steps are as many
         moved("acc.py", text)
-        assert (
-            f"{why}; lockstep takes the mean of its examples, unless the rows fill all steps" in capsys.readouterr().out
-        )
+        assert f"{why}; lockstep averages over its examples, unless the rows fill all steps" in capsys.readouterr().out
     else:
         assert why in refused("acc.py", text, capsys)
 
@@ -161,13 +159,13 @@ def test_a_schedule_that_ends_elsewhere_than_the_run(
 def test_a_schedule_that_ends_with_the_run(total: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")
     moved("acc.py", text.replace("schedule =", "steps = 3 * (len(train) / 4)\nschedule =", 1))
-    assert "is taken to be that" not in capsys.readouterr().out
+    assert "is assumed to be its length" not in capsys.readouterr().out
 
 
 def test_a_schedule_of_a_length_that_only_the_data_say(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ACCELERATE.replace(TOTAL, "num_training_steps=250")
     moved("acc.py", text)
-    assert "num_training_steps (250) is taken to be that" in capsys.readouterr().out
+    assert "num_training_steps (250) is assumed to be its length" in capsys.readouterr().out
     moved("acc.py", text, "steps=200")  # by hand
     assert "the schedule is 250 steps long and the run 200" in capsys.readouterr().out
     (here / "moved.yaml").unlink()
@@ -180,4 +178,4 @@ def test_a_schedule_that_accelerate_does_not_step(here: Path, capsys: pytest.Cap
         "prepare(model, optimizer, train, dev, schedule)", "prepare(model, optimizer, train, dev)"
     )
     text = text.replace("model, optimizer, train, dev, schedule =", "model, optimizer, train, dev =")
-    assert "is not prepared, so it goes on with every batch" in refused("acc.py", text, capsys)
+    assert "is not prepared, so it advances with every batch" in refused("acc.py", text, capsys)

@@ -32,20 +32,20 @@ def test_a_model_that_is_given_all_by_name(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        (ONE.replace(CALL, f"model(input_ids=batch['input_ids'], {LABELS}).loss"), "is not given attention_mask"),
+        (ONE.replace(CALL, f"model(input_ids=batch['input_ids'], {LABELS}).loss"), "does not pass attention_mask"),
         (
             ACCELERATE.replace(CALL, f"model({ALL.rpartition(',')[0]}, {LABELS}).loss"),
             "is not given token_type_ids, so both texts have one type",
         ),
         (
             ONE.replace("max_length=64)", "max_length=64, padding='max_length', return_attention_mask=False)"),
-            "their attention_mask is left out",
+            "without passing attention_mask",
         ),
         (
             ONE.replace("max_length=64)", "max_length=64, padding=True)").replace(
                 "train = DataLoader", "data = data.remove_columns(['attention_mask'])\ntrain = DataLoader"
             ),
-            "their attention_mask is left out",
+            "without passing attention_mask",
         ),
         (
             ACCELERATE.replace(
@@ -62,7 +62,7 @@ def test_a_model_that_is_given_all_by_name(here: Path) -> None:
             LANGUAGE.replace("data = data.map(blocks, batched=True)\n", "").replace(
                 CALL, "model(**batch, labels=batch['input_ids']).loss"
             ),
-            "padding is learned there",
+            "the script learns padding",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_windows_of_questions_and_contexts(here: Path, capsys: pytest.CaptureFix
         32,
     ]
     assert run.data.max_length == 128
-    assert "batch_size counts questions here" in capsys.readouterr().out
+    assert "batch_size counts questions" in capsys.readouterr().out
     other = QUESTIONS.replace('"context"', '"passage"').replace('rows["answers"]', 'rows["replies"]')
     run = moved("qa.py", other.replace(" stride=32,", ""))
     assert [run.task.options[key] for key in ("context", "answers", "stride")] == ["passage", "replies", 0]
@@ -178,7 +178,7 @@ def test_windows_of_questions_and_contexts(here: Path, capsys: pytest.CaptureFix
     [
         ("text.strip() for", "text.lower() for", "text.lower()"),
         ('truncation="only_second"', "truncation=True", "the context alone is cut into windows"),
-        ("\n        return_overflowing_tokens=True,", "", "is cut off there; here a context is read in windows"),
+        ("\n        return_overflowing_tokens=True,", "", "the script truncates a context at the window"),
         ('["answer_start"][0]', '["answer_start"][-1]', "the first answer is learned"),
         ("starts.append(first - 1)", "starts.append(first)", "starts.append(first) (a position is"),
         ("ends.append(last + 1)", "ends.append(last - 1)", "ends.append(last - 1) (a position is"),

@@ -112,7 +112,7 @@ def test_tags_of_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_padding_that_is_learned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     causal, pairs = script(CAUSAL, "CausalLM"), script(SEQUENCES, "Seq2SeqLM")
     for text in (causal, pairs):
-        assert "its padding is learned" in not_moved(text, capsys)
+        assert "the script learns padding" in not_moved(text, capsys)
     unpadded = changed((', padding="max_length"', ""), text=pairs)
     masks = "    out['labels'] = [[-100 if t == tokenizer.pad_token_id else t for t in row] for row in out['labels']]\n"
     masked = changed(("    return out", f"{masks}    return out"), text=pairs)
@@ -140,7 +140,7 @@ def test_padding_among_the_positions_of_an_answer(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved("qa.py", QUESTIONS)
-    assert "has those of the padding" in capsys.readouterr().out
+    assert "includes padding" in capsys.readouterr().out
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     config = BertConfig(vocab_size=6, max_position_embeddings=16, **sizes)
     for kind, task in ((BertForQuestionAnswering, "question_answering"), (BertForTokenClassification, "token")):

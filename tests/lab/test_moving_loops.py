@@ -50,7 +50,7 @@ def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
     old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused("points.py", DDP.replace(old, new), capsys)
-    assert "the script has its own loop" in said
+    assert "the script has a custom loop" in said
     assert "docs/how-to/own-module.md" in said
     run = moved("points.py", DDP.replace(old, new), "--partial")
     assert "FILL-IN" in run.task.options.values()
@@ -237,7 +237,7 @@ def test_a_seed_through_a_function_and_labels_that_are_numbered(here: Path, caps
 def test_loops_that_cannot_be_moved_are_read_as_far_as_they_can(
     name: str, text: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "the script has its own loop" in refused(name, text, capsys)
+    assert "the script has a custom loop" in refused(name, text, capsys)
     run = moved(name, text, "--partial")
     if name == "pl.py":
         assert (run.epochs, run.batch_size, run.micro_batches, run.precision) == (5, 64, 4, "bf16")
@@ -445,7 +445,7 @@ def test_what_plan_would_refuse_is_not_written(here: Path, capsys: pytest.Captur
         "deepspeed_config: {zero_stage: 2}\n"
     )
     said = refused("config.yaml", text, capsys)
-    assert mentions(said, "LS4143", "cannot be planned", "precision: ")
+    assert mentions(said, "LS4143", "lockstep plan would refuse", "precision: ")
     assert moved("config.yaml", text, "precision=bf16").strategy.name == "zero2"
     assert moved("config.yaml", text, "--partial").precision == "fp16"
 

@@ -71,7 +71,7 @@ SFTTrainer(model="encoder", args=args, train_dataset=data, processing_class=Auto
     moved("sft.py", script, "task.text=text")
     said = capsys.readouterr().out
     assert "divides the loss of GPT2LMHeadModel by all tokens of a row" in said
-    assert "here the rest is trained on as further examples" in said
+    assert "lockstep trains on the rest as further examples" in said
     moved("sft.py", script, "task.prompt=prompt", "task.response=completion")
     assert "divides the loss" not in capsys.readouterr().out
     sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -85,6 +85,6 @@ def test_a_loop_over_texts(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "averages the mean losses of its 4 micro-batches" in said
     assert "a text of line 9 has it only if the tokenizer writes it" in said
-    assert "here the rest is trained on as further examples" in said
+    assert "lockstep trains on the rest as further examples" in said
     moved("loop.py", SCRIPT.replace('"encoder"', '"acme/encoder"'))
     assert "micro-batches;" not in capsys.readouterr().out

@@ -150,7 +150,7 @@ def test_the_warm_up_of_schedule_free(here: Path, capsys: pytest.CaptureFixture[
     twice = FREE | {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
     assert mentions(refused("args.json", json.dumps(twice), capsys), "LS8209", "warms up twice")
     share = FREE | {"lr_scheduler_type": "constant", "warmup_steps": 0.1}
-    assert mentions(refused("args.json", json.dumps(share), capsys), "LS8209", "as if it were a number of steps")
+    assert mentions(refused("args.json", json.dumps(share), capsys), "LS8209", "as a number of steps")
     usual = "base_model: a/b\nmicro_batch_size: 2\ndatasets: [{path: c/d, type: completion}]\nmax_steps: 200\n"
     for kind, optimizer, warmup in (
         ("constant", "adamw_torch", 0),

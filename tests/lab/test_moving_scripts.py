@@ -105,7 +105,11 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
             "its value is known only when the script runs",
         ),
         ("ARGUMENTS", "ARGUMENTS, neftune_noise_alpha=5", "neftune_noise_alpha: 5 (no noise"),
-        ("ARGUMENTS", "ARGUMENTS, optim='adafactor'", "the rate of adafactor (Trainer's takes the rate as it is"),
+        (
+            "ARGUMENTS",
+            "ARGUMENTS, optim='adafactor'",
+            "the rate of adafactor (Trainer's takes the rate as an absolute one",
+        ),
         ("ARGUMENTS", "ARGUMENTS, **more", "**more"),
         ("num_labels=5", "hidden_dropout_prob=p", "hidden_dropout_prob=p"),
         ("model = Auto", "if big:\n  model = Auto", "it is called only if big"),
@@ -242,7 +246,7 @@ def test_blocks_are_known_by_what_is_done(here: Path, capsys: pytest.CaptureFixt
     other = text.replace('"].copy()', '"][::-1]')
     assert "group of data.map" in refused("lm.py", other, capsys)
     assert moved("lm.py", text).task.options["block_size"] == 64
-    assert "each with its tokenizer's end token behind it" in capsys.readouterr().out
+    assert "each followed by the tokenizer's end token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

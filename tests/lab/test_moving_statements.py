@@ -166,7 +166,7 @@ TWISTS = {
     ),
     "new weights": (
         changed(DDP, (LOOP, f"        model = Net(32)\n{LOOP}")),
-        "model = Net(32) (it changes what the loss",
+        "model = Net(32) (it changes an input of the loss",
     ),
     "swapped": (changed(DDP, (LOOP, "        for y, x in loader:\n")), "out = model(x)"),
     "noise": (changed(DDP, (ZERO, f"            x = x + torch.randn_like(x)\n{ZERO}")), "x + torch.randn_like(x)"),
@@ -357,4 +357,4 @@ def test_all_that_a_file_of_trl_lacks_is_listed_at_once(here: Path, capsys: pyte
     assert mentions(said, "LS8240", "--task language_modeling", "load_in_8bit", "model.quantization=...")
     assert "language_modeling: not understood: the columns" in said
     said = refused("trl.yaml", text, capsys, "task.text=body", "model.quantization=nf4")
-    assert "lacking besides" not in said
+    assert "also missing" not in said

@@ -28,7 +28,7 @@ def read(at: Reading) -> None:
         before = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
         _setting(each, each.target, at)
         if len(at.draft.gaps) == before[0] and (at.draft.keys, at.arguments) != before[1:]:
-            why = f"it is set only {each.condition}, which is known only when the script runs"
+            why = f"it is set only {each.condition}, a condition that is known only when the script runs"
             at.draft.unclear(str(each), why, *sorted(at.draft.keys.keys() - before[1].keys()))
 
 

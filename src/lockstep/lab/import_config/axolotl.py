@@ -23,10 +23,11 @@ TYPES = {
     "input_output": None,
 }
 _ALPACA = (
-    "axolotl writes sentences around instruction and input, and here a prompt is one column. Write that column to a "
-    r"file: 'Below is an instruction that describes a task[, paired with an input that provides further context]. "
+    "axolotl writes sentences around instruction and input, but lockstep reads a prompt from one column. Write that "
+    "column to a file: 'Below is an instruction that describes a task[, paired with an input that provides further "
+    "context]. "
     r"Write a response that appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
-    r"[### Input:\n{input}\n\n]### Response:\n', with what is in brackets where input is not empty, and give "
+    r"[### Input:\n{input}\n\n]### Response:\n', with the parts in brackets only if input is not empty, and give "
     "data.source=FILE task.prompt=COLUMN; or set task.prompt=instruction to train without the sentences"
 )
 # Supported keys of an entry of `datasets`, and keys without effect on training.
@@ -73,7 +74,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     if theirs.get("warmup_steps") is None:
         _warm_up(table.number(theirs.get("warmup_ratio")), theirs.get("lr_scheduler"), draft)
     elif draft.keys.get("optim.warmup_steps") == 1:
-        draft.set("optim.warmup_steps", 2, "warmup_steps 1: axolotl makes it two")
+        draft.set("optim.warmup_steps", 2, "warmup_steps 1: axolotl changes it to two")
     table.numbers(draft, theirs, {"optim.learning_rate": "learning_rate"})
     if "adam_beta1" in theirs or "adam_beta2" in theirs:
         betas = [table.number(theirs.get("adam_beta1", 0.9)), table.number(theirs.get("adam_beta2", 0.999))]
@@ -223,8 +224,8 @@ def _texts(entry: Mapping[str, Any], draft: RunDraft) -> None:
     for key, column in (keys or {}).items():
         if key == "task.messages":
             draft.notes.append(
-                "difference: axolotl learns a turn up to its end token; lockstep also what the template writes after "
-                "it, such as a newline"
+                "difference: axolotl learns a turn up to its end token; lockstep also learns the template's text "
+                "after it, such as a newline"
             )
             column = entry.get("field_messages", column)
         elif key == "task.text":
@@ -272,7 +273,7 @@ def _packing(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     packed = bool(theirs.get("sample_packing"))
     if draft.task != "language_modeling":
         if packed:
-            draft.drop("sample_packing", True, f"{draft.task} reads each pair by itself")
+            draft.drop("sample_packing", True, f"{draft.task} processes each pair separately")
         return
     if packed or "sample_packing" in theirs:
         draft.set("task.packing", packed, "sample_packing")

@@ -61,7 +61,7 @@ def read(
         raise RunError(
             "LS8190",
             f"--from: {path} "
-            + (f"starts several programs, on lines {lines}; leave one" if commands else "starts no known training")
+            + (f"starts several programs, on lines {lines}; keep only one" if commands else "starts no known training")
             + f": a command of {', '.join(NAMES['launchers'])}",
         )
     return lambda draft, processes: _move(path, commands[0], draft, processes, read_file, read_script)
@@ -268,7 +268,7 @@ def _launched(path: Path, command: Command, draft: RunDraft, read_file: Callable
         draft.set("strategy.name", f"zero{stage}" if stage else "ddp", f"use_deepspeed, line {command.line}")
     for name, key in (("gradient_accumulation_steps", "micro_batches"), ("gradient_clipping", "optim.max_grad_norm")):
         if options.get(name) not in (None, 1):
-            draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} says it", key)
+            draft.lacks(f"line {command.line}: --{name} {options[name]}", f"{key} sets it", key)
     if file := options.get("deepspeed_config_file"):
         draft.deepspeed = file
     config = command.options.get("deepspeed")
@@ -420,7 +420,9 @@ def move_deepspeed(theirs: Mapping[str, Any], draft: RunDraft, processes: int | 
     if stage and rest:
         draft.set("strategy.options", rest, "DeepSpeed's own, untouched")
         if reason := other_arithmetic(rest):
-            draft.set("strategy.exact", False, f"DeepSpeed's {reason[0]} computes in another way than one process")
+            draft.set(
+                "strategy.exact", False, f"DeepSpeed's {reason[0]} changes the arithmetic compared to one process"
+            )
     for name, value in {} if stage else rest.items():
         draft.drop(name, value, "without ZeRO DeepSpeed is not used")
     _steps(theirs, draft, processes)

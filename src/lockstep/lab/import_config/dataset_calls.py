@@ -120,7 +120,7 @@ def fewer(call: Call, at: Reading) -> None:
     if call.name == "filter":
         at.draft.lacks(str(call), "data.filter chooses rows by their columns", "data.filter")
     else:
-        why = "data.limit is the most examples of each split"
+        why = "data.limit is the maximum number of examples of each split"
         at.draft.lacks(str(call), why, "data.limit")
 
 
@@ -181,15 +181,15 @@ def mapped(call: Call, at: Reading) -> None:
     if block is not None:
         at.set(call, "task.block_size", block)
         at.draft.notes.append(
-            f"blocks of task.packing go through all texts, each with its tokenizer's end token behind it; those of "
-            f"line {call.line} are made of a batch of rows as they are, and drop what is left over of it"
+            f"task.packing concatenates all texts, each followed by the tokenizer's end token; line {call.line} "
+            "concatenates batches of rows without it, and drops the rest of each batch"
         )
         at.draft.set("task.packing", True, f"line {call.line}")
         at.read(call, "task.block_size, task.packing")
         return
     name = "a function" if isinstance(function, ast.Lambda) else function.name
     what = f"line {call.line}: {name} of {code_of(call.node)}"
-    at.draft.unclear(what, f"it makes other rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
+    at.draft.unclear(what, f"it changes the rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
 
 
 def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
@@ -242,7 +242,7 @@ def _padding(call: Call, function: Scope, checked: MappedFunction, at: Reading) 
         return
     remade = any(each.name == "DataCollatorForLanguageModeling" for each in at.script.calls)  # makes its own labels
     if not (remade and at.draft.task == "language_modeling") and checked.learns_padding(call.node):
-        why = "its padding is learned, because no label of it is -100; here padding is never a target"
+        why = "the script learns padding, because its labels are not -100; in lockstep padding is never a target"
         at.draft.lacks(f"line {call.line}: padding", why)
 
 
@@ -263,7 +263,7 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
     if at.padded:
         loss_means.note_positions(at.draft, f"line {call.line}")
     if not arguments.known.get("return_overflowing_tokens"):
-        why = "what does not fit a window is cut off there; here a context is read in windows, all of it"
+        why = "the script truncates a context at the window; lockstep reads all of it, in several windows"
         at.draft.lacks(str(call), why, "task.stride")
     elif "stride" in arguments.unknown:
         at.draft.unclear(f"line {call.line}: stride={arguments.unknown['stride']}", RUNS, "task.stride")
@@ -365,7 +365,7 @@ def _labels(function: Scope, at: Reading) -> None:
         tags = [n for n in ast.walk(function) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
         names = [name for n in tags if isinstance(name := at.script.known(n.slice), str) and "tag" in name]
         if names:
-            at.draft.set("task.tags", names[0], "the column that is read beside the words")
+            at.draft.set("task.tags", names[0], "the column that is used in addition to the words")
 
 
 def of_trainer(call: Call, at: Reading) -> None:

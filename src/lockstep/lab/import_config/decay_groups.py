@@ -214,7 +214,7 @@ class DecayGroups:
         more = [name for name, decay in decays.items() if not decay and name not in exempt]
         if len(largest) > 1 or len(more) > _MOST or _WEIGHT in more:
             wide = (
-                f"{len(more)} weights without decay that are no biases or norms, {more[0]} among them" if more else ""
+                f"{len(more)} weights without decay are neither biases nor norms, for example {more[0]}" if more else ""
             )
             why = f"decays {', '.join(f'{each:g}' for each in largest)}" if len(largest) > 1 else wide
             draft.unclear(where, f"{why}: {_BY_HAND}", "optim.groups")

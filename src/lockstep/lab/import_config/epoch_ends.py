@@ -17,11 +17,11 @@ from lockstep.lab.import_config.table import RunDraft
 from lockstep_trace.plurals import quantity
 
 _WHYS = {
-    "dropped": "the script drops leftover batches of an epoch; lockstep trains them as a smaller step",
+    "dropped": "the script drops the leftover batches of an epoch; lockstep trains on them in a smaller step",
     "left over": "the script adds the gradients of leftover batches to the first step of the next epoch; lockstep "
-    "makes a smaller step of them",
-    "divided": "the script divides the last step of an epoch by {every} even if it has fewer batches; lockstep takes "
-    "the mean of its examples",
+    "trains on them in a smaller step",
+    "divided": "the script divides the last step of an epoch by {every} even if it has fewer batches; lockstep "
+    "averages over its examples",
 }
 
 
@@ -50,7 +50,7 @@ class EpochEnd:
             draft.notes.append(f"{self.where}: {why}, unless the rows fill all steps")
             return
         by = ("epochs", "steps") if draft.task == "module" else ("data.limit", "epochs", "steps")
-        draft.lacks(self.where, f"{why}: give data of whole steps, or say how long to train", *by)
+        draft.lacks(self.where, f"{why}: give data that fill all steps, or set epochs or steps", *by)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ScheduleEnd:
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
                 of_batches, of_steps = (quantity(f"{each:g}", "epoch") for each in (passes, epochs))
-                why = f"the schedule is as long as {of_batches} of batches, and {of_steps} of steps of "
+                why = f"the schedule's length is {of_batches} of batches, and {of_steps} of steps of "
                 why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
@@ -82,7 +82,7 @@ class ScheduleEnd:
                 why = f"the schedule is {length} steps long and the run {steps}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule", "steps")
             return
-        draft.notes.append(f"optim.schedule ends with the run: num_training_steps ({code}) is taken to be that")
+        draft.notes.append(f"optim.schedule ends with the run: num_training_steps ({code}) is assumed to be its length")
 
     def passes(self, node: ast.expr | None, depth: int = 0) -> float | None:
         """Return N of `N * len(loader)`, the number of passes over the batches of an epoch; None for any other

@@ -150,8 +150,8 @@ def _written(path: Path, text: str, partial: bool, with_data: bool, talk: Prompt
         if not partial:
             raise RunError(
                 error.code,
-                f"--from: what would be written cannot be planned, so nothing is: {error.message}. Give another value, "
-                "as key=value, or write it anyway with --partial",
+                f"--from: nothing was written, because lockstep plan would refuse the run file: {error.message}. "
+                "Give another value, as key=value, or write it anyway with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
     return init.checked(path, text, planned=False)
@@ -273,8 +273,9 @@ def _settle(path: Path, draft: RunDraft, looked: DatasetProfile | None, talk: Pr
     run."""
     if draft.task == "question_answering" and "batch_size" in draft.keys:
         talk.note(
-            "batch_size counts questions here, each with all windows of its context, and windows there; where contexts "
-            "are longer than data.max_length, a step has more of them here, and an epoch fewer steps"
+            "lockstep's batch_size counts questions, each with all windows of its context; the original counts "
+            "windows. If contexts are longer than data.max_length, a step here has more windows, and an epoch fewer "
+            "steps"
         )
     for note in draft.notes:
         talk.note(note)
@@ -287,7 +288,7 @@ def _settle(path: Path, draft: RunDraft, looked: DatasetProfile | None, talk: Pr
         draft.keys.pop("epochs", None)
     batch = int(draft.keys.get("batch_size", 128))
     if int(draft.keys.get("micro_batches", 8)) > batch:
-        draft.set("micro_batches", batch, "no more than examples a step")
+        draft.set("micro_batches", batch, "at most the examples of a step")
     _settle_intervals(draft, looked, batch, talk)
     for key in ("checkpoint.best", "evaluate.patience"):
         if draft.keys.get(key) and not draft.keys.get("evaluate.every"):
@@ -307,7 +308,7 @@ def _fill_in(draft: RunDraft) -> None:
         return
     for keys in (("data.source", "data.train"), ("model.source", "model.type")):
         if not draft.keys.keys() & set(keys):
-            draft.set(keys[0], FILL_IN, "(to be filled in: the file does not say)")
+            draft.set(keys[0], FILL_IN, "(to be filled in: the file does not contain it)")
 
 
 def _settle_intervals(draft: RunDraft, looked: DatasetProfile | None, batch: int, talk: Prompter) -> None:
@@ -356,7 +357,7 @@ def _text(path: Path, origin: Path, called: str, draft: RunDraft, talk: Prompter
         except RunError as error:
             wrong = [line for line in str(error).splitlines() if draft.comments.get(line.partition(":")[0])]
             if not wrong:
-                message = f"--from: what would be written cannot be loaded: {error.message}"
+                message = f"--from: the converted run file would be invalid: {error.message}"
                 raise RunError(error.code, message) from None
             for line in wrong:
                 key, _, why = line.partition(": ")

@@ -24,8 +24,8 @@ from lockstep.lab.import_config.trainer import CONFIGS, set_dtype
 
 RUNS = "its value is known only when the script runs"
 SIDE = (
-    "texts are padded on the right here; on the left, padding shifts the positions that a model counts: take it out of "
-    "the training, if it is meant for generation"
+    "lockstep pads texts on the right; padding on the left shifts a model's positions: remove it from training if "
+    "it is meant for generation"
 )
 TASKS: Mapping[str, str] = NAMES["model_tasks"]  # suffix of a model's class -> its task
 
@@ -63,11 +63,14 @@ class Reading:
         if draft.keys.get("task.packing"):  # packed blocks have no padding
             return
         if not self.side_named and self.tokenizer is not None and model_defaults.pads_left(draft):
-            self.padded_left.append(f"{self.tokenizer[1]}: its padding_side is left, as it is saved")
+            self.padded_left.append(f"{self.tokenizer[1]}: its saved padding_side is left")
         for line in self.padded_left:
             draft.lacks(line, SIDE)
         if self.padded and (where := self.left_out.get("attention_mask")):
-            why = "texts are padded and their attention_mask is left out, so the model attends to padding; here not"
+            why = (
+                "the script pads texts without passing attention_mask, so its model attends to padding; in "
+                "lockstep it does not"
+            )
             draft.lacks(where, why)
         if where := self.left_out.get("token_type_ids"):
             untyped(draft, where)
@@ -317,7 +320,7 @@ def pads(at: Reading, side: Any, where: str) -> None:
     if side == "right":
         return
     if any(c.name == f"{prefix}Trainer" for c in at.script.calls for prefix in CONFIGS):
-        at.draft.notes.append(f"{where}: TRL's collators pad on a side of their own, whatever the tokenizer says")
+        at.draft.notes.append(f"{where}: TRL's collators choose the padding side themselves, ignoring the tokenizer's")
     else:
         at.padded_left.append(where)
 

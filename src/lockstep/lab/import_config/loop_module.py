@@ -16,7 +16,7 @@ _PAGE = "docs/how-to/own-module.md"
 
 
 def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], loader: Call | None) -> None:
-    draft.set("task.name", "module", "a loop of its own")
+    draft.set("task.name", "module", "a custom training loop")
     for key in [key for key in draft.keys if key.startswith("model.")]:
         draft.drop(
             draft.comments.pop(key, key), draft.keys.pop(key), "task.model must create the model as it is trained"
@@ -84,7 +84,7 @@ def _changed(script: Script, draft: RunDraft, model: ast.expr | None) -> None:
 
 
 def _missing(draft: RunDraft, key: str, what: str) -> None:
-    why = f"the script has its own loop; task.{key} must be {what}: see {_PAGE}"
+    why = f"the script has a custom loop; task.{key} must be {what}: see {_PAGE}"
     draft.unclear(f"task.{key}", why, f"task.{key}")
     if f"task.{key}" not in draft.by_hand:
         draft.set(f"task.{key}", FILL_IN, f"(to be filled in: {what})")

@@ -22,8 +22,8 @@ _UNKNOWN = "init does not understand this statement in a training loop: move it 
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
 _NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader"
 _ELSEWHERE = (
-    "no loop over the batches of a DataLoader is around it: methods of classes that are made once, and functions that "
-    "return at their end alone and have no decorators, are followed; write others out in the loop"
+    "it is not inside a loop over the batches of a DataLoader. init follows methods of classes with one instance, "
+    "and undecorated functions that return only at their end; move other code into the loop"
 )
 Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
 
@@ -41,13 +41,13 @@ class ModelInputs:
         if draft.keys.get("task.packing"):  # packed blocks have no padding
             return
         if self.learned is not None:
-            why = "padding is learned there, as labels are all of input_ids; here it is not"
+            why = "the script learns padding, because labels are all of input_ids; lockstep does not"
             draft.lacks(f"line {self.learned.lineno}: {code_of(self.learned)}", why, "task.packing")
         if self.named is None:
             return
         node, names = self.named
         if "attention_mask" not in names:
-            why = "the model is not given attention_mask, so it attends to padding, too; here it does not"
+            why = "the script does not pass attention_mask, so its model attends to padding; in lockstep it does not"
             draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
         if "token_type_ids" not in names:
             loading.untyped(draft, f"line {node.lineno}: {code_of(node)}")
@@ -95,7 +95,7 @@ class Statements:
         backward = [c for c in self.script.calls if c.name == "backward"]
         if len(backward) != 1:
             for call in backward[1:]:
-                self._gap(call.node, "a second place where gradients are computed")
+                self._gap(call.node, "gradients are computed in a second place")
             if not backward:
                 return
         self._drivers(backward[0].node)
@@ -263,7 +263,7 @@ class Statements:
         elif len(modes) > 1:
             self._gap(odd[0].by, "the next batches are trained in evaluation mode: no model.train() follows")  # type: ignore[arg-type]
         elif not self.transformers:
-            why = "the model trains in evaluation mode, without dropout; here it is in training mode"
+            why = "the script trains in evaluation mode, without dropout; lockstep trains in training mode"
             self._gap(by or loop.iter, why)
         else:
             where = f"line {loop.lineno}: no model.train() is called before it"
@@ -654,15 +654,13 @@ class Statements:
             self.draft.unclear(f"line {line}: step()", "gradients are not those of this batch: the order of calls")
         if "clip" in kinds and not back < kinds.index("clip") < step:
             self.draft.unclear(
-                f"line {line}: step()", "gradients are clipped elsewhere than before it", "optim.max_grad_norm"
+                f"line {line}: step()", "gradients are not clipped directly before it", "optim.max_grad_norm"
             )
         scaled = any("scaler" in ast.unparse(c.node) for c in self.script.calls if c.name == "scale")
         if "clip" in kinds and scaled and "unscale" not in kinds:
             self.draft.unclear(f"line {line}: step()", "gradients are clipped before they are unscaled")
         if depth["zero"] != depth["step"] and not accelerate:
-            self.draft.unclear(
-                f"line {self.events[zero][1]}: zero_grad()", "gradients are cleared at another time than the step"
-            )
+            self.draft.unclear(f"line {self.events[zero][1]}: zero_grad()", "gradients are not cleared once per step")
         if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
             self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
         if self.loss_is_known:
@@ -674,6 +672,6 @@ class Statements:
             why = f"the loss is not divided by {every}, so that gradients of {every} batches are added, not averaged"
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
         elif self.divisor is not None and self.divisor != every:
-            name = self.divisor if self.divisor is not Unknown else "what is not known"
+            name = self.divisor if self.divisor is not Unknown else "an unknown number"
             why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")

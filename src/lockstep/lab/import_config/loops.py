@@ -162,7 +162,7 @@ class Loop(Reading):
                 code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
                 self.draft.unclear(code, loading.RUNS, key)
         for code in arguments.more:
-            self.draft.unclear(f"line {call.line}: {call.name}({code})", "what it holds is not known")
+            self.draft.unclear(f"line {call.line}: {call.name}({code})", "its content is unknown")
 
     def _clipping(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("parameters", "max_norm", "norm_type"))
@@ -398,7 +398,7 @@ class Loop(Reading):
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
         if self.every_at and not self._prepared(call):
-            why = "it is not prepared, so it goes on with every batch of every process; here with every step"
+            why = "it is not prepared, so it advances with every batch of every process; in lockstep with every step"
             self.draft.lacks(str(call), why, "optim.schedule")
             return
         if not self._stepped(call):

@@ -24,8 +24,8 @@ def note_loop(draft: RunDraft) -> None:
     count = int(draft.keys.get("micro_batches", 1))
     if draft.task in _PER_TOKEN and count > 1:
         draft.notes.append(
-            f"difference: the original averages the mean losses of its {count} micro-batches; here each target of a "
-            "step counts the same, so a micro-batch with more targets counts more"
+            f"difference: the original averages the mean losses of its {count} micro-batches; lockstep weights all "
+            "targets of a step equally, so a micro-batch with more targets counts more"
         )
 
 
@@ -48,22 +48,22 @@ def note_trainer(draft: RunDraft, script: Script) -> None:
     if not uses and count > 1 and counted and not smoothed:
         draft.notes.append(
             f"difference: Trainer of transformers {version} adds up the gradients of the {count} micro-batches of "
-            f"{name}, whose forward() leaves num_items_in_batch unread; here they are averaged over all targets. With "
-            f"optim.name=sgd multiply optim.learning_rate by {count}; adamw differs by its eps and by clipping alone"
+            f"{name}, whose forward() ignores num_items_in_batch; lockstep averages them over all targets. With "
+            f"optim.name=sgd multiply optim.learning_rate by {count}; adamw differs only through eps and clipping"
         )
     if uses and plain and not _shifts(model):
         draft.notes.append(
-            f"difference: Trainer of transformers {version} divides the loss of {name} by all tokens of a row, its "
-            "first among them, which nothing predicts; here the divisor is what is predicted, so losses and gradients "
-            "are larger by about 1 / (tokens of a row)"
+            f"difference: Trainer of transformers {version} divides the loss of {name} by all tokens of a row, "
+            "including the first, which is never predicted; lockstep divides by the predicted tokens, so losses and "
+            "gradients are larger by about 1 / (tokens of a row)"
         )
 
 
 def note_cut(draft: RunDraft, length: str = "task.block_size") -> None:
     """Note that a longer text is several examples here, where the original trains on its first tokens alone."""
     draft.notes.append(
-        f"difference: the original truncates texts longer than {length} and drops the rest; here the rest is "
-        "trained on as further examples, so an epoch has more steps (data.filter with max_tokens leaves long texts out)"
+        f"difference: the original truncates texts longer than {length} and drops the rest; lockstep trains on the "
+        "rest as further examples, so an epoch has more steps (data.filter with max_tokens drops long texts)"
     )
 
 
@@ -101,6 +101,6 @@ def note_end(draft: RunDraft, where: str) -> None:
 def note_positions(draft: RunDraft, where: str) -> None:
     """Note that the script's softmax over answer positions includes padding. `where`: the line that pads."""
     draft.notes.append(
-        f"difference: the original pads windows ({where}), and the softmax over positions, which decides an answer, "
-        "has those of the padding; here it has none, so the losses are smaller"
+        f"difference: the original pads windows ({where}), and its softmax over answer positions includes padding; "
+        "lockstep's does not, so its losses are smaller"
     )

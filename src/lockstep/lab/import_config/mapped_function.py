@@ -67,16 +67,16 @@ class MappedFunction:
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             name = self.script.origin_of(node.value.func)
             if name not in ("print", "len"):
-                self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+                self.gap(node, f"it changes the rows: {_WHOLE}", *_TEXTS)
         elif not isinstance(node, ast.Pass | ast.Assert):
-            self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+            self.gap(node, f"it changes the rows: {_WHOLE}", *_TEXTS)
 
     def _assigned(self, node: ast.stmt, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
             if self._is_tokens(value):
                 self.results.add(target.id)
             elif not self._is_plain(value) and self._is_used(target.id, node):
-                self.gap(node, f"it makes other rows: {_WHOLE}", *_TEXTS)
+                self.gap(node, f"it changes the rows: {_WHOLE}", *_TEXTS)
             return
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             name = self.script.known(target.slice)
@@ -115,7 +115,7 @@ class MappedFunction:
         """Check an assignment to an entry of the tokenizer's output."""
         if name in _LABELS:
             if self.task not in _BY_WORDS and not self._is_labels(value):
-                self.gap(node, f"labels are computed, and here they are those of a column: {_WHOLE}", "task.label")
+                self.gap(node, f"the script computes labels; lockstep reads them from a column: {_WHOLE}", "task.label")
         elif (name in _INPUTS or not isinstance(name, str)) and not self._masks_padding(value):
             self.gap(node, "tokens are changed after tokenizing", "tokenizer.source")
 
@@ -127,7 +127,7 @@ class MappedFunction:
                 elif not self._is_tokens(each):
                     self._entry(ast.copy_location(ast.Expr(each), each), self.script.known(key), each)
         elif value is not None and not self._is_tokens(value):
-            self.gap(value, f"it makes other rows: {_WHOLE}", *_TEXTS)
+            self.gap(value, f"it changes the rows: {_WHOLE}", *_TEXTS)
 
     def _is_tokens(self, node: ast.expr) -> bool:
         """Return whether an expression is the tokenizer's output, or an entry of it."""

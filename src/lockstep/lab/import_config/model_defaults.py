@@ -24,12 +24,12 @@ def without_dropout(draft: RunDraft, where: str, why: str = EVALUATED) -> bool:
     name, entries = f"{where} ({why})", draft.keys.get("model.config", {})
     config = model_config(draft, entries)
     if config is None:
-        unread = "the rates of dropout in model.config have to be 0, and the model's config cannot be read here"
+        unread = "the dropout rates in model.config must be 0, but the model's config cannot be read here"
         draft.lacks(name, unread, "model.config")
         return False
     entries = _merged(entries, _rates(config))
     if (module := _differs_in_training(model_config(draft, entries))) is not None:
-        draft.lacks(name, f"{module} computes something else in training mode, in which the model is here")
+        draft.lacks(name, f"{module} behaves differently in training mode, which lockstep uses")
         return False
     if entries != draft.keys.get("model.config", {}):
         draft.set("model.config", entries, f"{where}: dropout is off")

@@ -69,7 +69,7 @@ class QuietCode:
                 each = each.value if isinstance(each, ast.Starred) else each
                 if isinstance(each, ast.Name):
                     if each.id in fixed:
-                        self.gap(node, "it changes what the loss is made of")
+                        self.gap(node, "it changes an input of the loss")
                         return
                 elif not self._is_own_container(each, isinstance(node, ast.Assign)):
                     freezes = isinstance(each, ast.Attribute) and each.attr == "requires_grad"

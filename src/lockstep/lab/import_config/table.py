@@ -22,7 +22,7 @@ from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import RunError
 from lockstep_trace.plurals import quantity
 
-EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), and not in 8"
+EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), but not in 8"
 FILL_IN = "FILL-IN"  # placeholder for an unknown data source, model or function
 _OFF = (None, False, "", "no", "none", "off", "NO", "None", 0, -1)
 
@@ -250,8 +250,8 @@ def batches(draft: RunDraft, each: int, accumulated: int, processes: int | None,
     )
     if processes is None:
         draft.notes.append(
-            "assumed one process, because the file does not name their number. If the original ran on N, give "
-            "launch.processes=N and run this again, or multiply batch_size and micro_batches by N"
+            "assumed one process, because the file does not name their number. If the original ran on N, rerun with "
+            "launch.processes=N, or multiply batch_size and micro_batches by N"
         )
 
 
@@ -264,7 +264,7 @@ def schedule(draft: RunDraft, theirs: Mapping[str, Any], steps: str, share: str,
     if own and (count or fraction) and (kind == "constant_with_warmup" or not count or count < 1):
         why = "Trainer warms up twice, in the optimizer and by lr_scheduler_type: constant leaves it to the optimizer"
         if kind != "constant_with_warmup":
-            why = "Trainer hands a share to schedule_free as if it were a number of steps; give steps"
+            why = "Trainer passes a share to schedule_free as a number of steps; give steps"
         draft.drop(name, value, why, True, ("optim.warmup_steps", "optim.warmup_fraction"))
     elif kind == "constant" and (count or fraction) and not own:
         draft.drop(name, value, "transformers' schedule constant ignores a warm-up, and so does the run file")
@@ -315,8 +315,8 @@ def schedule_ends(draft: RunDraft, kind: str, options: Mapping[str, Any], rate: 
 
 
 ADAFACTOR = (
-    "Trainer's takes the rate as it is; here, as in torch's, a step is that share of the size of the weights: give "
-    "optim.learning_rate, such as 1e-2"
+    "Trainer's takes the rate as an absolute one; here, as in torch's, it is relative to the size of the weights: "
+    "give optim.learning_rate, such as 1e-2"
 )
 
 

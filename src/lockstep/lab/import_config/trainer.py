@@ -54,7 +54,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
     if full.get("average_tokens_across_devices") is False:
         draft.notes.append(
             "difference, on several processes: with average_tokens_across_devices false the original averages the mean "
-            "losses of its processes; here each target of a step counts the same"
+            "losses of its processes; lockstep weights all targets of a step equally"
         )
     _intervals(full, draft)
     _best(full, draft)
@@ -71,7 +71,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None, rows
         if full.get("hub_model_id"):
             draft.set("hub.push_to", full["hub_model_id"], "hub_model_id")
         else:
-            draft.drop("push_to_hub", True, "hub.push_to wants USER/REPO, and hub_model_id is not given")
+            draft.drop("push_to_hub", True, "hub.push_to needs USER/REPO, and hub_model_id is not set")
     if full.get("run_name"):
         draft.set("name", full["run_name"], "run_name")
 
@@ -120,7 +120,7 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
     if full.get("deepspeed"):
         draft.deepspeed = full["deepspeed"]
     if isinstance(accelerator := full.get("accelerator_config"), Mapping) and accelerator.get("split_batches"):
-        why = "batch_size is all of a step, which processes share"
+        why = "batch_size is the size of a whole step, which the processes share"
         draft.drop("accelerator_config: split_batches", True, why, True, ("batch_size",))
     if (size := full.get("ddp_bucket_cap_mb")) is not None:
         draft.set("strategy.options", {"bucket_cap_mb": size}, "ddp_bucket_cap_mb")
@@ -128,7 +128,7 @@ def _engine(full: Mapping[str, Any], draft: RunDraft) -> None:
         if draft.task in (None, *_SMOOTHED):
             draft.set("task.label_smoothing", smoothing, "label_smoothing_factor")
         else:
-            why = f"{', '.join(_SMOOTHED)} have it: task.label_smoothing; {draft.task} has not"
+            why = f"{', '.join(_SMOOTHED)} support it (task.label_smoothing); {draft.task} does not"
             draft.drop("label_smoothing_factor", smoothing, why, True)
     if "predict_with_generate" in full and draft.task in ("translation", "summarization"):
         key = "task.bleu" if draft.task == "translation" else "task.rouge"
@@ -204,7 +204,7 @@ def _lacking(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
             lines.setdefault(f"{gap}{keys}", []).append(task)
     of = {line: "" if len(tasks) == len(_RATES) else f"{', '.join(tasks)}: " for line, tasks in lines.items()}
     texts = [f"  {tasks}{line}" for line, tasks in of.items()]
-    return "\n".join(["; lacking besides:", *texts]) if texts else ""
+    return "\n".join(["; also missing:", *texts]) if texts else ""
 
 
 def _length(theirs: Mapping[str, Any], draft: RunDraft, task: str) -> None:
@@ -246,11 +246,13 @@ def _columns(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
     assistant, completion = (theirs.get(f"{kind}_only_loss") for kind in ("assistant", "completion"))
     if "task.messages" in draft.keys:
         if not assistant:  # TRL applies completion_only_loss only to prompts and completions
-            why = "in conversations only the assistant's words are learned here: give task.messages=... to accept that"
+            why = (
+                "of conversations, lockstep learns only the assistant's messages: give task.messages=... to accept that"
+            )
             draft.drop("assistant_only_loss", "false", why, True, ("task.messages",))
         return
     if assistant:
-        why = "TRL applies it only to conversations, and these texts are not: give task.messages=COLUMN, or remove it"
+        why = "TRL applies it only to conversations, and these are plain texts: give task.messages=COLUMN, or remove it"
         draft.drop("assistant_only_loss", "true", why, True, ("task.messages",))
     if "task.prompt" in draft.keys and completion is False:
         draft.drop("completion_only_loss", "false", "of prompts and responses, only the response is learned", True)
@@ -288,9 +290,9 @@ def _disable_dropout(draft: RunDraft, theirs: Mapping[str, Any]) -> None:
     """Turn off dropout, including an adapter's, as TRL does for preference pairs."""
     if theirs.get("disable_dropout") is False:
         return
-    why = "TRL turns a model's dropout off for pairs"
+    why = "TRL switches off a model's dropout for pairs"
     if model_defaults.model_config(draft, {}) is None:
-        draft.notes.append(f"{why}; here it is as model.config says")
+        draft.notes.append(f"{why}; lockstep uses the dropout of model.config")
     elif model_defaults.without_dropout(draft, "disable_dropout, TRL's default", why):
         adapter = draft.keys.get("model.adapter")
         if isinstance(adapter, dict) and adapter.get("lora_dropout") and not draft.is_given("model.adapter"):
@@ -305,7 +307,7 @@ def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:
         draft.notes.append("model.dtype bfloat16: a float32 copy of what is trained is updated (optim.master_weights)")
     elif name in ("float16", "fp16", "half"):
         draft.drop(
-            origin, name, "model.dtype is float32 or bfloat16; precision: fp16 computes so", True, ("model.dtype",)
+            origin, name, "model.dtype is float32 or bfloat16; precision: fp16 computes in fp16", True, ("model.dtype",)
         )
     elif name == "auto":
         draft.notes.append(

@@ -80,7 +80,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     _settings(at, processes)
     own_tokenizer(at)
     if draft.task is None:
-        draft.unclear("the task", "nothing says which one it is", "task.name")
+        draft.unclear("the task", "which one it is is unknown", "task.name")
 
 
 def _touches(call: Call, script: Script) -> bool:
@@ -245,7 +245,7 @@ def collator(call: Call, at: Reading) -> None:
             at.set(call, "task.whole_word_mask", True)
     for name, node in arguments.nodes.items():
         if name not in ("tokenizer", "mlm", "mlm_probability", "pad_to_multiple_of", "return_tensors"):
-            why = "of masked tokens 80 % are the mask, 10 % others and 10 % as they are"
+            why = "of masked tokens, 80 % become the mask token, 10 % a random token, and 10 % stay"
             at.draft.lacks(f"line {call.line}: {call.name}({name}={code_of(node)})", why, "task.mlm_probability")
     at.read(call, f"task.name: {at.draft.keys.get('task.name')}")
 
@@ -290,7 +290,7 @@ def trainer_call(call: Call, at: Reading) -> None:
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.draft.unclear(
                 f"line {call.line}: args={code_of(node)}",
-                "their creation was not found",
+                "where they are created was not found",
                 decides=not at.arguments or _is_other(at.script, node, "arguments"),
             )
         elif name not in NAMES["trainer_arguments"]:
@@ -388,7 +388,7 @@ def _unread_words(call: ast.Call) -> bool:
 def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
     value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
     if isinstance(node, ast.Name) and (value is None or at.script.bound(node) is None):
-        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "which ones is known only when the script runs")
+        at.draft.unclear(f"line {call.line}: the callbacks {node.id}", "its value is known only when the script runs")
     if value is None:
         return
     each = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
