@@ -213,7 +213,7 @@ def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     task_class = find("tasks", run.task.name)
     task = task_class(Job.of(run).with_data())
     told = model_stats.padding(task)["padding"]
-    assert told.startswith("computed, as with data.padding=batch: transformers has no")
+    assert told.startswith("computed, as with data.padding=batch: transformers does not support")
     feed = StepLoader(task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()

@@ -89,7 +89,7 @@ def test_weights_that_change_beside_a_cache_are_refused(strategy: str, tmp_path:
     own_heads.save(tmp_path / "model", "bert", apart=False)
     run = run_of(tmp_path, "classification", f"strategy.name={strategy}", "launch.processes=1")
     (tmp_path / "run.yaml").write_text(run.dump())
-    assert "hold no bert.pooler.dense.weight" in job.finish()
+    assert "lack bert.pooler.dense.weight" in job.finish()
     rewrite(tmp_path / "model", under("module."))
     for command in ("train", "plan"):
         status, _, err = ended(start([*LOCKSTEP, command, "run.yaml", "output=other"], tmp_path, job.cache))
@@ -166,7 +166,7 @@ def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None
     for lacking in ("classifier", "out_proj"):  # all of it, or a half
         rewrite(tmp_path / "model", lambda _, part=lacking: without(part)(own))  # type: ignore[misc]
         (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(3))
-        assert "hold no classifier." in note
+        assert "lack classifier." in note
         assert "initialized at random" in note
         source_files.check(run, heads.CLASSIFICATION, labels(3))
         with raises("LS3492", "classifier."):  # an export, by `evaluate`
@@ -257,7 +257,7 @@ ADAPTER_NAMES = {
     "incomplete": (without("layer.0.attention.self.query.lora_B"), "lacks"),
     "with more": (
         lambda w: {**w, "base_model.model.bert.encoder.layer.5.x.lora_A.weight": torch.ones(1)},
-        "does not have",
+        "weights that this one lacks",
     ),
 }
 
