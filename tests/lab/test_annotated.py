@@ -362,7 +362,7 @@ def test_labels_that_are_nearly_the_same_are_noted(here: Path, capsys: pytest.Ca
     said = " ".join(capsys.readouterr().out.split())
     assert "labels that differ only in surrounding blanks or case count as different labels: 'J" in said
     assert all(f"{name!r} (18)" in said for name in ("joy", "Joy", "joy "))
-    assert "'fear'" not in said.partition("labels that differ")[2].partition("If they mean")[0]
+    assert "'fear'" not in said.partition("labels that differ")[2].partition("If they stand")[0]
     sentences = [{"tokens": ["a", "b"], "tags": ["O", ["B-X", "b-x"][i % 2]]} for i in range(60)]
     (here / "b.jsonl").write_text("\n".join(map(json.dumps, sentences)))
     assert main(["init", "b.yaml", "--yes", "--data", "b.jsonl", "--model", "scratch"]) == 0

@@ -141,9 +141,9 @@ TOTAL = "num_training_steps=len(train) * 3 // 4"
 @pytest.mark.parametrize(
     ("total", "wanted"),
     [
-        ("len(train) * 3", "as long as 3 epochs of batches, and 3 epochs of steps of 4 batches: 0.75"),
-        ("math.ceil(len(train) / 4) * 2", "as long as 0.5 epochs of batches"),
-        ("len(train)", "as long as 1 epoch of batches"),
+        ("len(train) * 3", "length is 3 epochs of batches, and 3 epochs of steps of 4 batches: 0.75"),
+        ("math.ceil(len(train) / 4) * 2", "length is 0.5 epochs of batches"),
+        ("len(train)", "length is 1 epoch of batches"),
     ],
 )
 def test_a_schedule_that_ends_elsewhere_than_the_run(

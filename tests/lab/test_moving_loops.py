@@ -335,8 +335,8 @@ def test_options_of_accelerate_launch_are_not_lost(here: Path, capsys: pytest.Ca
     program = "run_glue.py --do_train --model_name_or_path a/b --task_name sst2 --output_dir o\n"
     launch = "accelerate launch --use_deepspeed --zero_stage 0 --gradient_accumulation_steps 4 --gradient_clipping 0.5 "
     said = refused("run.sh", launch + program, capsys)
-    assert "--gradient_accumulation_steps 4 (micro_batches says it)" in said
-    assert "--gradient_clipping 0.5 (optim.max_grad_norm says it)" in said
+    assert "--gradient_accumulation_steps 4 (micro_batches sets it)" in said
+    assert "--gradient_clipping 0.5 (optim.max_grad_norm sets it)" in said
     run = moved("run.sh", launch + program, "micro_batches=4", "optim.max_grad_norm=0.5")
     assert run.strategy.name == "ddp"
 

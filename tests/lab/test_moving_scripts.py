@@ -284,7 +284,7 @@ def test_a_qlora_script_keeps_its_adapter_its_bits_and_its_split(here: Path) -> 
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("load_in_4bit=True", "load_in_8bit=True", "and not in 8"),
+        ("load_in_4bit=True", "load_in_8bit=True", "but not in 8"),
         (', dataset_text_field="text"', "", "SFTTrainer takes text, messages, or prompt and completion"),
         ("processing_class=tokenizer", "formatting_func=f", "formatting_func=f (columns are read unchanged)"),
         ("model = prepare", "model.add_module('x', y)\nmodel = prepare", "its effect on the model is unknown"),

@@ -137,7 +137,7 @@ TWISTS = {
     "continue": (changed(DDP, (ZERO, f"            if len(x) < 20:\n                continue\n{ZERO}")), "continue"),
     "eval": (
         changed(DDP, ("    for epoch", "    model.eval()\n    for epoch")),
-        "model.eval() (the model",
+        "model.eval() (the script",
     ),
     "labels": (changed(DDP, (ZERO, f"            y = 2 - y\n{ZERO}")), "y = 2 - y"),
     "labels in place": (changed(DDP, (ZERO, f"            y[y == 2] = 0\n{ZERO}")), "y[y == 2] = 0"),
