@@ -48,19 +48,26 @@ def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
 
 @pytest.mark.processes
 @rests_on_it("src/lockstep/data/tokenizer.py")
-def test_wordpiece_alone_differs_between_processes() -> None:
-    """Plain WordPiece training gives different vocabularies or ids in different processes, so ranks must not each train
-    one."""
+def test_wordpiece_and_unigram_alone_differ_between_processes_and_word_level_does_not() -> None:
+    """Plain WordPiece training and Unigram training give different vocabularies, ids or scores in different processes,
+    so ranks must not each train one; WordLevel training gives the same, also for words of one count."""
     code = (
         "import hashlib, json\nfrom tokenizers import Tokenizer, models, pre_tokenizers, trainers\n"
         "made = Tokenizer(models.WordPiece(unk_token='[UNK]'))\n"
         "made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()\n"
         "trainer = trainers.WordPieceTrainer(vocab_size=90, show_progress=False)\n"
         f"made.train_from_iterator({TEXTS!r}, trainer)\n"
-        "print(hashlib.sha256(json.dumps(made.get_vocab(), sort_keys=True).encode()).hexdigest())"
-    )
-    seen = {subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(6)}
-    assert len(seen) > 1
+        "print(hashlib.sha256(json.dumps(made.get_vocab(), sort_keys=True).encode()).hexdigest())\n"
+        "for kind in ('Unigram', 'WordLevel'):\n"
+        "    made = Tokenizer(getattr(models, kind)())\n"
+        "    made.pre_tokenizer = pre_tokenizers.Whitespace()\n"
+        "    trainer = getattr(trainers, kind + 'Trainer')(vocab_size=60, unk_token='?', show_progress=False)\n"
+        f"    made.train_from_iterator({TEXTS!r}, trainer)\n"
+        "    print(hashlib.sha256(made.to_str().encode()).hexdigest())"
+    ).replace("unk_token='?'", "special_tokens=['?']")
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout for _ in range(6)]
+    word_piece, unigram, word_level = (set(seen) for seen in zip(*(run.split() for run in runs), strict=True))
+    assert (len(word_piece) > 1, len(unigram) > 1, len(word_level)) == (True, True, 1)
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")

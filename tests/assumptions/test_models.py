@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.nn import functional
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+)
 
 from support.assumed import rests_on_it
 
@@ -221,3 +230,33 @@ def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
     (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-8])
     with pytest.raises(SafetensorError), safe_open(tmp_path / "cut", "pt"):
         pass
+
+
+@rests_on_it("src/lockstep/tasks/models/config_checks.py", "src/lockstep/tasks/models/models.py")
+def test_rotations_depend_on_the_longest_text_or_on_earlier_ones() -> None:
+    """LongRoPE rotates a whole batch by its long factors if one of its texts is longer than
+    original_max_position_embeddings; dynamic RoPE rotates a text of more tokens than max_position_embeddings by the
+    frequencies of the longest one before it, until a shorter one comes. lockstep notes the former, and refuses such
+    lengths for the latter."""
+    long = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
+    kinds: dict[str, Any] = {"longrope": (64, long), "dynamic": (16, {})}
+    text = torch.arange(8)[None] % 7
+    texts = [text, torch.arange(20)[None] % 7, torch.arange(40)[None] % 7]
+    padded = functional.pad(text, (0, 32))
+    mask = torch.ones(2, 40, dtype=torch.int64)
+    mask[0, 8:] = 0
+    made = {}
+    for kind, (positions, more) in kinds.items():
+        torch.manual_seed(0)
+        rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(vocab_size=8, max_position_embeddings=positions, rope_parameters=rope, **shape)
+        made[kind] = LlamaModel(config).eval()
+    with torch.no_grad():
+        alone = made["longrope"](text).last_hidden_state
+        beside = made["longrope"](torch.cat([padded, texts[2]]), attention_mask=mask).last_hidden_state[:1, :8]
+        assert (alone - beside).abs().max() > 1e-3
+        before, longer, after, shorter, again = (made["dynamic"](texts[i]).last_hidden_state for i in (1, 2, 1, 0, 1))
+    assert not torch.equal(before, after)
+    assert torch.equal(before, again)
+    assert longer.shape[1] + shorter.shape[1] == 48

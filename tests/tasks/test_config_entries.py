@@ -2,7 +2,9 @@
 them follows as transformers has it, and those that change nothing are named."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from lockstep.config.run import Run
 from lockstep.tasks.models import config_checks, model_configs, small_models
 from lockstep.tasks.models.heads import BUILT_IN
 from lockstep.tasks.models.heads import of as head_of
+from lockstep.training import model_stats
 from support.family_configs import BERT, GROUPED
 from support.harness import tiny
 from support.marks import slow
@@ -178,3 +181,21 @@ def test_the_entries_of_a_config_are_its_own() -> None:
     assert {"n_layer", "num_hidden_layers", "num_labels", "tie_word_embeddings"} <= {*model_configs.names(config)}
     assert not {"to_dict", "save_pretrained", "attribute_map", "model_type"} & {*model_configs.names(config)}
     assert all(hasattr(PreTrainedConfig, name) for name in ("to_dict", "save_pretrained", "model_type"))
+
+
+def test_longrope_is_noted_where_texts_are_on_both_sides_of_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    run = run_of("llama", config | {"rope_parameters": rope | factors})
+    assert config_checks.longrope_limit(run, "classification") == 16
+    assert config_checks.longrope_limit(run_of("llama", config), "classification") is None
+    assert config_checks.longrope_limit(run, None) is None
+    job: Any = SimpleNamespace(run=run, task=SimpleNamespace(head="classification"))
+    columns = MagicMock(spec=model_stats.Columns)
+    monkeypatch.setattr(model_stats, "make_task", lambda _: SimpleNamespace(splits={"train": columns}))
+    for lengths, noted in (([3, 16, 17], 1), ([3, 16], 0), ([17, 40], 0)):
+        columns.lengths, columns.__len__.return_value = lengths, len(lengths)
+        notes = model_stats.beyond_longrope(job)
+        assert len(notes) == noted
+        assert all("more than 16 tokens" in note and "1 of 3" in note for note in notes)

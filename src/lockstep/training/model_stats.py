@@ -222,7 +222,23 @@ def remarks(job: Job) -> list[str]:
     idle = [note for note in idle_keys(job, task, prepared.facts) if applies(note, run)]
     about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
     about_files = source_files.notes(run, task.head, config_entries(job)) if run.model.source is not None else []
-    return [*about_data, *about_files, *config_checks.notes(run, task.head)]
+    return [*about_data, *about_files, *config_checks.notes(run, task.head), *beyond_longrope(job)]
+
+
+def beyond_longrope(job: Job) -> list[str]:
+    """Note that texts of a LongRoPE model are computed otherwise beside longer ones."""
+    limit = config_checks.longrope_limit(job.run, job.task.head)
+    columns = make_task(job).splits["train"] if limit is not None else None
+    if limit is None or not isinstance(columns, Columns):
+        return []
+    beyond = int(np.count_nonzero(np.asarray(columns.lengths) > limit))
+    if beyond in (0, len(columns)):
+        return []
+    return [
+        f"the model's LongRoPE computes a batch with its long factors if one text has more than {limit:,} tokens, as "
+        f"{beyond:,} of {len(columns):,} train examples do: what it computes for shorter ones depends on the texts "
+        f"beside them, in predictions too. data.max_length={limit} cuts the longer ones"
+    ]
 
 
 def config_entries(job: Job) -> Mapping[str, Any]:

@@ -76,6 +76,20 @@ def notes(run: Run, head: str | None) -> list[str]:
     return messages
 
 
+def longrope_limit(run: Run, head: str | None) -> int | None:
+    """Tokens beyond which a text makes the model's LongRoPE compute its whole batch with the factors of long texts;
+    None for a model without LongRoPE."""
+    if head is None or not heads.of(head).reads_texts:
+        return None
+    limits = []
+    for part in model_configs.texts(model_configs.load_config(run)):
+        parameters = model_configs.entry(part, "rope_parameters") or {}
+        for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+            if each.get("rope_type") == "longrope":
+                limits.append(int(each["original_max_position_embeddings"]))
+    return min(limits, default=None)
+
+
 def inert(run: Run, head: str, config: Any) -> str | None:
     """Paths of the run's config entries that have no effect, space-separated; None if every entry that can be tried has
     one."""
