@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,3 +139,54 @@ def test_parts_of_a_sparse_tensor_are_its_memory() -> None:
     assert rows._indices().tolist() == [[1, 1]]
     rows._values().fill_(5)
     assert rows.to_dense()[1].tolist() == [10.0] * 3
+
+
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
+def test_every_rank_plans_the_same_checkpoint() -> None:
+    """DefaultSavePlanner's create_local_plan has an item for each tensor, with its name, offsets and sizes, and
+    create_global_plan gives each replicated tensor to one rank, balanced by bytes, the same on
+    every rank, and names stay as they are."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    parts = {"model.a": torch.ones(4, 4), "model.b": torch.ones(3), "optimizer.step.a": torch.tensor(2.0)}
+    planners: list[Any] = []
+    for rank in range(3):
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(parts), is_coordinator=rank == 0)
+        planners.append(planner)
+    local = [planner.create_local_plan() for planner in planners]
+    seen = []
+    for planner in planners:
+        plans, _ = planner.create_global_plan(local)
+        chunks = [[(item.index.fqn, item.tensor_data.chunk) for item in plan.items] for plan in plans]
+        seen.append([[(name, tuple(each.offsets), tuple(each.sizes)) for name, each in of] for of in chunks])
+    one, two, three = ("model.a", (0, 0), (4, 4)), ("model.b", (0,), (3,)), ("optimizer.step.a", (), ())
+    assert seen == [[[one], [two], [three]]] * 3
+
+
+@rests_on_it("src/lockstep/checkpoint/shard_files.py")
+def test_a_tensor_is_read_from_pieces_of_several_files(tmp_path: Path) -> None:
+    """HuggingFaceStorageReader reads a tensor whose pieces are in several safetensors files, where DCP_SHARDING_INFO in
+    their headers has each piece's `saved_offsets`, from the files that its `fs` lists; also a part of it alone."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import hf_storage
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    whole = torch.arange(10.0).view(5, 2)
+    for name, begin, end in (("one", 0, 3), ("two", 3, 5)):
+        sharding = json.dumps({"a": {"saved_offsets": [begin, 0]}})
+        metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding}
+        save_file({"a": whole[begin:end].clone()}, tmp_path / f"{name}.safetensors", metadata)
+    (tmp_path / "three.safetensors").write_bytes(b"of another run")
+    reader = hf_storage.HuggingFaceStorageReader(str(tmp_path))
+    reader.fs.ls = lambda path: [f"{path}/{name}.safetensors" for name in ("one", "two")]  # type: ignore[method-assign]
+    found = reader.read_metadata()
+    target = {"a": torch.zeros(5, 2)}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(target, found, is_coordinator=True)
+    reader.set_up_storage_reader(found, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+    assert torch.equal(target["a"], whole)
+    kept: Any = found.state_dict_metadata["a"]
+    assert (kept.size, kept.properties.dtype) == (torch.Size([5, 2]), torch.float32)

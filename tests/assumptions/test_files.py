@@ -185,3 +185,25 @@ def test_encoded_images_are_embedded_in_their_table(tmp_path: Any) -> None:
     rows = datasets.Dataset.from_dict({"image": [str(path)]}).cast_column("image", datasets.Image(decode=False))
     table = embed_table_storage(rows.with_format("arrow")[:])
     assert table.column("image").to_pylist()[0]["bytes"] == path.read_bytes()
+
+
+@rests_on_it("src/lockstep/checkpoint/model_card.py")
+def test_the_head_of_a_card_keeps_texts() -> None:
+    """yaml_dump quotes texts that YAML would read as something else, such as "no", "1e3" and "2024-01-01"; ModelCard
+    reads them back, and the results of one data set with the arguments of their metrics."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub.utils import yaml_dump
+
+    texts = ["no", "1e3", "2024-01-01", "null", "0x10", "12:30:00", "~", "!x", "é"]
+    common: dict[str, Any] = {"task_type": "t", "dataset_type": "no", "dataset_name": "2024-01-01", "metric_type": "f1"}
+    results = [
+        EvalResult(**common, metric_value=0.5, metric_name="Macro", metric_args={"average": "macro"}),
+        EvalResult(**common, metric_value=0.25, metric_name="F1"),
+    ]
+    data = ModelCardData(license="mit", language=["no"], tags=texts, model_name="null", eval_results=results)
+    read: Any = ModelCard(f"---\n{yaml_dump(data.to_dict(), sort_keys=False)}---\n\n# A\n").data
+    assert (read.tags, read.language, read.model_name) == (texts, ["no"], "null")
+    assert [(each.metric_value, each.metric_args, each.dataset_name) for each in read.eval_results] == [
+        (0.5, {"average": "macro"}, "2024-01-01"),
+        (0.25, None, "2024-01-01"),
+    ]

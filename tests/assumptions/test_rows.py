@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from support.assumed import rests_on_it
@@ -236,3 +237,66 @@ def test_a_text_in_a_column_of_json_stays_a_text_if_it_is_written_as_json() -> N
     table = table_cast(pa.table({"x": ['"01"', "1", "[1, null]", "null", None]}), features.arrow_schema)
     assert Dataset(InMemoryTable(table)).with_format(None).features == features
     assert Dataset(InMemoryTable(table))[:]["x"] == ["01", 1, [1, None], None, None]
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_arrow_takes_the_same_for_blank_as_python() -> None:
+    """pyarrow's utf8_trim_whitespace and utf8_split_whitespace cut where str.strip and str.split do, at all characters
+    up to U+3100, such as U+001C, U+0085 and U+3000; utf8_length counts code points."""
+    characters = [chr(number) for number in range(0x3100)]
+    column = pa.array(characters)
+    trimmed = pc.equal(pc.utf8_trim_whitespace(column), "").to_pylist()
+    assert trimmed == [character.strip() == "" for character in characters]
+    inside = pc.list_value_length(pc.utf8_split_whitespace(pa.array([f"a{each}b" for each in characters]))).to_pylist()
+    assert inside == [len(f"a{each}b".split()) for each in characters]
+    assert pc.utf8_length(pa.array(["é\U0001f600"])).to_pylist() == [2]
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_null_is_in_nothing_and_ands_with_false() -> None:
+    """pyarrow's is_in is False, not null, for null; `and_` of null and False is null; `unique` keeps null once;
+    list_flatten leaves out what a null of a slice points to."""
+    column = pa.array([1, None, 2, None])
+    assert pc.is_in(column, value_set=pa.array([1])).to_pylist() == [True, False, False, False]
+    assert pc.and_(pa.array([None, None]).cast(pa.bool_()), pa.array([False, True])).to_pylist() == [None, None]
+    assert pc.unique(column).to_pylist() == [1, None, 2]
+    lists = pa.ListArray.from_arrays(
+        pa.array([0, 2, 3, 5]), pa.array([1, 2, 3, 4, 5]), mask=pa.array([False, True, False])
+    )
+    assert pc.list_flatten(lists[1:]).to_pylist() == [4, 5]
+    assert pc.list_value_length(lists).to_pylist() == [2, None, 2]
+
+
+@rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/splitting.py")
+def test_truths_become_texts_and_equal_rows_stay_in_order() -> None:
+    """datasets casts booleans to the texts "true" and "false", and null to null; np.lexsort sorts by its last key
+    first, and keeps equal rows in order; np.unique returns the first place of each value."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"a": [True, False, None]}).cast_column("a", datasets.Value("string"))
+    assert rows["a"][:] == ["true", "false", None]
+    pairs = np.array([[2, 1], [1, 3], [2, 1], [1, 2], [1, 3]])
+    assert np.lexsort((pairs[:, 1], pairs[:, 0])).tolist() == [3, 1, 4, 0, 2]
+    assert np.unique(np.array([5, 3, 5, 3]), return_index=True)[1].tolist() == [1, 0]
+
+
+@rests_on_it("src/lockstep/data/hub_rows.py", "src/lockstep/data/row_files.py")
+def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
+    """load_dataset turns JSON texts that look like ISO dates into timestamps, and table cells "NA", "None" and "null"
+    into None and "01" into 1; it reads lines of text between "\\n", "\\r" and "\\r\\n" only."""
+    import datasets
+
+    contents = {
+        "json": '{"a": "2024-01-01", "b": "01"}\n{"a": "2024-01-02", "b": "02"}\n',
+        "csv": "a,b,c\nNA,01,x\nNone,02,null\n",
+        "text": "a\u2028b\nc\x0cd\r\ne\x85f\rg\x1ch\n\ni",
+    }
+    read = {}
+    for kind, content in contents.items():
+        (tmp_path / kind).write_bytes(content.encode())
+        files, cache = str(tmp_path / kind), str(tmp_path / "cache")
+        read[kind] = datasets.load_dataset(kind, data_files=files, split="train", cache_dir=cache)
+    assert read["json"].features["a"].dtype == "timestamp[s]"
+    assert read["json"]["b"][:] == ["01", "02"]
+    assert read["csv"][:] == {"a": [None, None], "b": [1, 2], "c": ["x", None]}
+    assert read["text"]["text"][:] == ["a\u2028b", "c\x0cd", "e\x85f", "g\x1ch", "", "i"]

@@ -256,3 +256,40 @@ def test_masks_are_made_by_functions_of_this_module(monkeypatch: pytest.MonkeyPa
     )
     assert calls == ["_preprocess_mask_arguments", "find_packed_sequence_indices"]
     assert mask[0, 0].tolist() == [[i >= j and i // 2 == j // 2 for j in range(4)] for i in range(4)]
+
+
+@rests_on_it("src/lockstep/data/conversations.py")
+def test_marked_spans_count_characters_of_the_rendered_text() -> None:
+    """render_jinja_template returns each conversation's text, and with return_assistant_tokens_mask where it has what
+    is between generation marks, as (first character, one after the last)."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'a' %}{% generation %}{{ m.content }}!"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    turns = [
+        {"role": role, "content": text} for role, text in (("u", "é\U0001f600"), ("a", "xy"), ("u", "z"), ("a", "é"))
+    ]
+    (text,), (spans,) = render_jinja_template(
+        conversations=[turns], chat_template=template, return_assistant_tokens_mask=True, tools=None
+    )
+    assert text == "<u>é\U0001f600<a>xy!<u>z<a>é!"
+    assert [text[begin:end] for begin, end in spans] == ["xy!", "é!"]
+
+
+@rests_on_it("src/lockstep/training/plain_sides.py")
+def test_families_with_a_tokenizer_of_their_own_are_listed() -> None:
+    """TOKENIZER_MAPPING_NAMES of tokenization_auto names the class of a family's tokenizer, or None;
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS has the families whose folders are read by that class, whatever class
+    tokenizer_config.json names."""
+    from transformers.models.auto import tokenization_auto
+
+    names, wrong = (
+        tokenization_auto.TOKENIZER_MAPPING_NAMES,
+        tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+    )
+    assert names.get("bert") == "BertTokenizer"
+    assert names.get("no such family") is None
+    assert all(isinstance(family, str) for family in wrong)
+    assert "bert" not in wrong
