@@ -132,6 +132,14 @@ def test_the_flight_recorder_lists_collectives() -> None:
     assert entry["collective_seq_id"] >= 1
 
 
+@rests_on_it("src/lockstep/training/recovery/recovery.py", "src/lockstep/distributed/rendezvous.py")
+def test_errors_of_groups_have_one_class() -> None:
+    """torch's errors of backends, networks and stores are DistErrors, which are RuntimeErrors."""
+    kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    assert all(issubclass(kind, dist.DistError) for kind in kinds)
+    assert issubclass(dist.DistError, RuntimeError)
+
+
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_parts_of_a_sparse_tensor_are_its_memory() -> None:
     """`_indices` and `_values` of a sparse tensor are its own memory, also if it is not coalesced."""

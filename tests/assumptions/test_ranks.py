@@ -173,10 +173,10 @@ def test_a_group_is_formed_again_in_one_process() -> None:
     assert facts()["formed_again"] == [3.0] * RANKS
 
 
-@rests_on_it("src/lockstep/distributed/hang_watchdog.py")
+@rests_on_it("src/lockstep/distributed/hang_watchdog.py", "src/lockstep/training/recovery/recovery.py")
 def test_a_lost_rank_is_told_of_by_gloo() -> None:
     """A collective with a rank that has exited raises RuntimeError with one of the messages that lockstep knows as a
-    lost peer."""
+    lost peer, and with "gloo"."""
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
@@ -186,6 +186,7 @@ def test_a_lost_rank_is_told_of_by_gloo() -> None:
     )
     for message in facts()["rank_lost"][:-1]:
         assert any(each in message for each in lost), message
+        assert "gloo" in message
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py", "src/lockstep/lab/import_config/loops.py")

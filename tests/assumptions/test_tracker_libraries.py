@@ -122,7 +122,9 @@ for resume in ("allow", "allow"):
     steps.append(made._next_step)
     made.log({"loss": 1.0}, step=7)
     made.finish()
-print(json.dumps([steps, str(utils.TRACKIO_DIR)]))
+from trackio.sqlite_storage import SQLiteStorage
+logs = [[line["step"], line["loss"]] for line in SQLiteStorage.get_logs("p", "r")]
+print(json.dumps([steps, str(utils.TRACKIO_DIR), logs]))
 """
 
 
@@ -130,7 +132,8 @@ print(json.dumps([steps, str(utils.TRACKIO_DIR)]))
 @rests_on_it("src/lockstep/track/trackio.py")
 def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
     """A trackio run resumed by name has the step after its last one as `_next_step`, a new run 0; it is stored in
-    TRACKIO_DIR; nothing is printed if its modules' print is replaced."""
+    TRACKIO_DIR, and get_logs has a line for each log with its step, also for a step logged again; nothing is printed if
+    its modules' print is replaced."""
     pytest.importorskip("trackio")
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-c", TRACKIO]
@@ -139,7 +142,7 @@ def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = done.stdout.splitlines()
-    assert json.loads(line) == [[0, 8], str(tmp_path / "kept")]
+    assert json.loads(line) == [[0, 8], str(tmp_path / "kept"), [[7, 1.0], [7, 1.0]]]
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
