@@ -32,7 +32,6 @@ import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.data import source
@@ -40,7 +39,7 @@ from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models.model_configs import load_config
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 
@@ -52,8 +51,7 @@ class Ours:
 
     def __init__(self, run: Run, world: World) -> None:
         self.run, self.world = run, world
-        task_class: Any = plugins.find("tasks", run.task.name)
-        self.task: Task = task_class(Job.of(run).with_data())
+        self.task: Task = make_task(Job.of(run).with_data())
         self.strategy: Strategy = strategy_class(run)(Job.of(run, world.size), world)
         self.strategy.build(self.task)
         self.feed = StepLoader(self.task, self.strategy.own_micro_batches(), world.device)

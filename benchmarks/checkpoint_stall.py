@@ -26,6 +26,7 @@ from lockstep.config.run import QUICK_START, Run, load
 from lockstep.distributed.world import World
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, run_on
+from support.saving import job_of
 
 MODELS = {  # about 22 and 122 million parameters
     "minilm": [
@@ -41,7 +42,7 @@ def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
     """Seconds of each arm's steps and the waiting part of them, on this rank."""
     task, strategy = build(run, world)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
-    checkpoints = Checkpoints(task.job.having(run), world, 10**6)
+    checkpoints = Checkpoints(job_of(run), world, 10**6)
     batch, step = feed.make(0).to(world.device), 0
     found: dict = {arm: {"seconds": [], "stalls": []} for arm in ARMS}
 

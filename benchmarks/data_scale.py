@@ -40,6 +40,7 @@ from lockstep.data.arrow_cache import INDEX, index_of
 from lockstep.data.cache import locked
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from support.harness import tiny
 
@@ -172,10 +173,9 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure a start and steps over the index: median milliseconds of CPU time."""
     os.environ["LOCKSTEP_CACHE"] = str(folder / "cache")
     run = tiny("batch_size=256", "epochs=1", f"data.group_by_length={arguments.group}")
-    task: Any = find("tasks", run.task.name)
     job = Job.of(run).with_data()
     prepared = job.data
-    StepLoader(task(job), range(8), torch.device("cpu")).make(0)  # imports
+    StepLoader(make_task(job), range(8), torch.device("cpu")).make(0)  # imports
     path = generated(folder / "many.arrow", arguments.rows)
     cache.seal(path)
     cache.damage(path)  # forces a full read, as at the first use on a machine
@@ -190,7 +190,7 @@ def indexed(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     assert not prepared.damages()
     found: dict[str, Any] = {"verify_ms": lap()}
-    feed = StepLoader(task(replace(job, prepared=prepared)), range(8), torch.device("cpu"))
+    feed = StepLoader(make_task(replace(job, prepared=prepared)), range(8), torch.device("cpu"))
     found["start_ms"] = lap()
     feed.longest()
     found["longest_ms"] = lap()

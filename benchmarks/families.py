@@ -29,10 +29,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import transformers
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
@@ -203,8 +203,7 @@ def run_of(
 def trained(world: World, run: Run) -> dict[str, Any]:
     """Results of two steps and an evaluation, on rank 0 and on the others."""
     strategy = resolve_strategy(run, world.size)(Job.of(run, world.size), world)
-    task_class = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     strategy.dry_run(feed.longest())

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.shard_files import StateHash
-from lockstep.config import plugins
 from lockstep.config.run import load
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.sdc_check import SdcCheck
 
@@ -28,9 +28,8 @@ from lockstep.training.sdc_check import SdcCheck
 def built(path: str, overrides: list[str], every: int) -> tuple[Any, StepLoader, Any]:
     """Build a strategy on one process; returns the step function, batches and strategy."""
     run = load(path, [*overrides, "strategy.name=single", "launch.processes=1", f"sdc_check.every={every}"])
-    task_class: Any = plugins.find("tasks", run.task.name)
     world = World(run)
-    task, strategy = task_class(Job.of(run).with_data()), strategy_class(run)(Job.of(run, world.size), world)
+    task, strategy = make_task(Job.of(run).with_data()), strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, job=strategy.job, world=world, feed=feed, strategy=strategy)

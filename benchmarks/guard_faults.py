@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.errors import CorruptionDetected
 from lockstep.training.sdc_check import SdcCheck, drawn
@@ -127,8 +127,7 @@ def rank_of(rank: int, ranks: int, meet: str, kind: str, steps: int, results: An
     run = load(None, [f"strategy.name={'single' if ranks == 1 else 'allreduce'}"], SMALL)
     world = World(run, meet)
     world.join()
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task, strategy = task_class(Job.of(run).with_data()), strategy_class(run)(Job.of(run, world.size), world)
+    task, strategy = make_task(Job.of(run).with_data()), strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     session: Any = SimpleNamespace(run=run, job=strategy.job, world=world, feed=feed, strategy=strategy)

@@ -28,6 +28,7 @@ from lockstep.config.schedules import learning_rate
 from lockstep.data.job import Job
 from lockstep.distributed.system_metrics import keep_freed_memory
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 
 
@@ -97,9 +98,8 @@ def main() -> None:
                 "launch": {"device": "cpu", "threads": 1},
             }
             run = load(None, [], values)
-            task_class = plugins.find("tasks", run.task.name)
             world = World(run).join()
-            task = task_class(Job.of(run).with_data())
+            task = make_task(Job.of(run).with_data())
             strategy = plugins.find("strategies", "single")(Job.of(run, world.size), world)
             strategy.build(task)
             feed = StepLoader(task, strategy.own_micro_batches(), world.device)

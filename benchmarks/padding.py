@@ -13,17 +13,16 @@ import json
 import os
 import statistics
 import time
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.single import Single
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 
 WAYS = ("none", "batch")
@@ -33,8 +32,7 @@ def built(run: Run) -> tuple[Single, StepLoader]:
     """Build a strategy of one process and its batches."""
     world = World(run)
     strategy = Single(Job.of(run), world)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     strategy.build(task)
     return strategy, StepLoader(task, strategy.own_micro_batches(), world.device)
 

@@ -21,10 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from families import TASKS, families, run_of, write_data
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
@@ -35,8 +35,7 @@ def measured(run: Run) -> dict[str, Any]:
     compared."""
     world = World(run)
     strategy = resolve_strategy(run, 1)(Job.of(run, world.size), world)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     strategy.build(task)
     strategy.dry_run(StepLoader(task, strategy.own_micro_batches(), world.device).longest())
     sides = plain_sides.sides_of(task, strategy)

@@ -30,10 +30,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import transformers  # noqa: F401 - the processes are forked with it
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 
 MODEL = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
@@ -71,8 +71,7 @@ def built(rank: int, ranks: int, meet: str, run: Run) -> tuple[Any, StepLoader, 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
     world = World(run, meet)
     world.join()
-    task_class = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     before = memory("VmRSS")
     strategy: Any = strategy_class(run)(Job.of(run, world.size), world)
     strategy.build(task)

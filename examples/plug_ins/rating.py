@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from lockstep import Run, RunError
+from lockstep import RunError
 from lockstep.config.sections import Section
 from lockstep.data import tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns
@@ -61,26 +61,23 @@ class Rating(TextTask):
     def dedup_columns(cls, options: Any) -> tuple[list[str], list[str]]:
         return [options.text], [options.stars]
 
-    @classmethod
-    def key_parts(cls, data: Any, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.options.model_dump()]
+    def key_parts(self, data: Any, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [self.run.data.max_length, self.options.model_dump()]
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
         import datasets
 
-        options, known = cls.options_of(run), tokenizer.load(folder)
+        options, known = self.options, tokenizer.load(folder)
         kinds = {"input_ids": datasets.List(datasets.Value("int32")), "stars": datasets.Value("int64")}
 
         def encoded(rows: dict[str, list]) -> dict[str, list]:
-            ids = known(rows[options.text], truncation=True, max_length=run.data.max_length)["input_ids"]
+            ids = known(rows[options.text], truncation=True, max_length=self.run.data.max_length)["input_ids"]
             return {"input_ids": [i or [known.pad_token_id] for i in ids], "stars": rows[options.stars]}
 
         return encoded, datasets.Features(kinds)
 
-    @classmethod
-    def facts(cls, data: Any, files: Any) -> dict[str, Any]:
-        return {"labels": [str(i) for i in range(data.options.levels)]}
+    def facts(self, data: Any, files: Any) -> dict[str, Any]:
+        return {"labels": [str(i) for i in range(self.options.levels)]}
 
     # In every process.
     def model(self, empty: bool = False) -> nn.Module:

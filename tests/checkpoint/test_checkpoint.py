@@ -19,7 +19,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest
 from support.messages import raises
-from support.saving import run_in
+from support.saving import job_of, run_in
 
 SHARD = "shard-00001-of-00001.safetensors"
 
@@ -29,7 +29,7 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
     world = World(run)
     task, strategy = build(run, world)
     return (
-        Checkpoints(task.job.having(run), world, 6),
+        Checkpoints(job_of(run), world, 6),
         strategy,
         StepLoader(task, strategy.own_micro_batches(), world.device),
     )

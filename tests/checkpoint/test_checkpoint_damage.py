@@ -157,7 +157,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
             assert bytes_in(tmp_path / "out") == content, what
             assert digest(job.strategy.state_dict()) == before, what
             continue
-        check_resumable(job.task.job.having(job.run))  # the check before a start
+        check_resumable(job_of(job.run))  # the check before a start
         step, notes = job.opened(job.run).resume(job.strategy)
         assert step == whole, what
         assert digest(job.strategy.state_dict()) == digests[whole], what

@@ -39,7 +39,7 @@ from support.command import (
 )
 from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import raises
-from support.saving import SHARD, Job, disk, here, run_in
+from support.saving import SHARD, Job, disk, here, job_of, run_in
 
 # -- saving during training ------------------------------------------------------------------------------------------
 
@@ -142,9 +142,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, int | None]:
     """Save a checkpoint, one with the disk full, and one after space was freed."""
-    task, strategy, feed = build_with_feed(run, world)
+    _, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
-    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
+    checkpoints = Checkpoints(job_of(run), world, 6, said.append)
     ballast, left = run.folder.parent / "ballast", ""
     for step in range(3):
         strategy.train_step(feed.make(step), 1e-3)
@@ -245,9 +245,9 @@ def test_a_folder_that_vanishes(what: str, tmp_path: Path, gate: Gate, monkeypat
 
 
 def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str | None, list[str], int]:
-    task, strategy, feed = build_with_feed(run, world)
+    _, strategy, feed = build_with_feed(run, world)
     said: list[str] = []
-    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
+    checkpoints = Checkpoints(job_of(run), world, 6, said.append)
     real, error, step = shard_files.write, None, 0
 
     def full(path: Path, blocks: Any) -> shard_files.Written:

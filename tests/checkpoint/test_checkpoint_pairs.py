@@ -17,6 +17,7 @@ from lockstep.distributed.world import World
 from support.checkpoints import digest as digest_of
 from support.fsdp2_runs import LLAMA
 from support.harness import build_with_feed, digest, run_on, tiny
+from support.saving import job_of
 
 NAMES = plugins.names("strategies")
 EXACT = {name for name in NAMES if plugins.find("strategies", name).exact}
@@ -36,10 +37,10 @@ def run_of(name: str, folder: Path, *overrides: str) -> Run:
 
 def saved(world: World, run: Run) -> str:
     """Train two steps and save a checkpoint. Returns the digest of the saved state."""
-    task, strategy, feed = build_with_feed(run, world)
+    _, strategy, feed = build_with_feed(run, world)
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
-    checkpoints = Checkpoints(task.job.having(run), world, 6)
+    checkpoints = Checkpoints(job_of(run), world, 6)
     checkpoints.save(2, strategy)
     checkpoints.settle()
     found = digest(strategy.state_dict())
@@ -50,11 +51,11 @@ def saved(world: World, run: Run) -> str:
 def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, Any]]:
     """Train one more step from the checkpoint in each folder with one strategy object, so that nothing of a previous
     state may remain."""
-    task, strategy, feed = build_with_feed(run, world)
+    _, strategy, feed = build_with_feed(run, world)
     found = []
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
-        step, notes = Checkpoints(task.job.having(here), world, 6).resume(strategy)
+        step, notes = Checkpoints(job_of(here), world, 6).resume(strategy)
         loaded = digest(strategy.state_dict())
         loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
         found.append(
@@ -195,15 +196,15 @@ def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
 def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str, str]:
     """Save and resume with a separate output folder per rank."""
     run = run.model_copy(update={"output": f"{run.output}-{world.rank}"})
-    task, strategy, feed = build_with_feed(run, world)
+    _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
     said: list[str] = []
-    checkpoints = Checkpoints(task.job.having(run), world, 6, said.append)
+    checkpoints = Checkpoints(job_of(run), world, 6, said.append)
     checkpoints.save(1, strategy)
     checkpoints.settle()
     before = digest(strategy.state_dict())
     strategy.train_step(feed.make(1), 1e-3)
-    resumed = Checkpoints(task.job.having(run), world, 6).resume(strategy)
+    resumed = Checkpoints(job_of(run), world, 6).resume(strategy)
     after = digest(strategy.state_dict())
     strategy.close()
     return said, resumed, before, after

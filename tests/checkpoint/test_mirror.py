@@ -18,7 +18,7 @@ from lockstep.training import publish
 from support.harness import digest
 from support.messages import mentions, raises
 from support.mirrors import MIRROR, always, copied, job, once
-from support.saving import here, run_in, trained
+from support.saving import here, job_of, run_in, trained
 from support.store_server import BUCKET, SECRET, Store, server
 
 __all__ = ["server"]  # fixtures
@@ -345,7 +345,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
         RunError,
         match=rf"{MIRROR} holds a checkpoint \(step 1\) of a run with other settings .*: \[LS\d+\]\n  seed",
     ):
-        mirrors.check_other(other.task.job.having(other.run))
+        mirrors.check_other(job_of(other.run))
     with pytest.raises(RunError, match="or give another mirror"):
         other.checkpoints.resume(other.strategy)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
@@ -18,6 +16,7 @@ from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
+from lockstep.tasks.task import make_task
 from lockstep.training.model_stats import remarks, unused_links, without_effect
 from support.harness import tiny
 from support.messages import raises
@@ -140,10 +139,9 @@ def test_keys_of_what_another_key_turns_off_are_noted(
 ) -> None:
     for given, noted in ((words, True), (words[:1], False), (words[1:], False)):
         run = make(tmp_path, kind, *given)
-        task_class: Any = plugins.find("tasks", run.task.name)
         resolved = Job.of(run).with_data()
         assert any(note.startswith(f"{key} has no effect") for note in remarks(resolved)) == noted
-        assert not task_class(resolved).warnings  # nothing by which processes could differ
+        assert not make_task(resolved).warnings  # nothing by which processes could differ
 
 
 @pytest.mark.parametrize(
@@ -188,10 +186,9 @@ def test_samples_and_a_share_for_validation_of_a_module(tmp_path: Path, monkeypa
 
     def said(*words: str) -> str:
         run = job(tmp_path, NET, "task.generate=null", *words, functions=NET_FUNCTIONS)
-        task_class: Any = plugins.find("tasks", "module")
-        prepared = prepare(run, task_class)
-        resolved = replace(Job.of(run), prepared=prepared)
-        assert not task_class(resolved).warnings
+
+        resolved = Job.of(run).with_data()
+        assert not make_task(resolved).warnings
         return "\n".join(remarks(resolved))
 
     assert "data.validation_fraction: 0.3 has no effect" in said("data.validation_fraction=0.3")  # NET brings a split

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data import cache, source
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.prepare import prepare
@@ -232,9 +232,8 @@ def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path:
     from lockstep.tasks.language_modeling import LanguageModeling
 
     class Own(LanguageModeling):
-        @classmethod
-        def prepare(cls, run: Run) -> Prepared:
-            found = super().prepare(run)
+        def prepare(self) -> Prepared:
+            found = super().prepare()
             path = own_cache / "tokens" / "own.arrow"
             path.write_bytes(shard(found.splits["train"]).read_bytes())
             return Prepared(found.key, found.splits | {"train": str(path)}, found.tokenizer, found.facts)

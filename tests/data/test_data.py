@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from lockstep.config.run import DataSection, Run
 from lockstep.data import arrow_cache, labels, source, tokenizer
 from lockstep.data.arrow_cache import Columns, Prepared
-from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from support.harness import run_on
@@ -285,7 +283,7 @@ def test_pairs_have_token_types(tmp_path: Path) -> None:
     for i, (ids, _) in enumerate(decoded(found, "train")):
         assert types.row(i).tolist() == wanted[ids]["token_type_ids"]
         assert set(types.row(i).tolist()) == {0, 1}
-    micro = Classification(replace(Job.of(run), prepared=found)).collate(columns, np.arange(3), 0)
+    micro = Classification(run).opened(found).collate(columns, np.arange(3), 0)
     assert micro.inputs["token_type_ids"].shape == micro.inputs["input_ids"].shape
     assert "token_type_ids" not in Columns(trained.splits["train"]).names
 

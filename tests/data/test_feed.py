@@ -18,7 +18,7 @@ from support.harness import tiny
 
 
 def task_of(run: Run) -> Classification:
-    return Classification(Job.of(run).with_data())
+    return Classification(run).opened(Job.of(run).with_data().data)
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
@@ -149,7 +149,7 @@ def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_
     run = tiny()
     found = []
     for ranks in (1, 2):
-        task = Drawing(Job.of(run).with_data())
+        task = Drawing(run).opened(Job.of(run).with_data().data)
         task.drawn = {}
         feeds = [StepLoader(task, share(run.micro_batches, rank, ranks), CPU) for rank in range(ranks)]
         for step in range(3):

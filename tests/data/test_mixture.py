@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.manifest import Manifest, changed
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.job import Job, arithmetic_of
@@ -22,6 +21,7 @@ from lockstep.data.order import PERIOD, ByLength, MixedOrder, _counts
 from lockstep.distributed.consistency_check import facts
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from support.caches import prepared
@@ -184,8 +184,7 @@ def test_paths_of_sources_are_found_beside_the_run_file(tmp_path: Path, monkeypa
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
-    task: Any = plugins.find("tasks", run.task.name)
-    return StepLoader(task(Job.of(run).with_data()), share(run.micro_batches, rank, ranks), CPU)
+    return StepLoader(make_task(Job.of(run).with_data()), share(run.micro_batches, rank, ranks), CPU)
 
 
 def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def test_no_block_of_tokens_holds_texts_of_two_sources(packing: bool, tmp_path: 
     for split, path in found.splits.items():
         columns = Columns(path)
         assert sum(rows[split]) == len(columns)
-        task: Any = plugins.find("tasks", "language_modeling")(replace(Job.of(run), prepared=found))
+        task: Any = make_task(replace(Job.of(run), prepared=found))
         for row in range(len(columns)):
             words = task.tokenizer.decode(columns.ragged("input_ids").row(row))
             assert ("web" in words) != ("book" in words) or not {"web", "book"} & set(words.split())
@@ -290,7 +289,7 @@ def test_books_that_are_one_text_each_are_cut_at_their_ends(tmp_path: Path) -> N
     asked = {"name": "language_modeling", "block_size": 16}
     run = tiny(task=asked, data={"sources": sources, "validation_fraction": 0.25}, tokenizer={"train": "character"})
     found = prepared(run)
-    task: Any = plugins.find("tasks", "language_modeling")(replace(Job.of(run), prepared=found))
+    task: Any = make_task(replace(Job.of(run), prepared=found))
     for split, (start, stop) in {"train": (0.0, 0.75), "validation": (0.75, 1.0)}.items():
         rows, ends = task.splits[split].ragged("input_ids"), np.cumsum(found.facts["sources"]["rows"][split])
         assert len(ends) == 2

@@ -73,7 +73,7 @@ def test_it_is_refused_or_left_out_and_counted(kind: str, tmp_path: Path) -> Non
     assert "left_out" not in result.facts
     assert "as unusable" in splitting.left_out(result.facts)
     assert len(Columns(result.splits["validation"])) == 11
-    plain = plain_rows.read_splits(with_defaults(run, find("tasks", run.task.name)))
+    plain = plain_rows.read_splits(with_defaults(find("tasks", run.task.name)(run)))
     assert [len(plain[split]) for split in ("train", "validation")] == [40 - trained, 11]
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config.plugins import find
 from lockstep.config.run import load
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.lab.import_config.import_config import FILL_IN
 from lockstep.launchers import start
 from lockstep.strategies.exact import parameter_groups, stepper
+from lockstep.tasks.task import make_task
 from lockstep.training import resolve
 from support.command import STEPS, write
 from support.harness import tiny
@@ -75,8 +75,7 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
     assert main(["plan", "run.yaml"]) == 0
     rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
     run = load("run.yaml", [])
-    task_class = find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     count = sum(p.numel() for p in task.model().parameters())
     assert rows["model"] == f"gpt2 from scratch, {count / 1e6:.2f}M parameters"
     assert rows["data"].startswith("builtin/emotion: 100 train, 100 validation, 100 test examples; mean ")
@@ -174,8 +173,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = load("run.yaml", [])
-    task_class = find("tasks", run.task.name)
-    count = sum(p.numel() for p in task_class(Job.of(run).with_data()).model().parameters())
+    count = sum(p.numel() for p in make_task(Job.of(run).with_data()).model().parameters())
     for there, status in (20 * count, 0), (20 * count - 1, 1):  # weights, gradients, moments and one partial sum
         monkeypatch.setattr("lockstep.distributed.system_metrics.capacity", lambda device, sharing, n=there: n)
         assert main(["plan", "run.yaml"]) == status
@@ -241,8 +239,7 @@ def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, most: float) -> None:
     """Muon keeps 4 for a matrix of the layers and 8 for the rest; Adafactor a number for a row and one for a column."""
     run = tiny(f"optim={name}", "model.config.n_embd=64")
-    task_class = find("tasks", run.task.name)
-    model = task_class(Job.of(run).with_data()).model()
+    model = make_task(Job.of(run).with_data()).model()
     optimizer = stepper.build(run.optim, model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

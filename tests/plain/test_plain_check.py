@@ -297,7 +297,7 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
 def test_tokens_that_are_others_are_named() -> None:
     short, run = (tiny(*ONE, f"data.max_length={most}") for most in (8, 32))
     task, strategy = build(short, World(short))
-    whole = type(task)(replace(task.job, run=run))  # as a stale cache entry would
+    whole = type(task)(run).opened(task.prepared)  # as a stale cache entry would
     sides = sides_of(whole, strategy)
     assert plain_differences(sides, strategy)
     assert "The tokens of example" in cause(sides, strategy)
@@ -380,7 +380,7 @@ def test_a_tokenizer_that_an_export_would_not_have_is_refused(tmp_path: Path) ->
     with pytest.raises(plain_sides.OtherTokens, match=r"every qwen2 as a Qwen2Tokenizer.*Set tokenizer\.source"):
         plain_sides.check_tokenizer(task, job, examples)
     gpt2 = run.model_copy(update={"model": run.model.model_copy(update={"type": "gpt2", "config": {}})})
-    plain_sides.check_tokenizer(type(task)(replace(task.job, run=gpt2)), job, examples)
+    plain_sides.check_tokenizer(type(task)(gpt2).opened(task.prepared), job, examples)
 
 
 # -- a user's module ---------------------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def test_texts_that_a_canine_cannot_read_are_refused() -> None:
 
     def read(model: dict[str, Any], *lengths: int) -> None:
         ids = pa.array([[1] * length for length in lengths], pa.list_(pa.int32()))
-        Classification.check_lengths(tiny(model=model), "train", Columns(pa.record_batch({"input_ids": ids})))
+        Classification(tiny(model=model)).check_lengths("train", Columns(pa.record_batch({"input_ids": ids})))
 
     read(model, 4, 9)
     read({"type": "bert"}, 3, 9)

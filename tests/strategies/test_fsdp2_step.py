@@ -22,6 +22,7 @@ from support.fsdp2_runs import of
 from support.harness import TINY, build, build_with_feed, digest, run_on, tiny
 from support.marks import slow
 from support.messages import raises
+from support.saving import job_of
 
 STEP = {"name": "fsdp2", "options": {"gather": "step"}}
 PIECE = {"name": "fsdp2", "options": {"gather": "piece"}}
@@ -76,8 +77,8 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
     each."""
     found = []
     for i, run in enumerate(runs):
-        task, strategy, feed = build_with_feed(run, world)
-        checkpoints = Checkpoints(task.job.having(run), world, 6)
+        _, strategy, feed = build_with_feed(run, world)
+        checkpoints = Checkpoints(job_of(run), world, 6)
         step, notes = checkpoints.resume(strategy)
         assert (step, notes) == (2 * i, [])
         for t in (step, step + 1):

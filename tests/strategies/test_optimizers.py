@@ -18,6 +18,7 @@ from lockstep.training.resolve import resolve_strategy
 from support.harness import TINY, build, build_with_feed, digest, run_on
 from support.marks import long, slow
 from support.messages import raises
+from support.saving import job_of
 
 pytestmark = pytest.mark.processes
 
@@ -96,7 +97,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         strategy.dry_run(feed.longest())
         for t in range(2):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
-        checkpoints = Checkpoints(task.job.having(run), world, 6)
+        checkpoints = Checkpoints(job_of(run), world, 6)
         checkpoints.save(2, strategy)
         checkpoints.settle()
         exported = strategy.exported()
@@ -110,7 +111,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         answer |= {"loss": float(result.loss), "after": digest(strategy.state_dict())}
         if other is not None:
             there = run.model_copy(update={"output": other.output})
-            step, notes = Checkpoints(task.job.having(there), world, 6).resume(strategy)
+            step, notes = Checkpoints(job_of(there), world, 6).resume(strategy)
             assert (step, len(notes)) == (2, 0 if strategy.gives_bits(run) else 1)
             strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
             answer["gone on"] = digest(strategy.state_dict())
@@ -204,9 +205,9 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     """Return the third step, resumed from another strategy's checkpoint."""
     found = []
     for run, other in zip(runs, others, strict=True):
-        task, strategy, feed = build_with_feed(run, world)
+        _, strategy, feed = build_with_feed(run, world)
         there = run.model_copy(update={"output": other.output})
-        assert Checkpoints(task.job.having(there), world, 6).resume(strategy) == (2, [])
+        assert Checkpoints(job_of(there), world, 6).resume(strategy) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
         found.append(digest(strategy.state_dict()))
         strategy.close()

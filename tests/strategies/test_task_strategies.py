@@ -14,6 +14,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
+from lockstep.tasks.task import make_task
 from lockstep.training.evaluation import evaluate_with_tables
 from support import label_runs
 from support.harness import TINY, build_with_feed, digest, run_on
@@ -125,8 +126,7 @@ def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) 
 
 def adapted(run: Run, folder: Path, kind: str) -> Run:
     """Return the run with an adapter on the model that it would build, which is saved to the folder."""
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     place = folder / f"{kind} model"
     if not place.exists():
         model = task.model()

@@ -299,9 +299,9 @@ def run_of(case: dict[str, Any]) -> Any:
 
 def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
     """Task, unbuilt strategy and this rank's batches on the host."""
-    from lockstep.config import plugins
     from lockstep.data.job import Job
     from lockstep.tasks.abilities import UsesReference
+    from lockstep.tasks.task import make_task
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
     from lockstep_plan.fake_world import FakeWorld
@@ -310,8 +310,7 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", DS_ACCELERATOR="cuda")
     run = run_of(case)
-    task_class: Any = plugins.find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     if isinstance(task, UsesReference):
         for split, columns in task.splits.items():
             task.reference_outputs[split] = np.zeros((len(columns), task.reference_size))

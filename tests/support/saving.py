@@ -41,7 +41,7 @@ class Job:
         self.done = 0
 
     def opened(self, run: Run) -> Checkpoints:
-        return Checkpoints(self.task.job.having(run), self.world, 6, self.said.append)
+        return Checkpoints(job_of(run), self.world, 6, self.said.append)
 
     def step(self) -> str:
         """Make a step. Returns a digest of the whole state after it."""

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import make_strategy
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 
 WAIT_S = 7200.0  # for other ranks, which run one after another, maybe on a busy machine
@@ -226,8 +226,7 @@ class SimulatedJob:
     steps: int = 3
 
     def __post_init__(self) -> None:
-        kind = find("tasks", self.run.task.name)
-        self.task = kind(Job.of(self.run).with_data())
+        self.task = make_task(Job.of(self.run).with_data())
         feed = StepLoader(self.task, range(self.run.micro_batches), torch.device("cpu"))
         self.batches: list[StepBatch] = [feed.make(step) for step in range(self.steps)]
 

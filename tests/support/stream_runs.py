@@ -22,7 +22,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.job import Job
@@ -30,6 +29,7 @@ from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.tasks.classification import Classification
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from support.harness import TINY, build_with_feed, digest
 from support.task_runs import sentence
@@ -96,8 +96,7 @@ def streamed(folder: Path, *overrides: str, **values: Any) -> Run:
 
 
 def task_of(run: Run) -> Any:
-    found: Any = plugins.find("tasks", run.task.name)
-    return found(Job.of(run).with_data())
+    return make_task(Job.of(run).with_data())
 
 
 def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from lockstep.cli import main
-from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
-from lockstep.data.prepare import prepare
 from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, run_on
 from support.messages import raises
@@ -28,8 +27,7 @@ KINDS = ["documents", "translation", "token_classification"]
 def pretrained(folder: Path, kind: str) -> Path:
     """A model and its tokenizer, to train an adapter on."""
     run = make(folder, kind)
-    task_class: Any = find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     model = task.model()
     model.save_pretrained(folder / f"{kind}-model")
     task.tokenizer.save_pretrained(folder / f"{kind}-model")
@@ -157,9 +155,8 @@ BAD = {
 def test_bad_adapters_are_refused_with_one_message(case: str, folder: Path) -> None:
     overrides, wanted = BAD[case]
     run = run_of(folder, "documents", *overrides)
-    task_class: Any = find("tasks", run.task.name)
     with pytest.raises(RunError) as caught:
-        prepare(run, task_class)
+        Job.of(run).with_data()
     for part in wanted:
         assert part in str(caught.value)
 
@@ -212,8 +209,7 @@ def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
     run = run_of(
         folder, "token_classification", 'model.adapter={"type": "lora", "r": 4, "target_modules": "all-linear"}'
     )
-    task_class: Any = find("tasks", run.task.name)
-    model = task_class(Job.of(run).with_data()).model()
+    model = make_task(Job.of(run).with_data()).model()
     moving = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert [name for name in moving if "classifier" in name and "lora" in name] == []
     assert any("classifier.modules_to_save" in name for name in moving)

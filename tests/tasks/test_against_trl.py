@@ -100,7 +100,7 @@ def by_plain(
     """Mean loss and its gradients by `lockstep.plain`, from the raw rows on. `libraries`: by TRL's own functions;
     `scored`: that of an evaluation, without them."""
     rows = [dict(row) for row in rows_of(folder, task.run.task.name)]
-    job = Plain(with_defaults(task.run, type(task)), task.prepared.tokenizer, {"train": rows})
+    job = Plain(with_defaults(task), task.prepared.tokenizer, {"train": rows})
     job.reference, job.libraries = reference, libraries
     if scored:
         return scores(job, model, job.encode(rows))["loss"], {}

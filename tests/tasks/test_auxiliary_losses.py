@@ -142,7 +142,7 @@ def test_routers_that_add_nothing_do_not_stop_samples(tmp_path: Path) -> None:
     run = make(tmp_path, "documents", "strategy.name=single")
     routed = {"type": "mixtral", "config": ROUTED | ASKED | {"router_aux_loss_coef": 0.0}}
     run = run.model_copy(update={"model": run.model.model_copy(update=routed)})
-    assert find("tasks", "language_modeling").prepare(run).facts["texts"]
+    assert find("tasks", "language_modeling")(run).prepare().facts["texts"]
     _, strategy = build(run, World(run))
     ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
     inputs = {"input_ids": ids, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}

@@ -154,7 +154,7 @@ def chats(folder: Path, rows: list[dict], *overrides: str, **task: Any) -> Run:
 
 
 def task_of(run: Run) -> LanguageModeling:
-    return LanguageModeling(Job.of(run).with_data())
+    return LanguageModeling(run).opened(Job.of(run).with_data().data)
 
 
 def targets(task: LanguageModeling, split: str = "train") -> list[str]:

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def task_of(run: Run) -> Embedding:
-    return Embedding(Job.of(run).with_data())
+    return Embedding(run).opened(Job.of(run).with_data().data)
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -270,7 +270,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
 
 def plain_loss(task: Embedding, model: Any, rows: list[dict[str, Any]], libraries: bool) -> float:
     """The mean loss of rows by `lockstep.plain`: by its formula, or by sentence-transformers' function."""
-    job = Plain(with_defaults(task.run, type(task)), task.prepared.tokenizer, {"train": rows})
+    job = Plain(with_defaults(task), task.prepared.tokenizer, {"train": rows})
     job.libraries = libraries
     total, count = batch_loss(job, model.eval(), job.encode(rows))
     return float(total) / count

@@ -63,7 +63,7 @@ def texts(*labels: Any) -> list[dict[str, Any]]:
 
 
 def prepared(run: Run, task: type[Task] = Classification) -> Task:
-    return task(Job.of(run).with_data())
+    return task(run).opened(Job.of(run).with_data().data)
 
 
 def notes(task: Task) -> str:

@@ -26,6 +26,7 @@ from lockstep.lab.init.questions import MachineInfo
 from lockstep.proof import against_plain
 from lockstep.tasks import image_classification
 from lockstep.tasks.image_classification import _opened
+from lockstep.tasks.task import make_task
 from lockstep.training.predicting import predictions
 from lockstep.training.resolve import Machine, resolve
 from support.harness import run_on, works
@@ -112,8 +113,7 @@ def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 def test_pixels_are_those_of_the_processor_as_one_call(folders: Path, tmp_path: Path) -> None:
     """Cut to size when the data are prepared, and normalised when a batch is made."""
     run = job(folders, tmp_path / "out")
-    task_class: Any = plugins.find("tasks", "image_classification")
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     columns = task.splits["validation"]
     batch = task.collate(columns, np.arange(len(columns)), 0)
     files = [file for label in LABELS for file in sorted((folders / "validation" / label).iterdir())]
@@ -141,11 +141,10 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
             rows["image"] = [Image.open(io.BytesIO(file)) for file in rows["image"]]
         features = datasets.Features({"image": held, "label": names})
         datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / f"{split}.parquet")
-    task_class: Any = plugins.find("tasks", "image_classification")
     batches = []
     for data in ({"source": str(folders), "layout": "class_folders"}, {"source": str(tmp_path)}):
         run = job(folders, tmp_path / "out", data=data)
-        task = task_class(Job.of(run).with_data())
+        task = make_task(Job.of(run).with_data())
         batches.append(task.collate(task.splits["train"], np.arange(12), 0))
         assert task.labels == list(LABELS)
     assert torch.equal(batches[0].inputs["pixel_values"], batches[1].inputs["pixel_values"])
@@ -187,8 +186,7 @@ def test_a_family_of_several_classes_is_built_from_scratch(folders: Path, tmp_pa
     """transformers has two image classifiers of DeiT, and looks through the names in its config."""
     task = {"name": "image_classification", "processor": {"size": SQUARE, "crop_size": SQUARE}}
     run = job(folders, tmp_path / "out", model=DEIT, task=task)
-    task_class: Any = plugins.find("tasks", "image_classification")
-    model = task_class(Job.of(run).with_data()).model(empty=True)
+    model = make_task(Job.of(run).with_data()).model(empty=True)
     assert type(model).__name__ == "DeiTForImageClassification"
 
 
@@ -329,7 +327,7 @@ def test_the_export_is_one_of_transformers(folders: Path, tmp_path: Path) -> Non
     last = [line for line in lines if line.get("split") == "validation"][-1]
     assert last["accuracy"] == pytest.approx(int(right) / len(files))
     task: Any = plugins.find("tasks", "image_classification")
-    assert [Path(row[0]).name for row in task.input_rows(run, str(folders / "validation" / "bar"))] == [
+    assert [Path(row[0]).name for row in task(run).input_rows(str(folders / "validation" / "bar"))] == [
         "0.png", "1.png", "2.png"
     ]  # fmt: skip
     with raises("LS3033", "no-such.png"):

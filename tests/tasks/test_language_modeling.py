@@ -76,7 +76,7 @@ def test_what_is_space_is_what_python_says() -> None:
 
 
 def task_of(run: Run) -> LanguageModeling:
-    return LanguageModeling(Job.of(run).with_data())
+    return LanguageModeling(run).opened(Job.of(run).with_data().data)
 
 
 def test_prompts_are_read_and_not_learned(tmp_path: Path) -> None:

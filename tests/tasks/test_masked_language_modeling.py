@@ -24,7 +24,7 @@ WORDPIECE = "tokenizer={train: wordpiece, vocab_size: 60}"  # words fall into pi
 
 
 def task_of(run: Run) -> MaskedLanguageModeling:
-    return MaskedLanguageModeling(Job.of(run).with_data())
+    return MaskedLanguageModeling(run).opened(Job.of(run).with_data().data)
 
 
 def known(size: int = 1000, **more: Any) -> masking.Vocabulary:

@@ -134,7 +134,7 @@ def test_a_loss_of_other_lengths_needs_to_know_its_targets(module_folder: Path) 
     with raises("LS3231"):
         found_of(job(module_folder, RAGGED.replace("REDUCTION", "none"), functions=("collate",)))
     run = job(module_folder, RAGGED.replace("REDUCTION", "none"), functions=("collate", "targets", "length"))
-    task = Module(Job.of(run).with_data())
+    task = Module(run).opened(Job.of(run).with_data().data)
     columns = task.splits["train"]
     assert columns.lengths.tolist() == [int(n) + 1 for n in columns.targets]  # type: ignore[attr-defined]
     micro = task.collate(columns, np.array([3, 0]), 0)

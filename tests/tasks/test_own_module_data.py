@@ -31,7 +31,7 @@ def of_data(data: str) -> str:
 
 
 def task_of(run: Run) -> Module:
-    return Module(Job.of(run).with_data())
+    return Module(run).opened(Job.of(run).with_data().data)
 
 
 @pytest.mark.parametrize(

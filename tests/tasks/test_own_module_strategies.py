@@ -109,7 +109,7 @@ def test_a_pipeline_cuts_a_row_of_modules(module_folder: Path) -> None:
 
 def test_blocks_are_found_by_size_or_named(module_folder: Path) -> None:
     run = job(module_folder, NET, strategy={"name": "fsdp2"})
-    model = Module(Job.of(run).with_data()).model()
+    model = Module(run).opened(Job.of(run).with_data().data).model()
     assert {"blocks.0", "blocks.0.0", "head"} <= set(model.lockstep_called_once)  # type: ignore[arg-type]
     row: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.PReLU())
     row.lockstep_called_once = ["0", "1", "2", "4", "5", "6"]

@@ -10,13 +10,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.torch_internals import may_attend_by_cudnn
 from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.inference import Decoding, by_transformers
+from lockstep.tasks.task import make_task
 from lockstep.training import model_stats
 from lockstep.training.data_loader import StepLoader
 from support.family_configs import BERT, GROUPED, batch, gradients
@@ -210,14 +210,13 @@ def test_a_wrong_value_names_the_key() -> None:
 
 def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
-    task_class = find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     told = model_stats.padding(task)["padding"]
     assert told.startswith("computed, as with data.padding=batch: transformers does not support")
     feed = StepLoader(task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()
-    task = task_class(Job.of(can).with_data())
+    task = make_task(Job.of(can).with_data())
     assert model_stats.padding(task) == {}
     laid = StepLoader(task, [], torch.device("cpu")).make(0)
     assert laid.padded == laid.tokens < laid.padded_by_chance
@@ -275,8 +274,7 @@ ROBERTA = [f"model.{key}={value}" for key, value in (("type", "roberta"), ("conf
 
 def reading(tmp_path: Path, *overrides: str) -> Any:
     run = make(tmp_path, "packed", "task.samples=0", *overrides)
-    task_class = find("tasks", run.task.name)
-    return task_class(Job.of(run).with_data())
+    return make_task(Job.of(run).with_data())
 
 
 @pytest.mark.parametrize("way", ["none", "batch"])

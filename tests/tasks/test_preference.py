@@ -21,7 +21,6 @@ from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.data.splitting import warnings
 from lockstep.distributed.world import World
-from lockstep.tasks.preference import Preference
 from lockstep.tasks.task import make_task
 from lockstep.tasks.text_task import TextData
 from lockstep.training.evaluation import evaluate
@@ -282,8 +281,8 @@ def test_further_keys_of_messages_reach_the_template(tmp_path: Path) -> None:
         whole = task.tokenizer.apply_chat_template(messages, chat_template=NAMED, tokenize=False)
         ids, cut = columns.ragged("input_ids").row(number), int(columns.flat("chosen")[number])
         assert task.tokenizer.decode(ids[:cut], skip_special_tokens=True).lstrip() == whole
-    data = TextData(task.run, task.options, "", {})
-    parts = [Preference.key_parts(data, task.tokenizer, Dataset.from_list([each])) for each in (rows[0], SPOKEN | PAIR)]
+    data = TextData("", {})
+    parts = [task.key_parts(data, task.tokenizer, Dataset.from_list([each])) for each in (rows[0], SPOKEN | PAIR)]
     assert [{"prompt": ["name"]} in each for each in parts] == [True, False]
 
 

@@ -145,7 +145,8 @@ def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tenso
 @pytest.mark.processes
 def test_a_pretrained_marian_has_the_same_bits_at_two_processes(tmp_path: Path) -> None:
     """And its positions, which are computed, are what they were; ZeRO-3 to rounding."""
-    first = Translation(Job.of(make(tmp_path, "translation")).with_data())
+    run = make(tmp_path, "translation")
+    first = Translation(run).opened(Job.of(run).with_data().data)
     first.model().save_pretrained(tmp_path / "model")
     first.tokenizer.save_pretrained(tmp_path / "model")
     values = {k: v for k, v in TINY.items() if k != "tokenizer"} | TASKS["translation"]

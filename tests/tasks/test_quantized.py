@@ -13,11 +13,11 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.cli import main
-from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.tasks.models import quantized, storage_dtype
+from lockstep.tasks.task import make_task
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, build_with_feed, digest, run_on, tiny
@@ -39,8 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized")
     for kind in TARGETS:
         run = make(folder, kind, *WIDE[kind])
-        task_class: Any = find("tasks", run.task.name)
-        task = task_class(Job.of(run).with_data())
+        task = make_task(Job.of(run).with_data())
         task.model().save_pretrained(folder / f"{kind}-model")
         task.tokenizer.save_pretrained(folder / f"{kind}-model")
     return folder
@@ -204,8 +203,7 @@ def test_exports_are_what_was_trained(
 @pytest.mark.extras
 def test_plan_counts_half_a_byte_and_the_scales(folder: Path) -> None:
     run = run_of(folder, "documents")
-    task_class: Any = find("tasks", run.task.name)
-    task = task_class(Job.of(run).with_data())
+    task = make_task(Job.of(run).with_data())
     empty, full = task.model(empty=True), task.model()
     assert model_stats.counts(empty) == model_stats.counts(full)
     packed = quantized.count(empty)

@@ -30,7 +30,7 @@ from support.task_runs import WORDS, make, write
 
 
 def task_of(run: Run) -> QuestionAnswering:
-    return QuestionAnswering(Job.of(run).with_data())
+    return QuestionAnswering(run).opened(Job.of(run).with_data().data)
 
 
 def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -58,11 +58,11 @@ def test_the_default_stride_gives_way_to_a_short_window(tmp_path: Path) -> None:
     run = make(tmp_path, "questions")
     options = run.task.model_copy(update={"stride": 128})
     bare = run.model_copy(update={"task": options}).as_written(run.written_keys - {"task.stride"})
-    fitted, notes = QuestionAnswering.fit_defaults(bare)
-    assert QuestionAnswering.options_of(fitted).stride == run.data.max_length // 2
+    fitted, notes = QuestionAnswering(bare).fit_defaults()
+    assert QuestionAnswering(fitted).options.stride == run.data.max_length // 2
     assert notes[-1].startswith("task.stride is ")
     assert notes[-1].endswith("its default is 128")
-    assert QuestionAnswering.fit_defaults(run)[0] == run  # a value that was written stays
+    assert QuestionAnswering(run).fit_defaults()[0] == run  # a value that was written stays
 
 
 def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def run_of(folder: Path, *overrides: str):
 
 def test_targets_have_a_length_of_their_own(tmp_path: Path) -> None:
     run = run_of(tmp_path, "task.target_length=4")
-    task = Summarization(Job.of(run).with_data())
+    task = Summarization(run).opened(Job.of(run).with_data().data)
     columns = task.splits["train"]
     assert columns.ragged("target_ids").lengths.max() == 4
     assert columns.ragged("input_ids").lengths.max() > 4

@@ -13,6 +13,7 @@ from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.single import ReplicatedStrategy
+from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from support import task_runs
 from support.harness import build, rank_0_of, run_on
@@ -69,8 +70,7 @@ def test_targets_are_counted_without_looking_at_the_micro_batches(kind: str, alo
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_is_reported_as_it_is(kind: str, folder: Path) -> None:
     run = make(folder, kind, "data.padding=batch")
-    task: Any = plugins.find("tasks", run.task.name)
-    feed = StepLoader(task(Job.of(run).with_data()), range(run.micro_batches), torch.device("cpu"))
+    feed = StepLoader(make_task(Job.of(run).with_data()), range(run.micro_batches), torch.device("cpu"))
     for batch in map(feed.make, range(2)):  # the epoch's last step has blank micro-batches, which are not reported
         read = [v for m in batch.micro_batches for name, v in m.inputs.items() if name.endswith("input_ids")]
         assert batch.padded == sum(map(torch.numel, read))

@@ -86,7 +86,7 @@ def test_a_letter_of_no_scheme_is_refused_beside_those_of_one() -> None:
 
 
 def task_of(run: Run) -> TokenClassification:
-    return TokenClassification(Job.of(run).with_data())
+    return TokenClassification(run).opened(Job.of(run).with_data().data)
 
 
 def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from sacrebleu.metrics.chrf import CHRF
 
 
 def task_of(run: Run) -> Translation:
-    return Translation(Job.of(run).with_data())
+    return Translation(run).opened(Job.of(run).with_data().data)
 
 
 def rows_in(folder: Path, split: str) -> list[dict[str, str]]:
@@ -310,7 +310,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 def test_without_sacrebleu_it_says_how_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("LS3373"):
-        Translation.prepare(make(tmp_path, "translation"))
+        Translation(make(tmp_path, "translation")).prepare()
 
 
 OTHERS = {

@@ -218,7 +218,7 @@ def test_a_language_model_that_reads_ahead_is_refused(
             assert padding.foresight(run, "causal") is None
             continue
         with raises("LS3150", str(family), str(instead)):
-            find("tasks", run.task.name).prepare(run)
+            find("tasks", run.task.name)(run).prepare()
 
 
 @pytest.mark.parametrize("decodes", [False, True])

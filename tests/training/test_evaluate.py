@@ -55,7 +55,7 @@ def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(rank
 @pytest.mark.processes
 def test_it_is_what_a_plain_loop_computes(alone: dict) -> None:
     run = run_of()
-    task = Classification(Job.of(run).with_data())
+    task = Classification(run).opened(Job.of(run).with_data().data)
     model = task.model().eval()
     columns = task.splits["validation"]
     losses, predicted = [], []
@@ -92,7 +92,7 @@ def test_macro_f1_is_scikit_learn_s(seed: int) -> None:
     true = random.integers(0, 6, 50)
     predicted = np.where(random.random(50) < 0.5, true, random.integers(0, 4, 50))
     run = run_of()
-    task = Classification(Job.of(run).with_data())
+    task = Classification(run).opened(Job.of(run).with_data().data)
     eye = np.eye(6)
     sums = {
         "examples": 50.0,

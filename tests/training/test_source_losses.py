@@ -112,7 +112,7 @@ def test_a_class_that_changes_the_loss_alone_is_not_passed_over(tmp_path: Path) 
     run = mixed(tmp_path, "strategy.name=single")
     task, strategy = build(run, World(run))
     for kind, told in ((Classification, True), (Weighted, False), (Both, True)):
-        strategy.task = kind(task.job)  # type: ignore[attr-defined]
+        strategy.task = kind(task.run).opened(task.prepared)  # type: ignore[attr-defined]
         feed = StepLoader(strategy.task, range(8), torch.device("cpu"))  # type: ignore[attr-defined]
         result = strategy.train_step(feed.make(0), 0.0)
         assert (result.loss_sums_of is not None) is told

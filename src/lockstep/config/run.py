@@ -377,20 +377,21 @@ def unusable_keys(run: Run, task: Any) -> dict[str, str]:
     """Return key -> why it is missing or has no effect for the task: keys of model, data and streaming. `task`: its
     class."""
     streamed: dict[str, str] = {}
+    own = task(run)
     if run.data.stream and not task.streams:
         streamed["data.stream"] = f"the task {run.task.name} does not support it: {task.not_streamed_reason}; remove it"
     elif run.data.stream and run.model.compiled:
         streamed["model.compile"] = "it needs the shortest of all examples, which a stream does not know"
-    if run.data.drop_unusable and not task.own_model and not task.has_unusable_rows(task.options_of(run)):
+    if run.data.drop_unusable and not task.own_model and not own.has_unusable_rows(own.options):
         streamed["data.drop_unusable"] = f"with these options the task {run.task.name} can use every row; remove it"
     if task.own_model:
-        return dict(task.unsupported_keys(run)) | streamed
+        return dict(own.unsupported_keys()) | streamed
     missing = {key: "missing, and it has no default" for key in ("data", "model") if key not in run.model_fields_set}
     if not missing and run.model.source is None and run.model.type is None:
         missing["model"] = ONE_ORIGIN
     if run.data.workers:
         missing["data.workers"] = f"the task {run.task.name} reads prepared tokens and uses no workers; set it to 0"
-    return missing or {**task.unsupported_keys(run), **streamed}
+    return missing or {**own.unsupported_keys(), **streamed}
 
 
 @dataclass(frozen=True)

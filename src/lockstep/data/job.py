@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Flag, IntEnum, auto
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
@@ -64,34 +65,30 @@ class TaskRules(ABC):
     head: ClassVar[str | None] = None  # transformers head: one of `models/heads.py`, or a `Head` of its own
     chunks_loss: ClassVar[bool] = False  # whether it has the key `loss_chunk`
 
-    @abstractmethod
-    def __init__(self, job: Job) -> None:
-        """Open the prepared splits."""
+    def __init__(self, run: Run) -> None:
+        """A task before its data are prepared: see `Task.open`."""
+        self.run = run
 
-    @classmethod
-    def options_of(cls, run: Run) -> Any:
-        """Validate and return the task's own keys in the run file."""
-        return cls.Options.model_validate(run.task.options)
+    @cached_property
+    def options(self) -> Any:
+        """The task's own keys in the run file, validated."""
+        return self.Options.model_validate(self.run.task.options)
 
-    @classmethod
-    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+    def fit_defaults(self) -> tuple[Run, list[str]]:
         """Lower defaults that exceed what the model supports; return the run and a note for each change. Keys that the
         user wrote (`run.wrote`) are left alone: `prepare` refuses them."""
-        return run, []
+        return self.run, []
 
-    @classmethod
-    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
+    def idle_keys(self, facts: Mapping[str, Any]) -> list[str]:
         """Notes on keys that have no effect with the other keys or with these data (`Prepared.facts`). Each note begins
         with its key; notes on keys that the user did not write are not shown."""
         return []
 
-    @classmethod
-    def plain_options(cls, run: Run) -> dict[str, Any]:
+    def plain_options(self) -> dict[str, Any]:
         """Own keys whose default depends on other keys or on the model's files, as the plain reference needs them."""
         return {}
 
-    @classmethod
-    def fingerprint(cls, run: Run) -> str:
+    def fingerprint(self) -> str:
         """A hash of the data's content, for data that neither the run file nor code determines. Every process computes
         it before it reads the cache."""
         return ""
@@ -101,22 +98,19 @@ class TaskRules(ABC):
         """Whether the class is lockstep's own, about which more is known than the interface says."""
         return cls.__module__.split(".")[0] == __name__.split(".")[0]
 
-    @classmethod
     @abstractmethod
-    def prepare(cls, run: Run) -> Prepared:
+    def prepare(self) -> Prepared:
         """Read, check and encode all splits. One process per machine calls it, before any process group exists.
 
         Skipped if the cache already holds the result, which depends only on `seed` and the sections `task`, `data`,
         `model` and `tokenizer`. Errors: `RunError` for bad data, columns, labels, tokenizers and models.
         """
 
-    @classmethod
-    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+    def score_names(self) -> tuple[str, ...] | None:
         """Names that scores of the run may have, those of `metrics` and of a mixture's sources aside; None: unknown."""
         return None
 
-    @classmethod  # noqa: B027 - some have nothing to refuse
-    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+    def check_prepared(self, prepared: Prepared) -> None:  # noqa: B027 - some have nothing to refuse
         """Refuse combinations of the data with keys of other sections. Called wherever `prepare` is, and also for data
         from the cache. Errors: `RunError`."""
 

@@ -30,24 +30,24 @@ _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".o
 class Prepares(raw_rows.Makes, Protocol):
     """The parts of a task's interface that concern its data."""
 
-    @classmethod
-    def prepare(cls, run: Run) -> Prepared:
+    def __init__(self, run: Run) -> None: ...
+
+    def prepare(self) -> Prepared:
         """Prepare the tokens and labels of every split."""
 
-    @classmethod
-    def fingerprint(cls, run: Run) -> str:
+    def fingerprint(self) -> str:
         """Hash of the data, as far as neither the run file nor code determines them."""
 
 
-def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
-    """Return `task.prepare(run)`, from the cache if none of its inputs has changed.
+def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[[str], None] | None = None) -> Prepared:
+    """Return `kind(run).prepare()`, from the cache if none of its inputs has changed.
 
     `fresh`: query the Hub again for data that is not local; only the launching process does. `tell`: callback for the
     origin of the tokens. Errors: `RunError`. Every process of a machine may call it at once: one works, the others
     wait.
     """
     run = run.model_copy(update={"data": source.pinned(run.data)})
-    code, elsewhere = _code_of(run, task), source.remote_facts(run.data)
+    task, code, elsewhere = kind(run), _code_of(run, kind), source.remote_facts(run.data)
     key = digest(
         VERSION,
         __version__,
@@ -55,7 +55,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
         run.seed,
         *(_dump(run, part) for part in ("task", "data", "model", "tokenizer")),
         _files(run),
-        task.fingerprint(run),
+        task.fingerprint(),
         *elsewhere,
         raw_rows.VERSION,
         row_files.VERSION,
@@ -76,7 +76,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
             ACTIVITY.set("reading the data")
             try:
                 with made_by(digest(code)), remote.as_found(elsewhere):
-                    prepared = task.prepare(run)
+                    prepared = task.prepare()
             except RunError as error:
                 raise RunError(error.code, remote.with_addresses(error.message)) from error
             # a user task's own key may depend on its code or paths
@@ -84,7 +84,7 @@ def prepare(run: Run, task: type[Prepares], fresh: bool = False, tell: Callable[
                 prepared = replace(prepared, key=_content_of(prepared))
             if (sources := prepared.facts.get("sources")) is not None:  # shard boundaries affect the order
                 prepared = replace(prepared, key=digest(prepared.key, sources["rows"]["train"]))
-            prepared = raw_rows.with_examples(prepared, run, task)
+            prepared = raw_rows.with_examples(prepared, task)
             for place in prepared.places:
                 if inside(place) and not sealed(place):  # written by a user task
                     seal(place)

@@ -44,8 +44,7 @@ class Makes(Protocol):
     row_is_example: ClassVar[bool]
     streams: ClassVar[bool]
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make: ...
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make: ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _as_json(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: {BYTES: base64.b64encode(v).decode()} if isinstance(v, bytes) else v for k, v in row.items()}
 
 
-def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
+def with_examples(prepared: Prepared, task: Makes) -> Prepared:
     """Add the examples of the raw rows to the prepared data, if they are not part of the split; remove the raw rows if
     their examples are unknown."""
     stored = prepared.facts.get(FACT)
@@ -149,7 +148,7 @@ def with_examples(prepared: Prepared, run: Run, task: type[Makes]) -> Prepared:
         return replace(prepared, facts=facts)
     try:
         rows = value_types.dataset_of(row_reader.columns_of(stored["rows"]))  # an absent key is not a null
-        batch = task.example_maker(run, prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
+        batch = task.example_maker(prepared.tokenizer, prepared.facts)(rows).slice(0, _EXAMPLES)
     except RunError:
         return replace(prepared, facts=facts)
     types = {field.name: str(field.type).replace("item: ", "").replace("element: ", "") for field in batch.schema}

@@ -212,7 +212,7 @@ def _library_has_loss(task: str) -> bool:
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
     """The run as plain reads it; rows that only lockstep can create are written to files first."""
-    values = plain_sides.with_defaults(run, Job.of(run).task)
+    values = plain_sides.with_defaults(Job.of(run).task(run))
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
         (folder / "rows").mkdir(exist_ok=True)

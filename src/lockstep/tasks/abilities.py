@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from lockstep.config.run import Run
 from lockstep.data import stream, streamed
-from lockstep.data.arrow_cache import Columns, Make
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
-from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.tasks.task import Forward, Generate, Task
 
@@ -33,24 +31,20 @@ class Streams(Task):
 
     streams = True
 
-    @classmethod
     @abstractmethod
-    def stream(cls, run: Run) -> Stream:
+    def stream(self) -> Stream:
         """The selection of usable rows for a streamed training split, without its files."""
 
-    @classmethod
     @abstractmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
         """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""
 
     def open_split(self, path: str) -> Columns:
         """Open a prepared split: memory-mapped, or read through its index if streamed."""
         if not path.endswith(stream.ENDING):
             return super().open_split(path)
-        run, prepared = self.run, self.prepared
-        return streamed.Streamed(
-            path, lambda: (self.stream(run), self.example_maker(run, prepared.tokenizer, prepared.facts))
-        )
+        prepared = self.prepared
+        return streamed.Streamed(path, lambda: (self.stream(), self.example_maker(prepared.tokenizer, prepared.facts)))
 
 
 class Predicts(Task):
@@ -63,26 +57,22 @@ class Predicts(Task):
     reads_conversations: ClassVar[bool] = False  # by the tokenizer's chat template, also if it was trained on texts
     scores_answers: ClassVar[bool] = False  # whether a conversation ends with the answer
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(self) -> tuple[str, ...]:
         """Columns that a prediction is computed from: one text, or the two of a pair."""
-        options = cls.options_of(run)
-        return tuple(getattr(options, key) for key in cls.input_keys) or ("text",)
+        options = self.options
+        return tuple(getattr(options, key) for key in self.input_keys) or ("text",)
 
-    @classmethod
-    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
+    def conversation_columns(self) -> tuple[str, ...]:
         """Columns of a conversation, and of its tools if it may have any, that are read in place of a text."""
         return ()
 
-    @classmethod
-    def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]] | None:
+    def input_rows(self, word: str) -> list[tuple[str, ...]] | None:
         """Rows denoted by a command-line argument; None if it is a text or a file of rows with columns. Errors:
         `RunError`."""
         return None
 
-    @classmethod
     @abstractmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the prediction of the exported model in `folder` for each row, in row order: JSON by name. A row has
         one text per `input_columns`, or, if the task reads conversations, one `Question`. Errors: `RunError`."""
 
@@ -110,9 +100,8 @@ class Generates(Task):
         If `rows` is empty (a padding batch), returns the same sums, all zero. `generate` is collective: every rank must
         call it equally often."""
 
-    @classmethod
     @abstractmethod
-    def decodes_greedily(cls, run: Run) -> bool:
+    def decodes_greedily(self) -> bool:
         """Whether evaluations decode greedily, without beam search or sampling."""
 
 
@@ -142,8 +131,8 @@ class UsesReference(Task):
 
     plugin = "tasks"  # a base: it has no name in a run file
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.reference_outputs: dict[str, np.ndarray] = {}  # by split, float64 [N, `reference_size`]
 
     @property
@@ -181,14 +170,13 @@ class GivesPredictions(Task):
     metric_inputs: ClassVar[tuple[str, ...]] = ()  # additional `per_example_outputs` if `metrics` is set
     metric_names: tuple[str, ...] = ()  # built-in metrics, whose names those functions cannot use
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         if self.run.metrics:
             self.per_example_outputs = (*self.per_example_outputs, *self.metric_inputs)
 
-    @classmethod
-    def score_names(cls, run: Run) -> tuple[str, ...] | None:
-        return ("loss", *cls.metric_names) if cls.built_in() else None  # a plug-in may not list all
+    def score_names(self) -> tuple[str, ...] | None:
+        return ("loss", *self.metric_names) if self.built_in() else None  # a plug-in may not list all
 
     @abstractmethod
     def predictions(self, sums: Sums, columns: Columns, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

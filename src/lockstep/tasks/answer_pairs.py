@@ -132,19 +132,16 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         for values in super().tokenizer_texts(rows, options):  # texts, or conversations
             yield [text for v in values for text in ([v] if isinstance(v, str) else [m["content"] for m in v])]
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
-        if data.options.conversations:
-            check_template(tok, data.options.chat_template, "conversations")
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        if self.options.conversations:
+            check_template(tok, self.options.chat_template, "conversations")
         super().check(data, folder, tok)
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        return {"input_ids": Limit("data.max_length", run.data.max_length, special=0, sequences=2)}
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {"input_ids": Limit("data.max_length", self.run.data.max_length, special=0, sequences=2)}
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        options = data.options
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = self.options
         shared = {key: getattr(options, key) for key in AnswerPairOptions.model_fields}
         written: list[Any] = []
         if options.conversations:
@@ -153,15 +150,14 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
             columns = [c for c in options.columns.values() if getattr(rows.features[c], "feature", None) is not None]
             further = {column: keys for column in columns if (keys := conversations.further_keys(rows, column))}
             written += [further] if further else []
-        return [data.run.data.max_length, shared, *written]
+        return [self.run.data.max_length, shared, *written]
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that tokenizes rows, and the features of its output."""
         import datasets
 
-        options = cls.options_of(run)
-        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        options = self.options
+        tok: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
         tokens, number = datasets.List(datasets.Value("int32")), datasets.Value("int64")
         features = datasets.Features({"input_ids": tokens, "targets": tokens, "chosen": number, "cut": number})
 
@@ -174,9 +170,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                 rows[options.rejected],
                 strict=True,
             ):
-                both = [_cut(*tokens_of(tok, options, prompt, answer, row), run, split, row) for answer in answers]
+                both = [_cut(*tokens_of(tok, options, prompt, answer, row), self.run, split, row) for answer in answers]
                 if both[0][0] == both[1][0]:
-                    raise _same_tokens(answers, both[0][2], run, f"row {row} of {split}")
+                    raise _same_tokens(answers, both[0][2], self.run, f"row {row} of {split}")
                 for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                     encoded[name].append([token for part in parts for token in part])
                 encoded["chosen"].append(len(both[0][0]))
@@ -189,13 +185,12 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     def encoded_rows(cls, rows: Dataset, options: AnswerPairOptions) -> Dataset:
         return super().encoded_rows(rows, options).add_column(_ROW, list(range(len(rows))))
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         columns = {split: Columns(file).flat("cut") for split, file in files.items()}
         counts = {split: sum(int(part.sum()) for _, part in column.parts()) for split, column in columns.items()}
         notes = [
             f"{count:,} of {len(columns[split]):,} {split} pairs have an answer truncated at "
-            f"{data.run.data.max_length} tokens (data.max_length)"
+            f"{self.run.data.max_length} tokens (data.max_length)"
             for split, count in counts.items()
             if count
         ]

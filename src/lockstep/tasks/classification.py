@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import labels, row_files, source, splitting, stream, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns, Make
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch
 from lockstep.data.builtin import best_accuracy
 from lockstep.data.column_types import Kind
-from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import Streams
@@ -88,15 +87,16 @@ class Classification(TextTask, Streams, LabelTask):
     def dedup_columns(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), list(options.labels.values())
 
-    @classmethod
-    def usable_splits(cls, read: source.Source, run: Run, options: ClassificationOptions) -> dict[str, Dataset]:
+    def usable_splits(self, read: source.Source, options: ClassificationOptions) -> dict[str, Dataset]:
         """Usable rows of each split; drops a test split whose labels are hidden, as benchmarks publish them."""
         splits = dict(read.splits)
         learned, train = options.labels.values(), splits.get("train")
-        test_named = run.data.test is not None or "test" not in splits
+        test_named = self.run.data.test is not None or "test" not in splits
         if not test_named and all(labels.hidden(splits["test"], column, train) for column in learned):
             del splits["test"]
-        return {s: cls.valid_rows(rows, options, s, read.name, run.data.drop_missing) for s, rows in splits.items()}
+        return {
+            s: self.valid_rows(rows, options, s, read.name, self.run.data.drop_missing) for s, rows in splits.items()
+        }
 
     @classmethod
     def valid_rows(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
@@ -108,61 +108,53 @@ class Classification(TextTask, Streams, LabelTask):
         rows = usable_rows.without(rows, lacks, split, name, drop)
         return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
 
-    @classmethod
-    def read_labels(cls, data: TextData) -> LabelVocab:
-        options = data.options
-        others = {} if data.run.data.drop_unusable else data.splits  # splits whose labels must occur in train
+    def read_labels(self, data: TextData) -> LabelVocab:
+        options = self.options
+        others = {} if self.run.data.drop_unusable else data.splits  # splits whose labels must occur in train
         if data.rows is not None:
-            return _of(data.rows, data.run, options, others)
+            return _of(data.rows, self.run, options, others)
         splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
-        return LabelVocab(*_as_the_model(data.run, options, objective_of(options).codes(splits, options, data.name)))
+        return LabelVocab(*_as_the_model(self.run, options, objective_of(options).codes(splits, options, data.name)))
 
     @classmethod
     def has_unusable_rows(cls, options: ClassificationOptions) -> bool:
         return not options.regression
 
-    @classmethod
-    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
-        columns, kind = list(data.options.labels.values()), objective_of(data.options)
+    def with_known_labels(self, data: TextData) -> dict[str, Dataset]:
+        columns, kind = list(self.options.labels.values()), objective_of(self.options)
         if kind is RegressionObjective or len(columns) > 1:
             return data.splits
         place = set(data.labels.codes.place)
         known = place.__contains__ if kind is OneLabel else place.issuperset
         return {split: labels.known_rows(rows, columns, known) for split, rows in data.splits.items()}
 
-    @classmethod
-    def holdout_fn(cls, data: TextData) -> splitting.Cut:
-        return partial(objective_of(data.options).cut, data.labels.codes)
+    def holdout_fn(self, data: TextData) -> splitting.Cut:
+        return partial(objective_of(self.options).cut, data.labels.codes)
 
-    @classmethod
-    def check_labels(cls, data: TextData) -> None:
+    def check_labels(self, data: TextData) -> None:
         """Refuse weights and thresholds for labels that do not occur."""
         counts = data.labels.counts_in(data)
         examples = len(data.splits["train"]) if data.rows is None else sum(counts)
-        objective_of(data.options)(data.options, data.labels.codes.names, counts, examples)
+        objective_of(self.options)(self.options, data.labels.codes.names, counts, examples)
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        texts = len(options.columns)
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        texts = len(self.options.columns)
         special = read_by["input_ids"].num_special_tokens_to_add(pair=texts == 2)
-        return {"input_ids": Limit("data.max_length", run.data.max_length, special, texts)}
+        return {"input_ids": Limit("data.max_length", self.run.data.max_length, special, texts)}
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        options, kind, codes = data.options, objective_of(data.options), data.labels.codes
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options, kind, codes = self.options, objective_of(self.options), data.labels.codes
         keys = options.model_dump(include={"text", "text_pair", "label", "label_names"})
         keys |= {} if kind is OneLabel else {"learned": kind.problem}
-        return [data.run.data.max_length, keys, codes.names, *[codes.values] * (rows is None)]
+        return [self.run.data.max_length, keys, codes.names, *[codes.values] * (rows is None)]
 
-    @classmethod
-    def label_names(cls, data: TextData) -> list[str]:
+    def label_names(self, data: TextData) -> list[str]:
         return data.labels.codes.names
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         codes, counts = data.labels.codes, data.labels.counts_in(data)
         facts: dict[str, Any] = {"label_values": codes.values}
-        if data.options.regression:
+        if self.options.regression:
             facts["numbers"] = codes.names
         else:
             facts |= {"labels": codes.names, "of_label": counts}
@@ -170,8 +162,8 @@ class Classification(TextTask, Streams, LabelTask):
         facts |= {"notes": data.labels.notes} if data.labels.notes else {}
         if (
             data.name == source.BUILTIN
-            and list(data.options.labels.values()) == ["label"]
-            and objective_of(data.options) is OneLabel
+            and list(self.options.labels.values()) == ["label"]
+            and objective_of(self.options) is OneLabel
         ):
             facts["best_possible"] = {
                 split: {"accuracy": best_accuracy(rows[:])} for split, rows in data.splits.items()
@@ -187,21 +179,19 @@ class Classification(TextTask, Streams, LabelTask):
         texts = [column] if isinstance(column, str) and isinstance(rows[0].get(column), str) else []
         return [row | {name: int(row[name]) for name in texts} for row in rows]
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        options = cls.options_of(run)
-        if run.data.stream and objective_of(options) is not OneLabel:
+    def unsupported_keys(self) -> dict[str, str]:
+        options = self.options
+        if self.run.data.stream and objective_of(options) is not OneLabel:
             return {"data.stream": "it supports one label per text, not multi_label or regression; remove it"}
         return {}
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: LabelVocab, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: LabelVocab, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that encodes rows to tokens and labels, and the features of its output."""
         import datasets
 
-        options = cls.options_of(run)
+        options = self.options
         texts = list(options.columns.values())
-        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        tok: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
         empty = _instead_of_none(tok)
         numbers = datasets.List(datasets.Value("int32"))
         features = datasets.Features({"input_ids": numbers, "label": objective_of(options).feature()})
@@ -211,18 +201,17 @@ class Classification(TextTask, Streams, LabelTask):
 
         def encoder(rows: dict[str, list]) -> dict[str, Any]:
             columns = [rows[column] for column in texts]
-            out = tok(*columns, truncation=True, max_length=run.data.max_length, return_attention_mask=False)
+            out = tok(*columns, truncation=True, max_length=self.run.data.max_length, return_attention_mask=False)
             ids = [ids or [empty] for ids in out["input_ids"]]
             types = {"token_type_ids": [t or [0] for t in out["token_type_ids"]]} if pair else {}
             return {"input_ids": ids, "label": labels.codes.of(rows)} | types
 
         return encoder, features
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        column = cls.options_of(run).labels["task.label"]
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
+        column = self.options.labels["task.label"]
         codes = labels.Codes(column, facts["labels"], facts["label_values"])
-        make = stream.maker(*cls.encoder(run, folder, LabelVocab(codes, []), "train", "the stream"))
+        make = stream.maker(*self.encoder(folder, LabelVocab(codes, []), "train", "the stream"))
 
         def known(rows: Dataset) -> pa.RecordBatch:
             if unknown := set(labels.distinct(rows, codes.column, "train")) - codes.place.keys():
@@ -236,8 +225,8 @@ class Classification(TextTask, Streams, LabelTask):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         facts = self.prepared.facts
         self.labels: list[str] = facts["numbers"] if self.options.regression else facts["labels"]
         counts, examples = facts.get("of_label", []), len(self.splits["train"])
@@ -262,25 +251,23 @@ class Classification(TextTask, Streams, LabelTask):
     def set_export_entries(self, config: Any) -> None:
         self.keep_threshold(config)
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return tuple(cls.options_of(run).columns.values())
+    def input_columns(self) -> tuple[str, ...]:
+        return tuple(self.options.columns.values())
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1; for multi-label `labels` and
         `scores`; for regression `value`, or `values` by name."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(cls.head, folder, run)
-        options = cls.options_of(run)
+        model, tok = models.exported(self.head, folder, self.run)
+        options = self.options
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
-        threshold = cls.threshold_of(objective, folder)
+        threshold = self.threshold_of(objective, folder)
         pads = {"input_ids": int(tok.pad_token_id), "token_type_ids": 0}
 
         def encoded(row: Sequence[str]) -> dict[str, list[int]]:
-            tokens = tok(*row, truncation=True, max_length=run.data.max_length)
+            tokens = tok(*row, truncation=True, max_length=self.run.data.max_length)
             types = {"token_type_ids": tokens["token_type_ids"] or [0]} if "token_type_ids" in tokens else {}
             return {"input_ids": tokens["input_ids"] or [_instead_of_none(tok)]} | (types if len(row) == 2 else {})
 

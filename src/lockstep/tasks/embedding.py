@@ -16,13 +16,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import splitting, text_pairs
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
-from lockstep.data.job import Job
 from lockstep.data.order import by_chance
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.abilities import GivesPredictions, Predicts
@@ -119,27 +118,29 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     # -- before any process ------------------------------------------------------------------------------------------
 
-    @classmethod
-    def plain_options(cls, run: Run) -> dict[str, Any]:
-        return {"pooling": resolved_pooling(run)}
+    def resolved_pooling(self) -> str:
+        """The pooling of the run file, else of the model's own files, else mean. Errors: `RunError`."""
+        return self.options.pooling or pooling.of_source(self.run) or "mean"
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        options = cls.options_of(run)
+    def plain_options(self) -> dict[str, Any]:
+        return {"pooling": self.resolved_pooling()}
+
+    def unsupported_keys(self) -> dict[str, str]:
+        options = self.options
         alone = options.score is None and options.negative is None
-        if not alone or run.batch_size == 1 or run.batch_size >= 2 * run.micro_batches:  # 1: a placeholder of `init`
+        size, parts = self.run.batch_size, self.run.micro_batches
+        if not alone or size == 1 or size >= 2 * parts:  # 1: a placeholder of `init`
             return {}
-        default = "" if "micro_batches" in run.model_fields_set else " (the default of micro_batches)"
+        default = "" if "micro_batches" in self.run.model_fields_set else " (the default of micro_batches)"
         return {
-            "batch_size": f"{run.batch_size} pairs in {run.micro_batches} micro-batches{default} leave some "
+            "batch_size": f"{size} pairs in {parts} micro-batches{default} leave some "
             "micro-batches with a single pair, and a pair's negatives are the other pairs of its "
-            f"micro-batch: raise batch_size to {2 * run.micro_batches} or "
-            f"more, or set micro_batches to {run.batch_size // 2} or less"
+            f"micro-batch: raise batch_size to {2 * parts} or "
+            f"more, or set micro_batches to {size // 2} or less"
         }
 
-    @classmethod
-    def fingerprint(cls, run: Run) -> str:
-        return resolved_pooling(run)
+    def fingerprint(self) -> str:
+        return self.resolved_pooling()
 
     @classmethod
     def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
@@ -166,11 +167,10 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def dedup_columns(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
         return list(options.columns.values()), [] if options.score is None else [options.score]
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
         from lockstep.tasks.models import model_configs
 
-        if model_configs.load_config(data.run).is_encoder_decoder:
+        if model_configs.load_config(self.run).is_encoder_decoder:
             raise RunError(
                 "LS3023",
                 "model: embeddings need an encoder or a decoder, and this model is an encoder-decoder; choose "
@@ -178,32 +178,28 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             )
         super().check(data, folder, tok)
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        limit = super().limits(run, options, read_by)["input_ids"]
-        return {"input_ids": replace(limit, sequences=len(options.columns))}
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        limit = super().limits(read_by)["input_ids"]
+        return {"input_ids": replace(limit, sequences=len(self.options.columns))}
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        options = data.options
-        return [data.run.data.max_length, [list(options.columns.values()), options.score, options.score_range]]
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = self.options
+        return [self.run.data.max_length, [list(options.columns.values()), options.score, options.score_range]]
 
-    @classmethod
-    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        rows, options, texts = data.splits[split], data.options, list(data.options.columns.values())
+    def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        rows, options, texts = data.splits[split], self.options, list(self.options.columns.values())
         numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
         text_pairs.refuse_own_negatives(rows, options.columns, numbers, split, data.name)
-        score, most = (options.score, options.score_range), data.run.data.max_length
+        score, most = (options.score, options.score_range), self.run.data.max_length
         return text_pairs.encoded(rows, texts, np.stack(numbers, 1), *score, tok, most, key), []
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        return {"pooling": resolved_pooling(data.run)}
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        return {"pooling": self.resolved_pooling()}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.texts = len(self.options.columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         if self.options.score is None:
@@ -387,16 +383,15 @@ class Embedding(TextTask, Predicts, GivesPredictions):
             for i in sampled
         ]
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the `embedding`: a unit vector as a list of numbers."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(cls.head, folder, run)
+        model, tok = models.exported(self.head, folder, self.run)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
-            tokens = text_pairs.read(tok, [row[0] for row in rows], run.data.max_length)
+            tokens = text_pairs.read(tok, [row[0] for row in rows], self.run.data.max_length)
             batch = inference.padded([{"input_ids": ids} for ids in tokens], {"input_ids": int(tok.pad_token_id)})
             vectors = pooling.pooled(model(**batch).last_hidden_state, batch["attention_mask"], how)
             return [{"embedding": vector} for vector in vectors.tolist()]
@@ -414,11 +409,6 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         super().write(folder, weights)
         size = model_configs.load_config(self.run).hidden_size
         pooling.write(folder, self.prepared.facts["pooling"], size, self.run.data.max_length)
-
-
-def resolved_pooling(run: Run) -> str:
-    """The pooling of the run file, else of the model's own files, else mean. Errors: `RunError`."""
-    return Embedding.options_of(run).pooling or pooling.of_source(run) or "mean"
 
 
 def _gathered(sums: Sums) -> dict[str, np.ndarray]:

@@ -24,7 +24,6 @@ from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, diges
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
-from lockstep.data.job import Job
 from lockstep.data.stream import names_of
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import head_labels, heads
@@ -82,56 +81,60 @@ class ImageClassification(LabelTask):
         """None: images of one size need no padding."""
         return None
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(self) -> dict[str, str]:
         why = "it applies to texts, and the task image_classification reads images; remove it"
-        keys = {f"data.{key}" for key in _UNUSED if key in run.data.changed_keys}
-        if run.tokenizer.source is not None or run.tokenizer.train is not None:
+        keys = {f"data.{key}" for key in _UNUSED if key in self.run.data.changed_keys}
+        if self.run.tokenizer.source is not None or self.run.tokenizer.train is not None:
             keys.add("tokenizer")
         return dict.fromkeys(sorted(keys), why)
 
     # -- before any process ------------------------------------------------------------------------------------------
 
-    @classmethod
-    def prepare(cls, run: Run) -> Prepared:
+    def prepare(self) -> Prepared:
         from lockstep.tasks.models import models
 
         if importlib.util.find_spec("PIL") is None:
             raise RunError(
                 "LS3030", "task.name: image_classification needs Pillow: pip install 'lockstep-train[images]'"
             )
-        options = cls.options_of(run)
+        options = self.options
         columns = {"task.image": options.image} | options.labels
-        data = source.load(run.data, run.seed, columns=columns, kinds={options.label: "label"})
+        data = source.load(self.run.data, self.run.seed, columns=columns, kinds={options.label: "label"})
         splits = {}
         for split, rows in data.splits.items():
-            if split == "test" and run.data.test is None and labels.hidden(rows, options.label, data.splits["train"]):
+            if (
+                split == "test"
+                and self.run.data.test is None
+                and labels.hidden(rows, options.label, data.splits["train"])
+            ):
                 continue  # hidden test labels, as in benchmarks
-            splits[split] = _whole(rows, options, split, data.name, run.data.drop_missing)
-        usable, drop = dict(splits), run.data.drop_unusable
+            splits[split] = _whole(rows, options, split, data.name, self.run.data.drop_missing)
+        usable, drop = dict(splits), self.run.data.drop_unusable
         train = {"train": splits["train"]}
         codes = labels.codes_of(train if drop else splits, options.label, options.label_names, data.name)
         if drop:
             known = codes.place.keys().__contains__
             splits = {split: labels.known_rows(rows, [options.label], known) for split, rows in splits.items()}
         learned = splits
-        ordered = head_labels.in_model_order(run, cls.head, codes.names, codes.values)
+        ordered = head_labels.in_model_order(self.run, self.head, codes.names, codes.values)
         codes = codes.reordered(ordered.names, ordered.values)
         notes = (
-            data.notes + ordered.notes + head_labels.problem_notes(run, cls.head, OneLabel.problem, len(codes.names))
+            data.notes
+            + ordered.notes
+            + head_labels.problem_notes(self.run, self.head, OneLabel.problem, len(codes.names))
         )
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return OneLabel.cut(codes, train, share, seed, key)
 
-        splits, facts = splitting.deduplicate_and_split(data, learned, run, [options.image], [options.label], cut)
+        splits, facts = splitting.deduplicate_and_split(data, learned, self.run, [options.image], [options.label], cut)
         facts = usable_rows.with_unusable(facts, usable, learned, data.name)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
-        models.check(run, cls.head)
-        folder = _processor_folder(run, options)
+        models.check(self.run, self.head)
+        folder = _processor_folder(self.run, options)
         processor = load_processor(str(folder))
-        shape = _shape(run, processor)
+        shape = _shape(self.run, processor)
         files = {}
         for split, rows in splits.items():
             hashed = content(rows, [options.image, options.label])
@@ -147,15 +150,16 @@ class ImageClassification(LabelTask):
     def has_unusable_rows(cls, options: ImageClassificationOptions) -> bool:
         return True
 
-    @classmethod
-    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+    def check_prepared(self, prepared: Prepared) -> None:
         facts = prepared.facts
-        refuse_lone_examples(run, sum(facts["of_label"]), lambda: _trained_on_one(run, cls.head, facts["shape"]))
+        refuse_lone_examples(
+            self.run, sum(facts["of_label"]), lambda: _trained_on_one(self.run, self.head, facts["shape"])
+        )
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         facts = self.prepared.facts
         self.labels: list[str] = facts["labels"]
         self.processor = load_processor(self.prepared.tokenizer)
@@ -205,12 +209,10 @@ class ImageClassification(LabelTask):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
+    def input_columns(self) -> tuple[str, ...]:
         return ("image",)
 
-    @classmethod
-    def input_rows(cls, run: Run, word: str) -> list[tuple[str, ...]]:
+    def input_rows(self, word: str) -> list[tuple[str, ...]]:
         """The image at a path, or all images in a folder, sorted by path."""
         path = Path(word)
         if path.is_dir():
@@ -220,18 +222,17 @@ class ImageClassification(LabelTask):
             return [(str(file),) for file in files]
         return [(word,)]
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1. A row is the path of an image."""
         import torch
 
         from lockstep.tasks.models import inference, models
 
-        model, processor = models.exported_model(cls.head, folder, run), load_processor(str(folder))
+        model, processor = models.exported_model(self.head, folder, self.run), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
-        options = cls.options_of(run)
+        options = self.options
         objective = OneLabel(options, names, [], 0)
-        threshold = cls.threshold_of(objective, folder)
+        threshold = self.threshold_of(objective, folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             images = [resized(processor, _opened(_read(row[0]), row[0])) for row in rows]

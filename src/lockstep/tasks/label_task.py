@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.run import Run
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
@@ -75,10 +74,9 @@ class LabelTask(Predicts, GivesPredictions, Calibrates):
     def metric_names(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.objective.metric_names
 
-    @classmethod
-    def score_names(cls, run: Run) -> tuple[str, ...] | None:
+    def score_names(self) -> tuple[str, ...] | None:
         every = [*OneLabel.metric_names, *SeveralLabels.metric_names, *RegressionObjective.metric_names]
-        return tuple(dict.fromkeys(every)) if cls.built_in() else None
+        return tuple(dict.fromkeys(every)) if self.built_in() else None
 
     def possible_scores(self) -> tuple[str, ...] | None:
         return self.objective.score_names if self.built_in() else None

@@ -178,9 +178,8 @@ class LanguageModeling(PerToken, Generates):
     def dedup_columns(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
         return list(cls.columns(options).values()), []
 
-    @classmethod
-    def holdout_fn(cls, data: TextData) -> splitting.Cut:
-        return partial(lm_documents.cut, column=data.options.text if "task.text" in data.options.columns else None)
+    def holdout_fn(self, data: TextData) -> splitting.Cut:
+        return partial(lm_documents.cut, column=self.options.text if "task.text" in self.options.columns else None)
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
@@ -191,46 +190,41 @@ class LanguageModeling(PerToken, Generates):
                 texts = (text for column in options.columns.values() for text in batch[column])
                 yield [piece for text in texts for piece in lm_documents.pieces(text)]
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
-        if data.options.messages is not None:
-            check_template(tok, data.options.chat_template, "messages")
-            _check_template_arguments(data.options.chat_template or tok.chat_template, data.options.template_arguments)
-        _check_model(data.run, data.options)
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        if self.options.messages is not None:
+            check_template(tok, self.options.chat_template, "messages")
+            _check_template_arguments(self.options.chat_template or tok.chat_template, self.options.template_arguments)
+        _check_model(self.run, self.options)
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         return {}  # texts are cut into blocks of any tokens, special or not
 
-    @classmethod
-    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
-        if data.options.messages is None:
+    def answer_notes(self, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+        if self.options.messages is None:
             return []
         some = range(min(len(rows), _LOOKED_AT))
-        how = data.options.writing
+        how = self.options.writing
         learned = (each.ids[each.scored] for each, _ in conversations.documents_of(rows, tok, how, some))
         return conversations.never_ends(tok, learned, conversations.turn_end(tok, how))
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        options = data.options
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        options = self.options
         written = tokenizer.template_of(tok, options.chat_template) if options.messages is not None else []
         if rows is None:
-            displayed = {*cls.display_keys, "loss_chunk"}
+            displayed = {*self.display_keys, "loss_chunk"}
             return [options.model_dump(exclude=displayed), *written]
         return [options.values(rows), options.packed, *written]
 
-    @classmethod
-    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        full_key = digest(f"with openings{' and what was cut' * data.options.cut}", key)
-        encode = partial(_encode, tok=tok, options=data.options)
+    def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        full_key = digest(f"with openings{' and what was cut' * self.options.cut}", key)
+        encode = partial(_encode, tok=tok, options=self.options)
         file, counts = source.encode_by_source(data.splits[split], full_key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
             raise RunError(
                 "LS3054",
                 f"task: the {split} split of {data.name} has no token to predict: every text is a single token, or "
-                f"every prompt fills all {data.options.block_size} tokens of task.block_size",
+                f"every prompt fills all {self.options.block_size} tokens of task.block_size",
             )
         return file, counts
 
@@ -238,24 +232,21 @@ class LanguageModeling(PerToken, Generates):
     def content_name(cls, file: str, key: str, counts: list[int]) -> str:
         return f"{digest(key, counts) if counts else key}.arrow"
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         from lockstep.tasks.models import models
 
-        ends = {split: _cut(rows, files[split], data.options) for split, rows in data.splits.items()}
-        fits = models.most_tokens(data.run) if any(ends.values()) else None
-        positions = {} if fits is None or fits > data.options.block_size else {"positions": fits}
+        ends = {split: _cut(rows, files[split], self.options) for split, rows in data.splits.items()}
+        fits = models.most_tokens(self.run) if any(ends.values()) else None
+        positions = {} if fits is None or fits > self.options.block_size else {"positions": fits}
         ends = {split: left | positions for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
         return {"texts": texts} | ({"cut_texts": ends} if ends else {})
 
-    @classmethod
-    def plain_options(cls, run: Run) -> dict[str, Any]:
-        return {"packing": cls.options_of(run).packed}
+    def plain_options(self) -> dict[str, Any]:
+        return {"packing": self.options.packed}
 
-    @classmethod
-    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
-        length, options = run.data.max_length, cls.options_of(run)
+    def idle_keys(self, facts: Mapping[str, Any]) -> list[str]:
+        length, options = self.run.data.max_length, self.options
         notes: list[str] = []
         if length != options.block_size:
             size = f"task.block_size ({options.block_size}) sets the length of examples"
@@ -264,10 +255,9 @@ class LanguageModeling(PerToken, Generates):
             notes.append("task.sample_prompt has no effect with task.samples: 0")
         return notes
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = cls.options_of(run)
-        tok = tokenizer.load(folder, run.model.trust_remote_code)
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = self.options
+        tok = tokenizer.load(folder, self.run.model.trust_remote_code)
 
         def make(rows: Dataset) -> pa.RecordBatch:
             documents = [each for each, _ in _documents(rows, tok, options, range(len(rows)))]
@@ -279,11 +269,10 @@ class LanguageModeling(PerToken, Generates):
 
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
-    @classmethod
-    def checked_entries(cls, run: Run) -> dict[str, Any]:
+    def checked_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(run)
+        return model_configs.causal_entries(self.run)
 
     @property
     def chat_template(self) -> str | None:
@@ -384,9 +373,8 @@ class LanguageModeling(PerToken, Generates):
         first = int(np.argmax(columns.ragged("targets").row(row) >= 0)) + 1
         return ids[: first if first > 1 else max(1, min(len(ids), self.options.block_size) // 4)]
 
-    @classmethod
-    def decodes_greedily(cls, run: Run) -> bool:
-        options = cls.options_of(run)
+    def decodes_greedily(self) -> bool:
+        options = self.options
         return options.temperature == 0 or options.samples == 0
 
     @property
@@ -403,27 +391,24 @@ class LanguageModeling(PerToken, Generates):
         options = self.options
         return Decoding(tokens, pad, end, turn_end=other, temperature=options.temperature, seed=self.run.seed)
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = cls.options_of(run)
+    def input_columns(self) -> tuple[str, ...]:
+        options = self.options
         return (options.prompt or options.text,)
 
-    @classmethod
-    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
-        options = cls.options_of(run)
+    def conversation_columns(self) -> tuple[str, ...]:
+        options = self.options
         return tuple(column for column in (options.messages, options.tools) if column is not None)
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the continuation of the text as `written`."""
         from lockstep.tasks.models import inference, models
 
-        options = cls.options_of(run)
-        model, tok = models.exported(cls.head, folder, run)
+        options = self.options
+        model, tok = models.exported(self.head, folder, self.run)
 
         talks = options.writing if options.messages is not None else None
         most = options.block_size, options.sample_tokens
-        return inference.continuations(model, tok, rows, talks, *most, options.temperature, run.seed)
+        return inference.continuations(model, tok, rows, talks, *most, options.temperature, self.run.seed)
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import arrow_cache, lm_documents, masking, source, splitting, tokenizer
-from lockstep.data.arrow_cache import Columns, Make, examples_in
+from lockstep.data.arrow_cache import Columns, Make, Prepared, examples_in
 from lockstep.data.batch import TARGETS, MicroBatch, Sums
 from lockstep.data.cache import discard
-from lockstep.data.job import Job
 from lockstep.data.token_checks import Limit
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken
@@ -77,32 +76,27 @@ class MaskedLanguageModeling(PerToken):
     def document(cls, options: MaskedLanguageModelingOptions) -> str:
         return options.document
 
-    @classmethod
-    def holdout_fn(cls, data: TextData) -> splitting.Cut:
-        return partial(lm_documents.cut, column=data.options.text)
+    def holdout_fn(self, data: TextData) -> splitting.Cut:
+        return partial(lm_documents.cut, column=self.options.text)
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: MaskedLanguageModelingOptions) -> Iterator[list[str]]:
         for batch in in_batches(rows):
             yield [piece for text in batch[options.text] for piece in lm_documents.pieces(text)]
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
-        _check_tokenizer(tok, data.options)
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        _check_tokenizer(tok, self.options)
         super().check(data, folder, tok)
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        return {} if options.packing else super().limits(run, options, read_by)
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        return {} if self.options.packing else super().limits(read_by)
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.options.packing]
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [self.run.data.max_length, self.options.packing]
 
-    @classmethod
-    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        column, packed = data.options.text, data.options.packing
-        encode = partial(_encode, tok=tok, column=column, size=data.run.data.max_length, packed=packed)
+    def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+        column, packed = self.options.text, self.options.packing
+        encode = partial(_encode, tok=tok, column=column, size=self.run.data.max_length, packed=packed)
         file, counts = source.encode_by_source(data.splits[split], key, encode)
         if examples_in(file) == 0:
             discard(Path(file))
@@ -113,27 +107,25 @@ class MaskedLanguageModeling(PerToken):
             )
         return file, counts
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         return {"texts": {split: len(rows) for split, rows in data.splits.items()}}
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        options = cls.options_of(run)
-        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
+        options = self.options
+        tok: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
 
         def make(rows: Dataset) -> pa.RecordBatch:
             if not options.packing:
-                return _parts(rows[:][options.text], tok, run.data.max_length)
+                return _parts(rows[:][options.text], tok, self.run.data.max_length)
             texts = [each for each, _ in lm_documents.of_texts(rows, tok, options.text, range(len(rows)))]
-            return lm_documents.examples(lm_documents.joined(texts, True), run.data.max_length)
+            return lm_documents.examples(lm_documents.joined(texts, True), self.run.data.max_length)
 
         return make
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.vocabulary = masking.vocabulary(self.tokenizer)
 
     def collate(self, columns: Columns, rows: np.ndarray, index: int) -> MicroBatch:
@@ -187,13 +179,12 @@ class MaskedLanguageModeling(PerToken):
         specials = {*self.vocabulary.special.tolist()} - {self.vocabulary.mask}
         return str(self.tokenizer.decode([token for token in ids if token not in specials])).strip()
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the text with masks `filled`, and for each of its `masks` the most likely tokens with scores."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(cls.head, folder, run)
-        most = run.data.max_length
+        model, tok = models.exported(self.head, folder, self.run)
+        most = self.run.data.max_length
         for place, (text,) in enumerate(rows, 1):
             ids = tok(text, truncation=True, max_length=most)["input_ids"]
             if tok.mask_token_id not in ids:

@@ -20,7 +20,6 @@ from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
-from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
 
@@ -69,73 +68,69 @@ class Module(Task):
         """Python code for the model card."""
         return 'import lockstep\n\nmodel = lockstep.load("PATH_OR_REPO")  # runs the code named in config.json'
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(self) -> dict[str, str]:
         """Keys that describe transformers models and text tables."""
         reasons = {"model": "task.model builds the model", "tokenizer": "task.data creates the items"}
         of_use = {"workers", "limit", "validation_fraction", "group_by_length"}
         return {
             key: f"has no effect with the task module, because {why}"
             for key, why in reasons.items()
-            if key in _set(run)
+            if key in _set(self.run)
         } | {
             f"data.{key}": "has no effect with the task module, because task.data creates the data sets"
-            for key in sorted({*run.data.changed_keys} - of_use)
+            for key in sorted({*self.run.data.changed_keys} - of_use)
         }
 
-    @classmethod
-    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
-        return [] if run.task.options.get("generate") else ["task.samples has no effect without task.generate"]
+    def idle_keys(self, facts: Mapping[str, Any]) -> list[str]:
+        return [] if self.run.task.options.get("generate") else ["task.samples has no effect without task.generate"]
 
-    @classmethod
-    def fingerprint(cls, run: Run) -> str:
+    def fingerprint(self) -> str:
         """Hash of the number of items per split and the content of some items."""
         from lockstep.tasks.modules import dataset
 
-        sets, _ = dataset.data_sets(run)
-        return digest({s: dataset.seal(run, data, places, SEALED) for s, (data, places) in sets.items()})
+        sets, _ = dataset.data_sets(self.run)
+        return digest({s: dataset.seal(self.run, data, places, SEALED) for s, (data, places) in sets.items()})
 
     # -- before any process ------------------------------------------------------------------------------------------
 
-    @classmethod
-    def prepare(cls, run: Run) -> Prepared:
+    def prepare(self) -> Prepared:
         from dataclasses import asdict
 
         from lockstep.tasks.modules import dataset
         from lockstep.tasks.modules.loss_probe import probe
 
-        sets, cut = dataset.data_sets(run)
+        sets, cut = dataset.data_sets(self.run)
         with ACTIVITY.during("trying the model and the loss on a few examples"):
-            probed = probe(run, *sets["train"])
-        files, key, length_inputs = {}, digest(cls.fingerprint(run)), dataset.asked_lengths(run)
+            probed = probe(self.run, *sets["train"])
+        files, key, length_inputs = {}, digest(self.fingerprint()), dataset.asked_lengths(self.run)
         for split, (data, places) in sets.items():
             further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []
             of = digest(key, split, asdict(probed), *further)
-            files[split] = dataset.measured(run, data, places, probed.each, of)
+            files[split] = dataset.measured(self.run, data, places, probed.each, of)
         if length_inputs:  # covers all items; the rest of the key samples them
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
-        facts = {"source": run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(probed)
+        facts = {"source": self.run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(
+            probed
+        )
         if not cut:
             facts["own_validation"] = True
         return Prepared(key, files, "", facts)
 
-    @classmethod
-    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+    def check_prepared(self, prepared: Prepared) -> None:
         """Refuse single-example micro-batches that batch normalization cannot train on; skipped with `task.length`,
         where lengths decide the micro-batches."""
         from lockstep.tasks.modules.loss_probe import trained_on_one
 
-        if run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
-            refuse_lone_examples(run, examples, lambda: trained_on_one(run))
+        if self.run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
+            refuse_lone_examples(self.run, examples, lambda: trained_on_one(self.run))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
+    def open(self, prepared: Prepared) -> None:
         from lockstep.tasks.modules import dataset
         from lockstep.tasks.modules.dataset import Items
 
-        self.job, self.run, self.prepared = job, job.run, job.data
-        self.options = ModuleOptions.model_validate(self.run.task.options)
+        self.prepared = prepared
         self.sets, _ = dataset.data_sets(self.run)
         self.splits = {s: Items(*self.sets[s], path, s) for s, path in self.prepared.splits.items()}
         if self.options.length is not None:

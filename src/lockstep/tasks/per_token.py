@@ -13,9 +13,8 @@ import numpy as np
 from pydantic import Field
 
 from lockstep.config.run import RunError
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
-from lockstep.data.job import Job
 from lockstep.tasks import own_metrics
 from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.task import Forward
@@ -42,8 +41,8 @@ class TokenLosses(TextTask):
     chunks_loss = True
     smoothing: float = 0.0  # label smoothing, in training
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.loss_chunk = self.options.loss_chunk if self.chunks_loss else None
 
     def loss_sum(self, outputs: Any, targets: Tensor) -> Tensor:

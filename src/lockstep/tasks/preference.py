@@ -15,7 +15,6 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
-from lockstep.config.run import Run
 from lockstep.data import conversations, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
@@ -90,25 +89,22 @@ class Preference(AnswerPairs, UsesReference):
     }
     metric_names = tuple(mean_sums)
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
-        if run.data.stream and cls.options_of(run).loss != "simpo":
+    def unsupported_keys(self) -> dict[str, str]:
+        if self.run.data.stream and self.options.loss != "simpo":
             return {
                 "data.stream": "it computes reference outputs of all rows of train before training; use "
                 "task.loss=simpo, which needs none, or remove it"
             }
         return {}
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
         from lockstep.tasks.models import padding
 
         super().check(data, folder, tok)
-        padding.check_foresight(data.run, "causal")
+        padding.check_foresight(self.run, "causal")
 
-    @classmethod
-    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
-        options = data.options
+    def answer_notes(self, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+        options = self.options
         if not options.conversations:
             return []
         some = rows.select(range(min(len(rows), _LOOKED_AT)))
@@ -118,11 +114,10 @@ class Preference(AnswerPairs, UsesReference):
         learned = (np.asarray(targets) for _, targets in whole)
         return conversations.never_ends(tok, learned, conversations.turn_end(tok, how))
 
-    @classmethod
-    def checked_entries(cls, run: Run) -> dict[str, Any]:
+    def checked_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(run)
+        return model_configs.causal_entries(self.run)
 
     @property
     def end_tokens(self) -> list[int]:
@@ -206,23 +201,20 @@ class Preference(AnswerPairs, UsesReference):
         }
         return results | {"real": real}
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        return (cls.options_of(run).prompt or "prompt",)
+    def input_columns(self) -> tuple[str, ...]:
+        return (self.options.prompt or "prompt",)
 
-    @classmethod
-    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
-        return cls.input_columns(run) if cls.options_of(run).conversations else ()
+    def conversation_columns(self) -> tuple[str, ...]:
+        return self.input_columns() if self.options.conversations else ()
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the greedy continuation of the prompt as `written`."""
         from lockstep.tasks.models import inference, models
 
-        options = cls.options_of(run)
-        model, tok = models.exported(cls.head, folder, run)
+        options = self.options
+        model, tok = models.exported(self.head, folder, self.run)
         how = conversations.Writing(options.prompt or "prompt", options.chat_template)
-        most = run.data.max_length, options.sample_tokens
+        most = self.run.data.max_length, options.sample_tokens
         return inference.continuations(model, tok, rows, how if options.conversations else None, *most)
 
 

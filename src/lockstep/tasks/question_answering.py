@@ -111,8 +111,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     def dedup_columns(cls, options: QuestionAnsweringOptions) -> tuple[list[str], list[str]]:
         return [qa_features.QUESTION, qa_features.CONTEXT], [qa_features.TEXTS, qa_features.START]
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
         if not tok.is_fast:
             raise RunError(
                 "LS3340",
@@ -121,28 +120,24 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             )
         super().check(data, folder, tok)
 
-    @classmethod
-    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
-        run, notes = super().fit_defaults(run)
-        stride, most = cls.options_of(run).stride, run.data.max_length
+    def fit_defaults(self) -> tuple[Run, list[str]]:
+        run, notes = super().fit_defaults()
+        stride, most = self.options.stride, run.data.max_length
         if run.wrote("task.stride") or stride <= most // 2:
             return run, notes
         note = f"task.stride is {most // 2}, half of a window of {most} tokens; its default is {stride}"
         task = run.task.model_copy(update={"stride": most // 2})
         return run.model_copy(update={"task": task}), [*notes, note]
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         return {}  # `encoder` refuses questions that leave no room for context, by row
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.options.stride]
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [self.run.data.max_length, self.options.stride]
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
-        tok = tokenizer.load(folder, run.model.trust_remote_code)
-        return qa_features.encoder_of(tok, run.data.max_length, cls.options_of(run).stride, split, name)
+    def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+        tok = tokenizer.load(folder, self.run.model.trust_remote_code)
+        return qa_features.encoder_of(tok, self.run.data.max_length, self.options.stride, split, name)
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -244,17 +239,16 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             for question, answer, each in zip(questions, answers, right, strict=True)
         ]
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the `answer` and its start and end character in the context; empty if there is none."""
         from lockstep.tasks.models import inference, models, qa_spans
 
-        options = cls.options_of(run)
-        model, tok = models.exported(cls.head, folder, run)
+        options = self.options
+        model, tok = models.exported(self.head, folder, self.run)
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.TokenWindow]:
             try:
-                return qa_features.windows(tok, row[0], row[1], run.data.max_length, options.stride)
+                return qa_features.windows(tok, row[0], row[1], self.run.data.max_length, options.stride)
             except ValueError as error:
                 raise RunError("LS3341", f"predict: text {place}, {row[0][:60]!r}: {error}") from None
 

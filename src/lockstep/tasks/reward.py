@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from lockstep.config.run import Run
 from lockstep.data import conversations
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
@@ -86,22 +85,19 @@ class Reward(AnswerPairs):
             "examples": real,
         }
 
-    @classmethod
-    def input_columns(cls, run: Run) -> tuple[str, ...]:
-        options = cls.options_of(run)
+    def input_columns(self) -> tuple[str, ...]:
+        options = self.options
         return ("answer",) if options.prompt is None else (options.prompt, "answer")
 
-    @classmethod
-    def conversation_columns(cls, run: Run) -> tuple[str, ...]:
-        return ("messages",) if cls.options_of(run).conversations else ()
+    def conversation_columns(self) -> tuple[str, ...]:
+        return ("messages",) if self.options.conversations else ()
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the `reward` of a prompt with an answer, or of the last answer of a conversation."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(cls.head, folder, run)
-        options, pads = cls.options_of(run), {"input_ids": int(tok.pad_token_id)}
+        model, tok = models.exported(self.head, folder, self.run)
+        options, pads = self.options, {"input_ids": int(tok.pad_token_id)}
         if not options.conversations:
             conversations.require_template(tok, rows)
         by_template = options.model_copy(update={"conversations": True})
@@ -112,7 +108,7 @@ class Reward(AnswerPairs):
             return tokens_of(tok, options, row[0] if options.prompt else None, row[-1])[0]
 
         def answer(rows: list[Sequence[Any]]) -> list[dict[str, Any]]:
-            ids = [{"input_ids": tokens(row)[: run.data.max_length]} for row in rows]
+            ids = [{"input_ids": tokens(row)[: self.run.data.max_length]} for row in rows]
             rewards = model(**inference.padded(ids, pads)).logits.view(-1)
             return [{"reward": reward} for reward in rewards.tolist()]
 

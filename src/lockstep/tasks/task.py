@@ -1,7 +1,7 @@
 """The interface of a task: its model, data, loss and scores.
 
 In: the job, with the data that `prepare` cached. Out: a model, micro-batches, and losses and scores as sums over
-examples. Decisions of a task's class before an instance exists are in `data/job.py` (`TaskRules`). A task knows nothing
+examples. Decisions of a task before its data are prepared are in `data/job.py` (`TaskRules`). A task knows nothing
 of ranks: it never imports `torch.distributed`. Nothing here assumes texts or tokens; `text_task.py` is the base of text
 tasks. Optional abilities are classes of `abilities.py`: `Streams`, `Predicts`, `Generates`, `Calibrates`,
 `UsesReference`, `GivesPredictions`. This module does not import torch at the top, so a run file can be checked without
@@ -13,13 +13,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from lockstep.config.run import Run, RunError
 from lockstep.data import order
-from lockstep.data.arrow_cache import Columns
+from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.job import Job, TaskRules
 
@@ -34,9 +34,8 @@ Generate = Callable[[Mapping[str, "Tensor"], "Decoding"], "Tensor"]  # inputs ->
 
 def make_task(job: Job) -> Task:
     """Return the job's task on its prepared data."""
-    cls: Any = job.task
-    task: Task = cls(job)
-    return task
+    task: Any = job.task(job.run)
+    return task.opened(job.data)
 
 
 class Task(TaskRules):
@@ -82,10 +81,18 @@ class Task(TaskRules):
         """Python code for the model card that loads and calls the exported model."""
         return f'from transformers import pipeline\n\nask = pipeline("{self.pipeline}", model="PATH_OR_REPO")'
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.run, self.prepared = job, job.run, job.data
-        self.options = self.options_of(job.run)
-        self.splits = {name: self.open_split(path) for name, path in job.data.splits.items()}
+    prepared: Prepared
+    splits: dict[str, Columns]
+
+    def open(self, prepared: Prepared) -> None:
+        """Open the prepared splits, in every process that trains or evaluates; before that, a task knows its run."""
+        self.prepared = prepared
+        self.splits = {name: self.open_split(path) for name, path in prepared.splits.items()}
+
+    def opened(self, prepared: Prepared) -> Self:
+        """Return the task after `open`."""
+        self.open(prepared)
+        return self
 
     def open_split(self, path: str) -> Columns:
         """Open a prepared split, memory-mapped."""
@@ -124,8 +131,7 @@ class Task(TaskRules):
         """Warnings from preparation that the user's own code may make results depend on the number of processes."""
         return [*self.prepared.facts.get("doubts", [])]
 
-    @classmethod
-    def unsupported_keys(cls, run: Run) -> dict[str, str]:
+    def unsupported_keys(self) -> dict[str, str]:
         """Keys of the run file outside the task's own section that this task cannot use: key -> reason."""
         return {}
 
@@ -243,7 +249,7 @@ class Task(TaskRules):
 
     def possible_scores(self) -> tuple[str, ...] | None:
         """`score_names` of this run, with what its data decide."""
-        return self.score_names(self.run)
+        return self.score_names()
 
     def tables(self, sums: Sums) -> dict[str, Any]:
         """Report content of a split beside its metrics, computed from the same sums: JSON by name.

@@ -18,7 +18,6 @@ from lockstep.data import source, splitting, stream, token_checks, tokenizer, us
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.data.column_types import Kind
-from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
@@ -41,8 +40,6 @@ Arrays = tuple[Mapping[str, Any], Any]  # inputs of the model by name, and targe
 class TextData:
     """The data of a run between reading and encoding."""
 
-    run: Run
-    options: Any  # of the task
     name: str  # of the data set
     splits: dict[str, Dataset]  # usable rows; without train if train is streamed
     rows: Stream | None = None  # train, if streamed
@@ -50,7 +47,7 @@ class TextData:
 
 
 class TextTask(Task):
-    """Base class of tasks whose examples are tokens of texts. The class methods of the first part are the steps of
+    """Base class of tasks whose examples are tokens of texts. The methods of the first part are the steps of
     `prepare`; a task overrides those in which it differs."""
 
     plugin = "tasks"  # a base: it has no name in a run file
@@ -98,36 +95,31 @@ class TextTask(Task):
         `RunError`."""
         return rows
 
-    @classmethod
-    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
+    def with_known_labels(self, data: TextData) -> dict[str, Dataset]:
         """The splits without rows whose labels do not occur in train."""
         return data.splits
 
-    @classmethod
-    def usable_splits(cls, read: source.Source, run: Run, options: Any) -> dict[str, Dataset]:
+    def usable_splits(self, read: source.Source, options: Any) -> dict[str, Dataset]:
         """`valid_rows` of every split. Errors: `RunError`."""
-        drop = run.data.drop_missing
-        return {split: cls.valid_rows(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
+        drop = self.run.data.drop_missing
+        return {split: self.valid_rows(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
 
     @classmethod
     def dedup_columns(cls, options: Any) -> tuple[list[str], list[str]]:
         """Columns that identify duplicates across splits: (text columns, label columns) of usable rows."""
         return list(options.columns.values()), []
 
-    @classmethod
-    def read_labels(cls, data: TextData) -> Any:
+    def read_labels(self, data: TextData) -> Any:
         """Read the labels of the splits; None if the task has none. Errors: `RunError`."""
         return None
 
-    @classmethod
-    def holdout_fn(cls, data: TextData) -> splitting.Cut:
+    def holdout_fn(self, data: TextData) -> splitting.Cut:
         """The function that holds out a share of train."""
         from lockstep.data import lm_documents
 
         return lm_documents.cut
 
-    @classmethod
-    def check_labels(cls, data: TextData) -> None:
+    def check_labels(self, data: TextData) -> None:
         """Check the labels of the final splits. Errors: `RunError`."""
 
     @classmethod
@@ -137,84 +129,75 @@ class TextTask(Task):
         for batch in in_batches(rows):
             yield [text for column in texts for text in batch[column]]
 
-    @classmethod
-    def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
+    def prepare_tokenizer(self, data: TextData, hashed: str) -> Path:
         """Return the tokenizer's folder, training the tokenizer if needed. `hashed`: hash of the train rows. Errors:
         `RunError`."""
 
         def texts(rows: Dataset) -> Iterator[list[str]]:
-            return cls.tokenizer_texts(rows, data.options)
+            return self.tokenizer_texts(rows, self.options)
 
         if data.rows is not None:
-            return data.rows.tokenizer(data.run, texts, cls.generative)
-        return tokenizer.prepare(data.run, texts(data.splits["train"]), hashed, cls.generative)
+            return data.rows.tokenizer(self.run, texts, self.generative)
+        return tokenizer.prepare(self.run, texts(data.splits["train"]), hashed, self.generative)
 
-    @classmethod
-    def fit_defaults(cls, run: Run) -> tuple[Run, list[str]]:
+    def fit_defaults(self) -> tuple[Run, list[str]]:
         from lockstep.tasks.models import models
 
-        return (run, []) if cls.head is None else models.with_length_that_fits(run, cls.length_key)
+        return (self.run, []) if self.head is None else models.with_length_that_fits(self.run, self.length_key)
 
-    @classmethod
-    def check_prepared(cls, run: Run, prepared: Prepared) -> None:
+    def check_prepared(self, prepared: Prepared) -> None:
         from lockstep.tasks.models import models
 
-        if cls.head is not None:
-            models.check_arithmetic(run, cls.head)
+        if self.head is not None:
+            models.check_arithmetic(self.run, self.head)
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model or tokenizer that does not fit the task. Errors: `RunError`."""
         from lockstep.tasks.models import models
 
-        models.check(data.run, str(cls.head), **cls.checked_entries(data.run))
-        models.check_tokenizer(data.run, str(cls.head), tok)
+        models.check(self.run, str(self.head), **self.checked_entries())
+        models.check_tokenizer(self.run, str(self.head), tok)
 
-    @classmethod
-    def tokenizers(cls, run: Run, folder: Path, tok: Any) -> dict[str, Any]:
+    def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
         """Map each token column to the tokenizer that encodes it. `tok`: the tokenizer of `folder`."""
         return {"input_ids": tok}
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
         """Truncation limits: token column -> maximum number of tokens kept per text. `read_by`: the result of
         `tokenizers`."""
         special = read_by["input_ids"].num_special_tokens_to_add(pair=False)
-        return {"input_ids": token_checks.Limit("data.max_length", run.data.max_length, special)}
+        return {"input_ids": token_checks.Limit("data.max_length", self.run.data.max_length, special)}
 
-    @classmethod
-    def check_vocabulary(cls, run: Run, read_by: Mapping[str, Any]) -> list[str]:
+    def check_vocabulary(self, read_by: Mapping[str, Any]) -> list[str]:
         """Compare the tokenizers with the model and return notes on their sizes. Refuses limits that leave no text
         tokens, and required tokens without an embedding row. Errors: `RunError`."""
         from lockstep.tasks.models import token_rows
 
-        token_checks.check_limits(list(cls.limits(run, cls.options_of(run), read_by).values()))
-        if cls.head is None:
+        token_checks.check_limits(list(self.limits(read_by).values()))
+        if self.head is None:
             return []
-        return token_rows.check(run, cls.head, read_by) + token_rows.other_tokens(run, read_by["input_ids"])
+        return token_rows.check(self.run, self.head, read_by) + token_rows.other_tokens(self.run, read_by["input_ids"])
 
-    @classmethod
-    def check_tokens(cls, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
+    def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
         that carry no information; notes those that carry little. Errors: `RunError`."""
         from lockstep.tasks.models import models, token_rows
 
-        run, fits = data.run, None if cls.head is None else models.most_tokens(data.run)
-        limits = cls.limits(run, data.options, read_by)
+        run, fits = self.run, None if self.head is None else models.most_tokens(self.run)
+        limits = self.limits(read_by)
         limits = {name: replace(limit, positions=fits) for name, limit in limits.items()}
-        cls.check_lengths(run, split, columns)
-        if cls.head is not None:
-            token_rows.check_split(run, cls.head, read_by, split, columns)
+        self.check_lengths(split, columns)
+        if self.head is not None:
+            token_rows.check_split(run, self.head, read_by, split, columns)
         if split != ("train" if "train" in data.splits else next(iter(data.splits))):
             return []
-        notes = cls.answer_notes(data, data.splits[split], read_by["input_ids"])
+        notes = self.answer_notes(data, data.splits[split], read_by["input_ids"])
         for side, tok in read_by.items():
-            texts = cls.side_columns(data.options, side)
+            texts = self.side_columns(self.options, side)
             notes += token_checks.check(data.splits[split], texts, split, columns, side, tok, limits.get(side))
         return notes
 
-    @classmethod
-    def answer_notes(cls, data: TextData, rows: Dataset, tok: Any) -> list[str]:
+    def answer_notes(self, data: TextData, rows: Dataset, tok: Any) -> list[str]:
         """Notes on the answers that the model learns to write. Errors: `RunError`."""
         return []
 
@@ -223,20 +206,18 @@ class TextTask(Task):
         """Columns of usable rows whose texts a token column encodes."""
         return cls.dedup_columns(options)[0]
 
-    @classmethod
-    def bounded(cls, run: Run, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
+    def bounded(self, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
         """Add token checks to `make` for streamed rows; return it and the values that the checks depend on."""
         from lockstep.tasks.models import token_rows
 
-        return (make, []) if cls.head is None else token_rows.bounded(run, cls.head, read_by, make)
+        return (make, []) if self.head is None else token_rows.bounded(self.run, self.head, read_by, make)
 
-    @classmethod
-    def check_lengths(cls, run: Run, split: str, columns: Columns) -> None:
+    def check_lengths(self, split: str, columns: Columns) -> None:
         """Refuse examples too short for the model, alone or in a batch of short ones: CANINE joins `downsampling_rate`
         tokens into one. Errors: `RunError`."""
         from lockstep.tasks.models import model_configs
 
-        config = model_configs.load_config(run) if cls.head is not None else None
+        config = model_configs.load_config(self.run) if self.head is not None else None
         if config is None or config.model_type != "canine":
             return
         least = config.downsampling_rate
@@ -250,18 +231,15 @@ class TextTask(Task):
                 "trains its tokenizer)",
             )
 
-    @classmethod
-    def checked_entries(cls, run: Run) -> dict[str, Any]:
+    def checked_entries(self) -> dict[str, Any]:
         """Model config entries that the task sets regardless of its data."""
         return {}
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         """Parts of a split's cache key besides rows and tokenizer. `rows` is None for a stream."""
-        return [data.run.data.max_length]
+        return [self.run.data.max_length]
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that encodes rows with the tokenizer in `folder`, and the features of its output."""
         raise NotImplementedError
 
@@ -271,74 +249,72 @@ class TextTask(Task):
         texts, labels = cls.dedup_columns(options)
         return rows.select_columns(list(dict.fromkeys([*texts, *labels])))
 
-    @classmethod
-    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+    def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         """Encode a split into shards, cached under `key`. Returns their folder, and the number of examples of each
         source if it differs from the number of rows. Errors: `RunError`."""
-        encoder, features = cls.encoder(data.run, str(folder), data.labels, split, data.name)
-        return encode(cls.encoded_rows(data.splits[split], data.options), encoder, features, key), []
+        encoder, features = self.encoder(str(folder), data.labels, split, data.name)
+        return encode(self.encoded_rows(data.splits[split], self.options), encoder, features, key), []
 
     @classmethod
     def content_name(cls, file: str, key: str, counts: list[int]) -> str:
         """The content identifier of a split in the key of the prepared data."""
         return Path(file).name
 
-    @classmethod
-    def label_names(cls, data: TextData) -> list[str] | None:
+    def label_names(self, data: TextData) -> list[str] | None:
         """Names of the labels, which are part of the key of the prepared data; None if there are none."""
         return None
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         """Facts about the data, for training and for reports."""
         return {}
 
     # -- before any process --------------------------------------------------------------------------------------------
 
-    @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        options = cls.options_of(run)
-        (texts, labels), targets = cls.dedup_columns(options), cls.target_columns(options)
-        counts = TokenCounts.of(run, targets)
-        source.check_document(run.data, cls.document(options))
+    def prepare(self) -> Prepared:
+        options = self.options
+        (texts, labels), targets = self.dedup_columns(options), self.target_columns(options)
+        counts = TokenCounts.of(self.run, targets)
+        source.check_document(self.run.data, self.document(options))
         read = source.load(
-            run.data, run.seed, cls.document(options), cls.columns(options), counts, cls.read_as(options)
+            self.run.data, self.run.seed, self.document(options), self.columns(options), counts, self.read_as(options)
         )
-        usable, drop = cls.usable_splits(read, run, options), run.data.drop_unusable
-        splits = {split: cls.learnable(part, options, split, read.name, drop) for split, part in usable.items()}
-        rows = cls.stream(run).with_files(splits, texts) if run.data.stream else None
-        data = TextData(run, options, read.name, splits, rows)
-        data = replace(data, labels=cls.read_labels(data))
+        usable, drop = self.usable_splits(read, options), self.run.data.drop_unusable
+        splits = {split: self.learnable(part, options, split, read.name, drop) for split, part in usable.items()}
+        rows = self.stream().with_files(splits, texts) if self.run.data.stream else None
+        data = TextData(read.name, splits, rows)
+        data = replace(data, labels=self.read_labels(data))
         if drop:
-            data = replace(data, splits=cls.with_known_labels(data))
+            data = replace(data, splits=self.with_known_labels(data))
         learned = data.splits
-        splits, left_out = splitting.deduplicate_and_split(read, learned, run, texts, labels, cls.holdout_fn(data))
+        splits, left_out = splitting.deduplicate_and_split(
+            read, learned, self.run, texts, labels, self.holdout_fn(data)
+        )
         left_out = usable_rows.with_unusable(left_out, usable, learned, read.name)
         data = replace(data, splits=splits)
-        cls.check_labels(data)
+        self.check_labels(data)
         hashes = {split: content(part, [*texts, *labels]) for split, part in splits.items()}
-        folder = cls.prepare_tokenizer(data, hashes.get("train", ""))
-        tok: Any = tokenizer.load(str(folder), run.model.trust_remote_code)
-        cls.check(data, folder, tok)
-        read_by = cls.tokenizers(run, folder, tok)
-        notes = cls.check_vocabulary(run, read_by)
+        folder = self.prepare_tokenizer(data, hashes.get("train", ""))
+        tok: Any = tokenizer.load(str(folder), self.run.model.trust_remote_code)
+        self.check(data, folder, tok)
+        read_by = self.tokenizers(folder, tok)
+        notes = self.check_vocabulary(read_by)
         files: dict[str, str] = {}
         names: list[tuple[str, str]] = []
         for split, part in splits.items():
-            key = digest(*cls.cache_name, VERSION, hashes[split], folder.name, *cls.key_parts(data, tok, part))
-            files[split], of_sources = cls.encode_split(data, split, folder, tok, key)
-            notes += cls.check_tokens(data, read_by, split, Columns(files[split]))
-            names.append((split, cls.content_name(files[split], key, of_sources)))
+            key = digest(*self.cache_name, VERSION, hashes[split], folder.name, *self.key_parts(data, tok, part))
+            files[split], of_sources = self.encode_split(data, split, folder, tok, key)
+            notes += self.check_tokens(data, read_by, split, Columns(files[split]))
+            names.append((split, self.content_name(files[split], key, of_sources)))
             if of_sources:
                 left_out["sources"]["rows"][split] = of_sources
         if rows is not None:
             notes += token_checks.of_stream((part for *_, part in rows.walk()), texts, "train")
-        facts = {"source": read.name} | cls.facts(data, files)
+        facts = {"source": read.name} | self.facts(data, files)
         notes = [*read.notes, *facts.get("notes", []), *notes]
         facts |= {"notes": notes} if notes else {}
         if rows is not None:
-            make, bounds = cls.bounded(run, read_by, cls.example_maker(run, str(folder), facts))
-            key = digest(*cls.cache_name, VERSION, folder.name, *cls.key_parts(data, tok, None), *bounds)
+            make, bounds = self.bounded(read_by, self.example_maker(str(folder), facts))
+            key = digest(*self.cache_name, VERSION, folder.name, *self.key_parts(data, tok, None), *bounds)
             index = rows.index(make, key)
             files, left_out = {"train": str(index)} | files, stream.facts(index, left_out)
             if drop and (count := left_out.get("left_out", {}).pop("train", 0)):  # a chunk counts both together
@@ -346,31 +322,29 @@ class TextTask(Task):
             names.append(("train", stream.read_index(index)["content"]))
             if "texts" in facts:  # rows per split, if rows are not examples
                 facts["texts"]["train"] = stream.read_index(index)["rows"]
-        called = cls.label_names(data)
+        called = self.label_names(data)
         return Prepared(digest(sorted(names), *[called] * (called is not None)), files, str(folder), facts | left_out)
 
-    @classmethod
-    def stream(cls, run: Run) -> Stream:
+    def stream(self) -> Stream:
         """The selection of usable rows for a streamed training split, without its files."""
-        options = cls.options_of(run)
+        options = self.options
 
         def whole(rows: Dataset, name: str) -> Dataset:
-            usable = cls.valid_rows(rows, options, "train", name, run.data.drop_missing)
-            return cls.learnable(usable, options, "train", name, run.data.drop_unusable)
+            usable = self.valid_rows(rows, options, "train", name, self.run.data.drop_missing)
+            return self.learnable(usable, options, "train", name, self.run.data.drop_unusable)
 
-        return Stream(run.data, cls.columns(options), whole, cls.document(options), cls.within)
+        return Stream(self.run.data, self.columns(options), whole, self.document(options), self.within)
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
         """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""
-        options = cls.options_of(run)
-        make = stream.maker(*cls.encoder(run, folder, facts.get("labels"), "train", "the stream"))
-        return lambda rows: make(cls.encoded_rows(rows, options))
+        options = self.options
+        make = stream.maker(*self.encoder(folder, facts.get("labels"), "train", "the stream"))
+        return lambda rows: make(self.encoded_rows(rows, options))
 
     # -- in every process ----------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.tokenizer = tokenizer.load(self.prepared.tokenizer, self.run.model.trust_remote_code)
 
     @property
@@ -393,7 +367,7 @@ class TextTask(Task):
     @property
     def config_entries(self) -> dict[str, Any]:
         """Model config entries that the task sets."""
-        return self.checked_entries(self.run)
+        return self.checked_entries()
 
     def model(self, empty: bool = False) -> nn.Module:
         from lockstep.tasks.models import models

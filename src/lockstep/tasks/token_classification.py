@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import Section
 from lockstep.data import column_types, labels, source, tokenizer, usable_rows
-from lockstep.data.arrow_cache import Columns, Make
+from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.column_types import Kind
-from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.models.head_labels import HeadLabels
@@ -251,8 +250,7 @@ class TokenClassification(PerToken):
     def dedup_columns(cls, options: TokenClassificationOptions) -> tuple[list[str], list[str]]:
         return ["words"], ["tags"]
 
-    @classmethod
-    def read_labels(cls, data: TextData) -> HeadLabels:
+    def read_labels(self, data: TextData) -> HeadLabels:
         if data.rows is None:
             names = sorted(_tags(data.splits["train"]))
         else:
@@ -263,7 +261,7 @@ class TokenClassification(PerToken):
         numbers = column_types.whole_numbers(names, strict=True)
         names = sorted(names, key=int) if numbers else names
         values = [int(name) for name in names] if numbers else names
-        tags = head_labels.in_model_order(data.run, cls.head, names, values)
+        tags = head_labels.in_model_order(self.run, self.head, names, values)
         parts(tags.names)  # refuses unknown tag schemes
         return tags
 
@@ -271,16 +269,14 @@ class TokenClassification(PerToken):
     def has_unusable_rows(cls, options: TokenClassificationOptions) -> bool:
         return True
 
-    @classmethod
-    def with_known_labels(cls, data: TextData) -> dict[str, Dataset]:
+    def with_known_labels(self, data: TextData) -> dict[str, Dataset]:
         known = set(data.labels.names)
         return {s: labels.known_rows(rows, ["tags"], known.issuperset) for s, rows in data.splits.items()}
 
-    @classmethod
-    def check_labels(cls, data: TextData) -> None:
+    def check_labels(self, data: TextData) -> None:
         for split, rows in data.splits.items():
             if unknown := _tags(rows) - set(data.labels.names):
-                hint = column_types.same_label_hint(data.options.tags, min(unknown), data.labels.names)
+                hint = column_types.same_label_hint(self.options.tags, min(unknown), data.labels.names)
                 raise RunError(
                     "LS3361",
                     f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
@@ -293,31 +289,27 @@ class TokenClassification(PerToken):
         for batch in in_batches(rows):
             yield [" ".join(words) for words in batch["words"]]
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.labels.names]
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [self.run.data.max_length, data.labels.names]
 
-    @classmethod
-    def encode_split(cls, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
+    def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
         file, counts = super().encode_split(data, split, folder, tok, key)
         if not (columns := Columns(file)).flat("count")[np.arange(len(columns))].any():
             from lockstep.tasks.models import models
 
-            most = data.run.data.max_length
+            most = self.run.data.max_length
             raise RunError(
                 "LS3362",
                 f"task.words: no word of the {split} split of {data.name} has a token within data.max_length "
-                f"({most}); {models.longer(data.run, 'data.max_length', most)}",
+                f"({most}); {models.longer(self.run, 'data.max_length', most)}",
             )
         return file, counts
 
-    @classmethod
-    def label_names(cls, data: TextData) -> list[str]:
+    def label_names(self, data: TextData) -> list[str]:
         names: list[str] = data.labels.names
         return names
 
-    @classmethod
-    def facts(cls, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
         tags: HeadLabels = data.labels
         facts: dict[str, Any] = {"labels": tags.names} | ({"notes": tags.notes} if tags.notes else {})
         if data.rows is None and labels.alike(dict.fromkeys(tags.names, 0)):
@@ -325,16 +317,14 @@ class TokenClassification(PerToken):
             facts |= labels.alike(Counter(tag for _, part in scanned for tags in part for tag in tags))
         return facts
 
-    @classmethod
-    def example_maker(cls, run: Run, folder: str, facts: Mapping[str, Any]) -> Make:
-        return super().example_maker(run, folder, {"labels": HeadLabels(facts["labels"], facts["labels"])})
+    def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
+        return super().example_maker(folder, {"labels": HeadLabels(facts["labels"], facts["labels"])})
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: HeadLabels, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: HeadLabels, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that encodes rows to tokens and tags, and the features of its output."""
         import datasets
 
-        tok: Any = tokenizer.load(folder, run.model.trust_remote_code)
+        tok: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
         if not tok.is_fast:
             raise RunError(
                 "LS3365",
@@ -346,7 +336,7 @@ class TokenClassification(PerToken):
         features = datasets.Features({"input_ids": numbers, "targets": numbers, "count": datasets.Value("int64")})
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
-            tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=run.data.max_length)
+            tokens = tok(rows["words"], is_split_into_words=True, truncation=True, max_length=self.run.data.max_length)
             targets = []
             for row, tags in enumerate(rows["tags"]):
                 line = [IGNORED] * len(tokens["input_ids"][row])
@@ -360,8 +350,8 @@ class TokenClassification(PerToken):
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
+    def open(self, prepared: Prepared) -> None:
+        super().open(prepared)
         self.labels: list[str] = self.prepared.facts["labels"]
         self.parts = parts(self.labels)
 
@@ -444,17 +434,18 @@ class TokenClassification(PerToken):
 
         return {"text": " ".join(words), "found": described(best), "right": described(targets)}
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield `words`, each with its `label` and `score`; a text is split at whitespace."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(cls.head, folder, run)
+        model, tok = models.exported(self.head, folder, self.run)
         names = model.config.id2label
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             words = [row[0].split() for row in rows]
-            read = [tok(w, is_split_into_words=True, truncation=True, max_length=run.data.max_length) for w in words]
+            read = [
+                tok(w, is_split_into_words=True, truncation=True, max_length=self.run.data.max_length) for w in words
+            ]
             batch = inference.padded(read, {"input_ids": int(tok.pad_token_id)})
             scores, tags = (part.tolist() for part in model(**batch).logits.softmax(-1).max(-1))  # [B, T]
             return [

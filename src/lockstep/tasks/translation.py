@@ -23,7 +23,6 @@ from lockstep.config.sections import Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
-from lockstep.data.job import Job
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
@@ -199,10 +198,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             check(options.bleu_tokenizer)
         return Overlap(options.bleu_tokenizer) if options.bleu else None
 
-    @classmethod
-    def prepare(cls, run: Run) -> Prepared:
-        cls.overlap_of(cls.options_of(run))  # checks sacrebleu's tokenizer before reading data
-        return super().prepare(run)
+    def prepare(self) -> Prepared:
+        self.overlap_of(self.options)  # checks sacrebleu's tokenizer before reading data
+        return super().prepare()
 
     @classmethod
     def target_columns(cls, options: WritingOptions) -> list[str]:
@@ -235,47 +233,41 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def dedup_columns(cls, options: WritingOptions) -> tuple[list[str], list[str]]:
         return ["source", "target"], []
 
-    @classmethod
-    def prepare_tokenizer(cls, data: TextData, hashed: str) -> Path:
+    def prepare_tokenizer(self, data: TextData, hashed: str) -> Path:
         if data.rows is None:
-            return tokenizers(data.run, data.splits["train"], hashed, data.options)
-        content = data.rows.content if data.run.tokenizer.train else ""
-        return tokenizers(data.run, data.rows, content, data.options)
+            return tokenizers(self.run, data.splits["train"], hashed, self.options)
+        content = data.rows.content if self.run.tokenizer.train else ""
+        return tokenizers(self.run, data.rows, content, self.options)
 
-    @classmethod
-    def check(cls, data: TextData, folder: Path, tok: Any) -> None:
-        _check_model(data.run, data.options, folder)
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        _check_model(self.run, self.options, folder)
 
-    @classmethod
-    def tokenizers(cls, run: Run, folder: Path, tok: Any) -> dict[str, Any]:
-        return {"input_ids": tok, "target_ids": target_tokenizer(run, folder, tok)}
+    def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
+        return {"input_ids": tok, "target_ids": target_tokenizer(self.run, folder, tok)}
 
-    @classmethod
-    def limits(cls, run: Run, options: Any, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        key = "data.max_length" if options.target_length is None else "task.target_length"
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+        key = "data.max_length" if self.options.target_length is None else "task.target_length"
         special = read_by["target_ids"].num_special_tokens_to_add(pair=False)
-        return super().limits(run, options, read_by) | {"target_ids": Limit(key, most(run, options), special)}
+        return super().limits(read_by) | {"target_ids": Limit(key, most(self.run, self.options), special)}
 
     @classmethod
     def side_columns(cls, options: Any, side: str) -> list[str]:
         return ["source" if side == "input_ids" else "target"]
 
-    @classmethod
-    def key_parts(cls, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [data.run.data.max_length, data.options.prefix, data.options.target_length]
+    def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
+        return [self.run.data.max_length, self.options.prefix, self.options.target_length]
 
-    @classmethod
-    def encoder(cls, run: Run, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
+    def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
         """Return the function that tokenizes pairs, and the features of its output."""
         import datasets
 
-        options = cls.options_of(run)
-        sources: Any = tokenizer.load(folder, run.model.trust_remote_code)
-        targets = target_tokenizer(run, Path(folder), sources)
+        options = self.options
+        sources: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
+        targets = target_tokenizer(self.run, Path(folder), sources)
         numbers = datasets.List(datasets.Value("int32"))
         text = datasets.Value("string")
         features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
-        limit = {"truncation": True, "max_length": run.data.max_length, "return_attention_mask": False}
+        limit = {"truncation": True, "max_length": self.run.data.max_length, "return_attention_mask": False}
 
         def closed(rows: list[list[int]], known: Any) -> list[list[int]]:
             """Give an empty target its end token, so that there is something to learn."""
@@ -283,23 +275,24 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(run, options)})["input_ids"]
+            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(self.run, options)})[
+                "input_ids"
+            ]
             ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
             return ids | {"reference": rows["target"]}
 
         return encoder, features
 
-    @classmethod
-    def idle_keys(cls, run: Run, facts: Mapping[str, Any]) -> list[str]:
-        unused = run.task.options.get("bleu") is False
+    def idle_keys(self, facts: Mapping[str, Any]) -> list[str]:
+        unused = self.run.task.options.get("bleu") is False
         return ["task.bleu_tokenizer has no effect with task.bleu: false"] if unused else []
 
     # -- in every process --------------------------------------------------------------------------------------------
 
-    def __init__(self, job: Job) -> None:
+    def open(self, prepared: Prepared) -> None:
         from lockstep.tasks.models import model_configs
 
-        super().__init__(job)
+        super().open(prepared)
         self.target_tokenizer = target_tokenizer(self.run, Path(self.prepared.tokenizer), self.tokenizer)
         self.entries = _entries(self.run, self.tokenizer, self.target_tokenizer)
         family = model_configs.load_config(self.run).model_type
@@ -372,11 +365,10 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             return super().metrics(sums)
         return super().metrics(sums) | self.overlap.scores({name: sums[name].sum(0) for name in self.overlap.names})
 
-    @classmethod
-    def score_names(cls, run: Run) -> tuple[str, ...] | None:
-        overlap = cls.overlap_of(cls.options_of(run))
+    def score_names(self) -> tuple[str, ...] | None:
+        overlap = self.overlap_of(self.options)
         written = () if overlap is None else overlap.scored
-        return ("loss", "accuracy", "perplexity", *written) if cls.built_in() else None
+        return ("loss", "accuracy", "perplexity", *written) if self.built_in() else None
 
     def sample_texts(
         self, columns: Columns, rows: np.ndarray, batch: MicroBatch, generate: Generate, forward: Forward
@@ -408,10 +400,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
             f"{written}.decode(tokens[0], skip_special_tokens=True)"
         )
 
-    @classmethod
-    def decodes_greedily(cls, run: Run) -> bool:
-        options = cls.options_of(run)
-        return options.beams == 1 or not (options.samples or cls.overlap_of(options) or run.metrics)
+    def decodes_greedily(self) -> bool:
+        options = self.options
+        return options.beams == 1 or not (options.samples or self.overlap_of(options) or self.run.metrics)
 
     def _decoding(self) -> Decoding:
         from lockstep.tasks.models.inference import Decoding
@@ -424,23 +415,24 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         texts = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
         return [text.strip() for text in texts]
 
-    @classmethod
-    def predict(cls, run: Run, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
+    def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield the generated text as `translation`."""
         from lockstep.tasks.models import inference, models
         from lockstep.tasks.models.inference import Decoding, by_transformers
 
-        options = cls.options_of(run)
-        model, sources = models.exported(cls.head, folder, run)
-        targets = target_tokenizer(run, folder, sources)
-        limit, start = run.data.max_length, model.config.decoder_start_token_id
-        how = Decoding(most(run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams)
+        options = self.options
+        model, sources = models.exported(self.head, folder, self.run)
+        targets = target_tokenizer(self.run, folder, sources)
+        limit, start = self.run.data.max_length, model.config.decoder_start_token_id
+        how = Decoding(
+            most(self.run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
+        )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
             read = [sources(options.prefix + row[0], truncation=True, max_length=limit) for row in rows]
             tokens = by_transformers(model, inference.padded(read, {"input_ids": int(sources.pad_token_id)}), how)
             written = targets.batch_decode(tokens.tolist(), skip_special_tokens=True)
-            return [{cls.answer_name: text.strip()} for text in written]
+            return [{self.answer_name: text.strip()} for text in written]
 
         return inference.answers(rows, answer)
 

@@ -27,7 +27,7 @@ from lockstep.config.written import applies
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
 from lockstep.data.cache import cache_folder, cached
-from lockstep.data.job import Job, TaskRules
+from lockstep.data.job import Job
 from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
@@ -219,7 +219,7 @@ def remarks(job: Job) -> list[str]:
     """Return notes on a run's data and model config that need no refusal. Errors: `RunError` if the cache cannot be
     written."""
     run, task, prepared = job.run, job.task, job.data
-    idle = [note for note in idle_keys(job, task, prepared.facts) if applies(note, run)]
+    idle = [note for note in idle_keys(job, prepared.facts) if applies(note, run)]
     about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
     about_files = source_files.notes(run, task.head, config_entries(job)) if run.model.source is not None else []
     return [*about_data, *about_files, *config_checks.notes(run, task.head), *beyond_longrope(job)]
@@ -246,10 +246,10 @@ def config_entries(job: Job) -> Mapping[str, Any]:
     return {} if job.task.head is None else make_task(job).config_entries
 
 
-def idle_keys(job: Job, task: type[TaskRules], facts: Mapping[str, Any]) -> list[str]:
+def idle_keys(job: Job, facts: Mapping[str, Any]) -> list[str]:
     """Return notes on keys that have no effect with the task's other keys or these data."""
     run = job.run
-    notes = task.idle_keys(run, facts)
+    notes = job.task(run).idle_keys(facts)
     if facts.get("own_validation"):
         share = f"{run.data.validation_fraction:g}"
         notes.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")

@@ -127,7 +127,7 @@ def _without(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
     """Both sides for the run without an option, with the same weights if the option does not affect them."""
     run = Run.model_validate(values)
-    task = type(sides.task)(replace(sides.task.job, run=run))
+    task = type(sides.task)(run).opened(sides.task.prepared)
     if key in _NEW_WEIGHTS or sides.run.model.dtype != "float32":
         model: nn.Module = make_model(task).to(plain_sides.device_of(sides.model))
     else:

@@ -192,10 +192,10 @@ def labels_of(task: Task) -> list[Any] | None:
     return None if labels is None else list(labels)
 
 
-def with_defaults(run: Run, task: type[TaskRules]) -> dict[str, Any]:
+def with_defaults(task: TaskRules) -> dict[str, Any]:
     """The run file with defaults filled in that depend on other keys and the model's files."""
-    values: dict[str, Any] = run.model_dump(mode="json")
-    values["task"] |= task.plain_options(run)
+    values: dict[str, Any] = task.run.model_dump(mode="json")
+    values["task"] |= task.plain_options()
     return values
 
 
@@ -203,7 +203,7 @@ def plain_file(task: Task) -> dict[str, Any]:
     """The run file for the plain path: with the column names of the kept rows, and numeric label weights where these
     depend on all rows."""
     run = task.run
-    values = with_defaults(run, type(task))
+    values = with_defaults(type(task)(run))
     values["model"] |= {"quantization": None, "dtype": "float32"}  # the plain model has float32 weights
     if run.model.source is not None:
         values["model"]["source"] = model_folder(run.model.source)  # for an output folder, its export

@@ -42,10 +42,10 @@ class Reads:
     answered: bool = False  # whether a conversation ends with the answer
 
     @classmethod
-    def of(cls, task: type[Predicts], run: Run) -> Reads:
-        talks = tuple(task.conversation_columns(run))
+    def of(cls, task: Predicts) -> Reads:
+        talks = tuple(task.conversation_columns())
         usual = _MESSAGES if task.reads_conversations else ()
-        return cls(task.input_columns(run), talks or usual, bool(talks), task.scores_answers)
+        return cls(task.input_columns(), talks or usual, bool(talks), task.scores_answers)
 
     def question(self, value: PredictionInput, place: str) -> Question | None:
         """The conversation of a row; None if it has texts. Errors: `RunError`."""
@@ -76,9 +76,9 @@ def predictions(
     """Yield one dict per input: its texts by column, and the answer by name, as JSON values. Errors: `RunError`."""
     run, export = finished(output, overrides)
     task = _task(run)
-    reads = Reads.of(task, run)
+    reads = Reads.of(task)
     rows = [row_of(each, reads, f"text {place}") for place, each in enumerate(inputs, 1)]
-    yield from (_whole(reads.columns, row, answer) for row, answer in _answered(task, run, export, rows))
+    yield from (_whole(reads.columns, row, answer) for row, answer in _answered(task, export, rows))
 
 
 def predict(
@@ -94,11 +94,11 @@ def predict(
     run, export = finished(output, overrides)  # report its errors before reading input
     note_edited(output)
     task = _task(run)
-    reads, rows = Reads.of(task, run), list[Row]()
+    reads, rows = Reads.of(task), list[Row]()
     if texts:
         rows += [row_of(word, reads, repr(word[:40])) for word in words]
     else:
-        rows += [row for word in words for row in task.input_rows(run, word) or rows_of(run, word, reads)]
+        rows += [row for word in words for row in task.input_rows(word) or rows_of(run, word, reads)]
     if not words:
         rows = [row_of(line.rstrip("\n"), reads, f"line {n}") for n, line in enumerate(sys.stdin, 1)]
     if not rows:
@@ -109,7 +109,7 @@ def predict(
     if not reads.learned and any(isinstance(row[0], Question) for row in rows):
         note = "the model was trained on texts; the chat template of its tokenizer renders conversations"
         streams.put(sys.stderr, f"note: {note}\n", flush=True)
-    answers = _answered(task, run, export, rows)
+    answers = _answered(task, export, rows)
     if out is not None:
         _written(out, reads.columns, answers)
         Console(True).say(f"{out}: {len(rows):,} predictions")
@@ -214,10 +214,10 @@ def _text(value: Any, column: str, place: str) -> str:
     return value
 
 
-def _task(run: Run) -> type[Predicts]:
-    """Class of the run's task. Errors: `RunError` if the task does not support prediction."""
-    task = Job.of(run).task
-    if not issubclass(task, Predicts):
+def _task(run: Run) -> Predicts:
+    """The run's task. Errors: `RunError` if the task does not support prediction."""
+    task = Job.of(run).task(run)
+    if not isinstance(task, Predicts):
         raise RunError(
             "LS5078",
             f"predict: the task {run.task.name} cannot predict from texts alone; call the model of "
@@ -226,9 +226,9 @@ def _task(run: Run) -> type[Predicts]:
     return task
 
 
-def _answered(task: type[Predicts], run: Run, export: Path, rows: list[Row]) -> Iterator[tuple[Row, dict[str, Any]]]:
+def _answered(task: Predicts, export: Path, rows: list[Row]) -> Iterator[tuple[Row, dict[str, Any]]]:
     ACTIVITY.set("loading the model")
-    for count, pair in enumerate(zip(rows, task.predict(run, export, rows), strict=True), 1):
+    for count, pair in enumerate(zip(rows, task.predict(export, rows), strict=True), 1):
         ACTIVITY.set(f"predicting, {count:,} of {len(rows):,} texts")
         yield pair
 

@@ -155,7 +155,7 @@ def _refuse_best(job: Job) -> None:
     run, best = job.run, job.run.checkpoint.best
     if best is None or run.metrics or best.startswith("-loss_"):
         return
-    if (names := job.task.score_names(run)) is not None and best.removeprefix("-") not in {*names, "examples"}:
+    if (names := job.task(run).score_names()) is not None and best.removeprefix("-") not in {*names, "examples"}:
         raise unknown_metric(best, names)
 
 
@@ -207,9 +207,10 @@ def _samples(job: Job) -> tuple[str, Any] | tuple[()] | None:
     from lockstep.tasks.abilities import Generates
 
     own = issubclass(job.strategy, Strategy) and job.strategy.generate is not Strategy.generate
-    if own or not issubclass(job.task, Generates) or job.task.decodes_greedily(job.run):
+    task = job.task(job.run)
+    if own or not isinstance(task, Generates) or task.decodes_greedily():
         return None
-    return job.task.greedy_option or ()
+    return task.greedy_option or ()
 
 
 def _greedy(job: Job) -> tuple[Job, list[str]]:
@@ -219,7 +220,7 @@ def _greedy(job: Job) -> tuple[Job, list[str]]:
         return job, []
     name, value = option
     run = job.run
-    default = job.task.options_of(run).model_dump()[name]
+    default = job.task(run).options.model_dump()[name]
     note = (
         f"task.{name} is {value:g}, because evaluations under {run.strategy.name} can generate texts greedily only; "
         f"its default is {default:g}"
@@ -401,12 +402,12 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
         from lockstep.training.checkpoint_model import fetch
 
         edits = fetch(job.run)
-    run, notes = task.fit_defaults(job.run)
-    data = run if data is None else task.fit_defaults(data)[0]
+    run, notes = task(job.run).fit_defaults()
+    data = run if data is None else task(data).fit_defaults()[0]
     label = "checks" if task.own_model else "tokens"
     with naming_lowered(notes):
         prepared = prepare(data, task, fresh, None if tell is None else lambda text: tell(label, text))
-        task.check_prepared(run, prepared)
+        task(run).check_prepared(prepared)
     job = replace(job, run=run, prepared=prepared)
     if task.head is not None and run.model.source is not None:  # the cache of `prepare` does not depend on the weights
         source_files.check(run, task.head, model_stats.config_entries(job))
@@ -452,7 +453,7 @@ def fitted(run: Run) -> Run:
     if importlib.util.find_spec("torch") is None:
         return run
     job = Job.of(run)
-    return _greedy(replace(job, run=job.task.fit_defaults(run)[0]))[0].run
+    return _greedy(replace(job, run=job.task(run).fit_defaults()[0]))[0].run
 
 
 def newest_checkpoint(job: Job) -> Manifest | None:

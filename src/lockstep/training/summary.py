@@ -210,7 +210,7 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     output = str(task.run.folder)
     if not isinstance(task, Predicts):
         return shlex.join(["lockstep", "evaluate", output])
-    if len(task.input_columns(task.run)) > 1:
+    if len(task.input_columns()) > 1:
         return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
     command = shlex.join(["lockstep", "predict", output])
     text = task.sample_input(samples[0]) if samples else ""

@@ -95,7 +95,7 @@ def refusal(job: Job) -> str | None:
     for key in ("checkpoint_activations", "offload_activations", "quantization"):
         if getattr(run.model, key):
             return f"model.{key} works layer by layer"
-    if task.chunks_loss and task.options_of(run).loss_chunk is not None:
+    if task.chunks_loss and task(run).options.loss_chunk is not None:
         return "task.loss_chunk computes the loss outside of the model"
     if run.data.stream:
         return "the examples of a stream, and so their lengths, are not known before training"
