@@ -206,9 +206,17 @@ def test_what_cannot_be_attested(copy: Path, tmp_path: Path, capfd: pytest.Captu
     refused("has no run.yaml", "attest", str(tmp_path))
     refused("--key: no such file:", "attest", str(copy), "--key", str(tmp_path / "none.pem"))
     refused("--samples: invalid value 0", "audit", str(copy), "--samples", "0")
+    shutil.rmtree(copy / "attestation")
+    (copy / "attestation").symlink_to(tmp_path)
+    (tmp_path / "mine").touch()
+    assert main(["attest", str(copy)]) == 0
+    assert not (copy / "attestation").is_symlink()  # the link is replaced, what it leads to is left
+    assert (tmp_path / "mine").is_file()
+    (copy / "attestation.sig").mkdir()
+    refused("attestation.sig cannot be written: is a directory", "attest", str(copy))
     (copy / fingerprints.FILE).write_text('{"step": 1, "hash": "x"}\n')
     refused("expected a line for each of the steps 1 to 9", "attest", str(copy))
-    shutil.rmtree(copy / "attestation")
+    shutil.rmtree(copy / "attestation", ignore_errors=True)
     refused("lockstep attest writes it", "audit", str(copy))
     shutil.rmtree(copy / "checkpoints")
     refused("cannot be attested without a checkpoint", "attest", str(copy))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
+from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.data.job import Job
 from lockstep.launchers import start
@@ -39,10 +39,13 @@ def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
     console, report = Console(True), describe(output)
     folder = output / FOLDER
-    shutil.rmtree(folder, ignore_errors=True)
-    (output / SIGNATURE).unlink(missing_ok=True)
-    folder.mkdir()
-    (folder / NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    export_hashes.clear(folder)
+    try:
+        (output / SIGNATURE).unlink(missing_ok=True)
+        folder.mkdir()
+        (folder / NAME).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError("LS8011", f"{error.filename or folder} cannot be written: {reason_of(error).lower()}") from None
     if key is not None:
         _signing(key, "--key").signing.Config().use_elliptic_key_signer(private_key=str(key)).sign(
             str(folder), str(output / SIGNATURE)
