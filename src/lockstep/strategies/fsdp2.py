@@ -11,6 +11,7 @@ leaf, summed in tree order.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -431,6 +432,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
+        if hasattr(self.model, "config"):  # of transformers: no loss here writes into its outputs, as one's own may
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         self.set_optimizer(self.make_stepper(treated))
 
     @override
