@@ -64,6 +64,7 @@ def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cach
         (["--processes", "0"], "--processes"),
         (["--steps", "0"], "--steps"),
         (["--processes", "9"], "jobs can run"),
+        (["--out", "run.yaml"], "--out: cannot write to run.yaml"),
     ],
 )
 def test_bad_values_are_refused_before_anything_starts(

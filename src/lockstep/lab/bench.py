@@ -64,6 +64,10 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
     console.say(
         f"{quantity(len(runnable), 'configuration')}, {quantity(request.rounds, 'round')} of {each} -> {request.folder}"
     )
+    try:
+        (request.folder / "jobs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_written(request.folder, error) from error
     measure(request, rows, rows, range(request.rounds), console)
     if request.singly and len(keys := bench_options.faster(rows)) > 1:
         together = row_of(request, keys, request.processes[0], path, overrides, defaults)
@@ -325,9 +329,11 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
         (request.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
         write_page(request.folder / "bench.html", "bench.html.jinja", title=f"{request.base.name}: bench", **page)
     except OSError as error:
-        raise RunError(
-            "LS8030", f"--out: cannot write to {request.folder}: {error.strerror}; give another --out"
-        ) from error
+        raise _not_written(request.folder, error) from error
+
+
+def _not_written(folder: Path, error: OSError) -> RunError:
+    return RunError("LS8030", f"--out: cannot write to {folder}: {error.strerror}; give another --out")
 
 
 def plots(rows: Sequence[BenchRow]) -> list[str]:

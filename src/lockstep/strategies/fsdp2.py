@@ -362,6 +362,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model, self.leaf_ranks())
         self.apply_shards(parameter_groups.assigned(self.run.optim, self.model))
+        if hasattr(self.model, "config"):  # of transformers: no loss here writes into its outputs, as one's own may
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if skips is not None:
             leaves_layers_out(self.model)
         for outputs in output_wrappers:
@@ -432,8 +434,6 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
-        if hasattr(self.model, "config"):  # of transformers: no loss here writes into its outputs, as one's own may
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         self.set_optimizer(self.make_stepper(treated))
 
     @override
