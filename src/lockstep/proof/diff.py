@@ -62,7 +62,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
         if faulty:
             _tell(console, "no step differs, but these lines are invalid:", faulty)
             return 1
-        console.say(f"the same bits in all {len(shared)} steps that both have, up to step {max(shared)}")
+        console.say(f"the same bits in all {len(shared)} common steps, up to step {max(shared)}")
         _tell(console, "settings that differ without having changed a weight so far:", other_differences)
         return 0
     step = differing[0].step

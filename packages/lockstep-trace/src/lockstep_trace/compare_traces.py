@@ -176,7 +176,9 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
             if value is not None and math.isfinite(value):
                 largest[kind] = max(largest[kind], min(SAFETY * value, 0.9))
         tolerances[step] = dict(largest)
-    words = f"{SAFETY} times what the last bit of the weights changes; gradients {largest['gradient']:.1e} at the end"
+    words = (
+        f"{SAFETY} times the effect of the weights' last bit; {largest['gradient']:.1e} for gradients in the last step"
+    )
     return Tolerance(tolerances, largest if tolerances else default, words)
 
 

@@ -193,10 +193,10 @@ def _say(output: Output, verdict: Comparison, name: str) -> None:
     say_numbers(output, verdict)
     output.say(f"{name}tolerance: {verdict.tolerance}")
     if verdict.first is None:
-        how = "the same bits" if verdict.exact else "the same training, within rounding"
+        how = "the same bits" if verdict.exact else "the same training, within rounding,"
         measured = sum(row.gradient is not None for row in verdict.rows)
         of = "" if measured == len(verdict.rows) else f"; gradients and changes were measured in {measured} of them"
-        output.say(f"{name}{how} in all {len(verdict.rows)} steps that both have{of}")
+        output.say(f"{name}{how} in all {len(verdict.rows)} common steps{of}")
     for i, line in enumerate(lines_of(verdict)):
         output.say(line if i else f"{name}{line}")
 
