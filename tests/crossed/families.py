@@ -86,7 +86,7 @@ def config_of(family: str, dropout: bool, leaves: int = 1) -> dict[str, Any]:
 
 
 def _without_dropout(usual: Any, entries: dict[str, Any]) -> dict[str, Any]:
-    """Of one config, and of those within it: every share of what is dropped, or of layers that are left out, is 0."""
+    """Set every dropout and layer-drop rate of a config, and of nested configs, to 0."""
     found = dict(entries)
     for name, value in usual.to_dict().items():
         dropped = any(part in name for part in ("drop", "stochastic_depth", "jitter"))

@@ -121,7 +121,7 @@ def job_of(case: Case) -> Job:
 
 
 def _of_module(case: Case) -> Job:
-    """Of a module of one's own: all but the rows, the tokenizer and the model."""
+    """The job of a user's module: everything except rows, tokenizer and model."""
     plain = job_of(case | {"task": "classification", "family": "bert", "reading": "files", "task option": ""})
     data: dict[str, Any] = {"files": {}, "limit": {"limit": 20}, "fraction": {"validation_fraction": 0.3}}[
         case["reading"]

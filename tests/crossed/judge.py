@@ -198,7 +198,7 @@ def _ended(watched: Watched, statuses: list[int | None], which: str) -> None:
 
 
 def _each_example_once(job: Job, watched: Watched, which: str) -> None:
-    """Of one source: the steps of an epoch use each example once."""
+    """Check, for a single source, that the steps of an epoch use each example once."""
     if "sources" in job.run.get("data", {}):
         return
     epoch = Counter[int]()
@@ -293,7 +293,7 @@ def _rounding(words: list[str]) -> float:
 
 
 def _near(folder: Path, rounding: float) -> None:
-    """Where bits are not promised: the first step to `rounding`, later ones within what that grows to, and all numbers
+    """Check a run without exact bits: the first step within `rounding`, later ones within its growth, all numbers
     finite."""
     alone, ways = (
         [line for line in lines_of(folder / name / "metrics.jsonl") if line["split"] == "train"]

@@ -28,7 +28,7 @@ STOPPED = 75
 
 @dataclass
 class Watched:
-    """What one job was seen doing."""
+    """The observed behaviour of one job."""
 
     statuses: list[int | None]
     fault: str = ""  # a rank's traceback, or that it hangs

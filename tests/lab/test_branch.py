@@ -39,7 +39,7 @@ def trained(folder: Path, name: str, *overrides: str, **values: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the runs `first`, of 10 steps, and `alone`, of 14, that have 8 in common."""
+    """Folder of the runs `first` (10 steps) and `alone` (14 steps), which share their first 8 steps."""
     folder = tmp_path_factory.mktemp("branch")
     trained(folder, "first")
     trained(folder, "alone", "steps=14")

@@ -43,7 +43,7 @@ def test_a_type_that_is_given_is_made_small(here: Path, kind: str, capsys: pytes
 
 
 class Tokens:
-    """As much of a tokenizer as a model asks for."""
+    """The attributes of a tokenizer that building a model needs."""
 
     pad_token_id, bos_token_id, eos_token_id, sep_token_id = 1, 3, 2, 2
 

@@ -46,7 +46,7 @@ def section(called: str) -> str:
 
 
 def row(name: str, of: KeyTranslation) -> str:
-    """As the page has it."""
+    """A row of the table as the page prints it."""
     how = of.how.replace("|", "\\|")
     return f"| `{name}` | `{of.here}` | {how} |" if of.here else f"| `{name}` | {how} |"
 

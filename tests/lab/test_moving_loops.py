@@ -277,7 +277,7 @@ def test_a_script_with_the_options_of_its_command(here: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--batch_size=32", "config/small.py", "lr=0.5"])
 def test_words_that_no_parser_of_a_script_reads(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As nanoGPT takes them: they are set in place of the constants of the file."""
+    """nanoGPT's command line: its words replace constants of the file."""
     (here / "nano.py").write_text(NANO)
     said = refused("run.sh", f"python nano.py {words}\n", capsys)
     assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (how the script uses it" in said

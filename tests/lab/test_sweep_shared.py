@@ -94,7 +94,7 @@ class Here:
         self.status = main(words)
 
     def wait(self) -> None:
-        """It has ended already."""
+        """Return at once, because the process has ended."""
 
 
 @pytest.mark.processes

@@ -164,7 +164,7 @@ def start_model() -> nn.Module:
 
 
 def loaders() -> tuple[DataLoader, DistributedSampler, DataLoader]:
-    """Of training, its sampler, and of evaluation."""
+    """Return the training loader, its sampler, and the evaluation loader."""
     dataset = data()
     replicas, index = (1, 0) if fault("no-sampler", "own-order") else (world, rank)
     seed = 3 + (rank if fault("sampler-seed", "own-order") else 0)

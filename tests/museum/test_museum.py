@@ -28,7 +28,7 @@ QUICK_HEALTHY = ("--batch 16 --wrap fsdp1", "--cut tensor-data", "--batch 32 --w
 
 
 def codes() -> set[str]:
-    """Of the findings that there are without `--check`, whose are in tests/trace/test_check.py."""
+    """Return the codes of findings without `--check`; those of `--check` are in tests/trace/test_check.py."""
     rules = ROOT / "packages" / "lockstep-trace" / "src" / "lockstep_trace" / "rules"
     text = "\n".join(path.read_text() for path in rules.glob("*.py") if path.name != "checks.py")
     return {*re.findall(r'Finding\(\s*"([a-z-]+)"', text), *re.findall(r'return "([a-z-]+)"', text)}
@@ -64,7 +64,7 @@ def test_the_page_has_every_exhibit() -> None:
 
 @pytest.mark.processes
 def test_a_few_faults_are_found_and_named(cache: Path) -> None:
-    """With the libraries that are installed, in processes that have imported them."""
+    """A few faults with the installed libraries, in processes that have imported them."""
     assert not [e.name for e in FAULTS if e.name in QUICK and e.libraries]
     run(cache, "--only", *QUICK, begin=start, **{FORK_TRACED: "1"})
 

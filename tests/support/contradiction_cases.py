@@ -124,7 +124,7 @@ def a_state_that_is_not_loaded(wrong: bool) -> None:
 
 
 def a_schedule_of_micro_batches(wrong: bool) -> None:
-    """It is made for the steps of the optimizer."""
+    """The schedule's length counts optimizer steps."""
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
@@ -249,7 +249,7 @@ def numbers_learned_later() -> None:
 
 
 def a_schedule_that_begins_later() -> None:
-    """By `last_epoch`; the optimizer's state is loaded."""
+    """The schedule begins at `last_epoch`; the optimizer's state is loaded."""
     model = net()
     state = None
     for epoch in range(2):
@@ -264,7 +264,8 @@ def a_schedule_that_begins_later() -> None:
 
 
 def a_second_phase() -> None:
-    """It begins with the last weights, empty moments and a schedule of its own; the first one was saved as a whole."""
+    """The second phase begins with the last weights, empty moments and its own schedule; the first one was saved
+    completely."""
     model = net()
     for _ in range(2):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

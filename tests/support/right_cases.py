@@ -19,7 +19,7 @@ from support.traced_cases import X, Y, batches, net, sgd, step
 
 
 def averages_with_a_ramp() -> None:
-    """As detectors use: the decay of the first updates is near 0."""
+    """Averages as in object detectors, whose decay starts near 0."""
     for decay in (lambda i: 0.9999 * (1 - math.exp(-i / 2000)), lambda i: min(0.01, (1 + i) / (10 + i))):
         model = net()
         average = copy.deepcopy(model).requires_grad_(False)
@@ -57,7 +57,7 @@ def a_head_that_begins_at_zero_under_signs() -> None:
 
 
 class Views(nn.Module):
-    """As many positions as examples, and two views of each."""
+    """Two views of each example, with as many positions as examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def a_distance_of_distributions() -> None:
 
 
 def networks_that_are_frozen_in_turn() -> None:
-    """As in a GAN: the other one needs no gradients, and gets them again before its step."""
+    """As in a GAN, the network that does not step is frozen, and unfrozen before its own step."""
     one, other = nn.Linear(12, 12), nn.Linear(12, 3)
     optimizers = [torch.optim.Adam(m.parameters(), weight_decay=0.1) for m in (one, other)]
     for i, (x, y) in enumerate(batches()):

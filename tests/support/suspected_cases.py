@@ -46,7 +46,7 @@ def an_absolute_difference(wrong: bool) -> None:
 
 
 def a_divergence_of_probabilities(wrong: bool) -> None:
-    """By hand, as torch computes it."""
+    """A KL divergence written by hand, equal to torch's."""
     model = net()
     optimizer = sgd(model, 1e-3)
     for x, y in batches():

@@ -227,7 +227,7 @@ def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
 def test_all_linear_leaves_heads_of_all_kinds_whole(
     family: str, kind: str, head: str, saved: list[str], folder: Path
 ) -> None:
-    """By their names' ends, as peft finds what it trains whole: pre_classifier is a classifier to it."""
+    """peft matches the ends of names, so it also trains pre_classifier whole."""
     import transformers
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

@@ -103,7 +103,7 @@ def test_the_term_that_mixtral_adds_is_the_one_that_is_refused() -> None:
 
 
 def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a later transformers may add one, in training only."""
+    """A later transformers may add a term in training only."""
     forward = transformers.LlamaForCausalLM.forward
 
     def planted(self: Any, **inputs: Any) -> Any:

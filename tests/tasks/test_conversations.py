@@ -96,7 +96,7 @@ def test_what_a_template_asks_with_has_to_begin_the_turn(tok: Any) -> None:
 
 
 def test_tools_calls_and_several_turns_in_a_row(tok: Any) -> None:
-    """As a table gives them: each message has every key of all of them."""
+    """In a table, each message has the keys of all messages."""
     empty = {"content": None, "tool_calls": None, "name": None}
     call = {"name": "add", "arguments": {"a": 1, "b": None}}
     messages = [
@@ -256,7 +256,7 @@ def test_the_same_bits_with_each_turn_an_example(tmp_path: Path) -> None:
 
 
 def test_no_character_before_an_answer_is_learned() -> None:
-    """With a token a character: what is learned is what the assistant says, and what the template puts behind it."""
+    """With one token per character, exactly the assistant's words and the template's text after them are learned."""
     inner = Tokenizer(models.WordLevel({"[UNK]": 0, "[END]": 1}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="[END]")

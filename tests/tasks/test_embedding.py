@@ -41,7 +41,7 @@ def rows_in(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 
 
 class Output:
-    """Of a model: what `loss_sum` reads."""
+    """The part of a model's output that `loss_sum` reads."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logits = logits
@@ -164,7 +164,7 @@ def test_equal_values_have_the_mean_of_their_places() -> None:
 
 
 def test_vectors_that_are_no_numbers_find_nothing() -> None:
-    """None is more alike than what is right, so that all of it would come first."""
+    """No cosine exceeds NaN, so every correct text would rank first."""
     vectors, numbers = retrieval.dummy_predictions((6, 2, 4))
     gathered = {"anchors": vectors[:, 0], "positives": vectors[:, 1], "queries": numbers[:, 0], "texts": numbers[:, 1]}
     assert all(0 <= value <= 1 for value in retrieval.scores_of(gathered).values())
@@ -174,7 +174,7 @@ def test_vectors_that_are_no_numbers_find_nothing() -> None:
 
 
 def scores_in_batches(task: Embedding, size: int) -> dict[str, float]:
-    """As the loop adds them up, with batches of so many rows."""
+    """The scores of a split, summed over batches of `size` rows as in an evaluation."""
     model = task.model().eval()
     columns = task.splits["validation"]
     sums: dict[str, torch.Tensor] = {}

@@ -154,7 +154,7 @@ FAMILIES = {
 @pytest.mark.parametrize("mask", ["full", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_computes_the_same_bits(family: str, mask: str, attention: str, monkeypatch: Any) -> None:
-    """With and without facts; and of a mask of which something is known nobody asks anything."""
+    """Results are equal with and without facts, and a mask with facts is never read."""
     model = small(*FAMILIES[family], attention)
     real, ids = torch.tensor(MASKS[mask]), torch.randint(3, 50, (3, 4), generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": real}

@@ -203,7 +203,7 @@ def test_a_family_of_several_classes_is_built_from_scratch(folders: Path, tmp_pa
 def test_batch_norm_of_a_lone_image_is_refused(
     keys: tuple[str, ...], refused: str | None, folders: Path, tmp_path: Path
 ) -> None:
-    """Of 33 images. A MobileNet comes to one pixel, whose channels have one number each then."""
+    """The 33rd image is alone in its step, and MobileNet's last feature map is one pixel: one value per channel."""
     processor = {"size": {"shortest_edge": 32}, "crop_size": SQUARE}
     model = {"type": "mobilenet_v1", "config": {"depth_multiplier": 0.05}}
     task = {"name": "image_classification", "processor": processor}
@@ -338,7 +338,7 @@ def test_the_export_is_one_of_transformers(folders: Path, tmp_path: Path) -> Non
 def test_a_mistake_with_pixels_is_found_before_the_first_step(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the plain computation, which asks the processor for an image as a whole."""
+    """The plain computation finds it, because it processes each image in one call."""
     run = job(folders, tmp_path / "out")
     assert run_on(1, wrong_pixels, run, joined=False) == ["found"]
 

@@ -52,7 +52,7 @@ def rows_of(output: Path, split: str) -> list[dict[str, Any]]:
 
 
 def logits_of(output: Path, rows: list[dict[str, Any]]) -> np.ndarray:
-    """Of the exported model, text by text."""
+    """Return the logits of the exported model, computed one text at a time."""
     model = AutoModelForSequenceClassification.from_pretrained(output / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "export")
     found = []
@@ -134,7 +134,7 @@ def test_evaluate_gives_the_scores_of_the_run(kind: str, outputs: dict, capfd: p
 
 
 def test_the_test_split_never_chooses_a_threshold(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
-    """Neither of an export, nor of a checkpoint that was not evaluated; but a person may set one."""
+    """Neither for an export nor for a checkpoint without an evaluation; a user may set one."""
     output = outputs["lists"]
     alone = []
     for place in (output, output / "checkpoints" / "step-000015"):

@@ -122,7 +122,7 @@ def test_a_wrong_function_is_refused_before_any_process_starts(
 
 @pytest.mark.parametrize("kind", ["weights", "two", "lists", "number", "numbers"])
 def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path) -> None:
-    """As many columns, of the same type, and every label among them."""
+    """The dummy predictions have the real shape and type, and contain every label."""
     run = make(folder, kind, "strategy.name=single", "metrics=support.own_scores.order")
     own_scores.SEEN.clear()
     own_metrics.check(Job.of(run).with_data())

@@ -53,7 +53,7 @@ def test_every_token_is_a_target_once(lengths: list[int], size: int, packed: boo
 
 @pytest.mark.parametrize("window", [3, 2**20])
 def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several at a time, in any cut of each into tokens, white space between them left out; of some no token is."""
+    """For several texts, any division into tokens, without the white space between texts, and texts without a token."""
     monkeypatch.setattr(lm_documents, "_WINDOW", window)
     texts = ["a b", "  naïve  café\n\u0437\u0438\u043c\u0430 \u51ac 🎿 end ", "", "x", "\n\n", " y\u3000z\u2003"]
     for width in (1, 2, 5):

@@ -67,7 +67,7 @@ def test_masks_are_new_in_every_step_and_others_for_each_example() -> None:
 
 
 def test_a_mask_does_not_depend_on_the_micro_batch(tmp_path: Path) -> None:
-    """Nor on what the example is padded to, nor on what else is drawn."""
+    """It depends neither on padding nor on other random draws."""
     task = task_of(make(tmp_path, "masked", "task.packing=false"))
     columns = task.splits["train"]
     whole = task.collate_at(columns, np.array([3, 8, 11]), 0, 5)

@@ -44,7 +44,7 @@ BALANCED = 40 / (4 * torch.tensor(COUNTS))
 
 
 def focal(logits: Tensor, targets: Tensor) -> Tensor:
-    """By its definition, with gamma 1.5."""
+    """The focal loss by its definition, with gamma 1.5."""
     p = logits.double().softmax(-1).gather(1, targets[:, None])[:, 0]
     return (-((1 - p) ** 1.5) * p.log()).mean()
 
@@ -276,7 +276,7 @@ def test_a_threshold_decides_between_two_labels() -> None:
 
 @pytest.mark.parametrize("kind", ["one", "several"])
 def test_a_chosen_threshold_decides_the_same_of_answers_and_of_scores(kind: str) -> None:
-    """Where probabilities in float32 would all be 1."""
+    """The logits are so large that all float32 probabilities would be 1."""
     objective = made(["no", "yes"], [30, 10], multi_label=kind == "several", threshold="validation")
     high = torch.linspace(18.0, 24.0, 12)
     logits = torch.stack([torch.zeros(12), high], 1) if kind == "one" else torch.stack([high, high], 1)

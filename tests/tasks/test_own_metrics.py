@@ -124,7 +124,7 @@ def test_any_number_of_processes_gives_the_same(name: str, ranks: int, folder: P
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path) -> None:
-    """Of the same type and shape, and before any process starts."""
+    """The dummy arrays have the real type and shape, and the trial is before any process starts."""
     run = run_of(folder, kind, "strategy.name=single")
     own_scores.SEEN.clear()
     own_metrics.check(Job.of(run).with_data())

@@ -62,7 +62,7 @@ def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, module_fold
     ],
 )
 def test_batch_norm_of_a_lone_item_is_refused(keys: tuple[str, ...], refused: str, module_folder: Path) -> None:
-    """Of 51 items, in 4 micro-batches a step."""
+    """51 items in 4 micro-batches per step leave one item alone."""
     code = TOY.replace("LOSS", "((outputs - answers) ** 2).sum()").replace("nn.Tanh()", "nn.BatchNorm1d(8)")
     run = job(module_folder, code, *keys)
     with raises("LS3007", refused) if refused else nullcontext():

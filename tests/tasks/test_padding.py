@@ -126,7 +126,7 @@ def test_padding_on_the_left_and_texts_of_nothing() -> None:
 
 
 def test_what_is_written_is_written_with_a_cache() -> None:
-    """As without lockstep, whatever lengths prompts have."""
+    """The generated text equals that of plain transformers, for prompts of any length."""
     ids, mask = batch((11, 4, 7), 0)
     how = Decoding(6, 1, None)
     plain, laid = (
@@ -259,7 +259,7 @@ def test_steps_without_dropout_are_those_of_padded_ones(tmp_path: Path, precisio
 def test_an_encoder_and_a_decoder_have_the_bits_of_one_process(
     tmp_path: Path, name: str, options: tuple[str, ...]
 ) -> None:
-    """With dropout; a pipeline's hidden states travel padded, and are laid end to end in each stage."""
+    """With dropout. A pipeline sends padded hidden states, and each stage removes the padding."""
     one, several = (translating(tmp_path, f"strategy.name={n}", *o) for n, o in (("single", ()), (name, options)))
     assert padding.unsupported_reason(one, "seq2seq") is None
     found = run_on(2, two_steps, several)[0]

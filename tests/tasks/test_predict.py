@@ -123,7 +123,7 @@ def test_a_file_of_conversations_is_answered(
 def test_a_model_of_texts_answers_conversations_by_a_template(
     outputs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By that of its tokenizer, which a note says; without one, it is refused."""
+    """The template is that of its tokenizer, as a note says; a model without one is refused."""
     talk = {"messages": [{"role": "user", "content": "why ."}, {"role": "assistant", "content": "no ."}]}
     with raises("LS2408", "text 1", "no chat template"):
         list(predictions(outputs["documents"], [talk], []))

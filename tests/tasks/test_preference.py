@@ -67,7 +67,7 @@ def formula(options: Any, sums: list[torch.Tensor], counts: list[int], first: li
 @pytest.mark.parametrize("keys", [["loss=dpo"], ["loss=dpo", "label_smoothing=0.2"], ["loss=ipo"], ["loss=hinge"],
                                   ["loss=simpo", "gamma=0.3"]], ids="_".join)  # fmt: skip
 def test_losses_are_those_of_the_papers(keys: list[str], folder: Path) -> None:
-    """Of a model that has gone some way from its reference, answer by answer and without padding."""
+    """The model differs from its reference; the expected losses are computed answer by answer, without padding."""
     run = make(folder, "preference", *ONE, *(f"task.{key}" for key in keys), "task.beta=0.7")
     task, strategy, world = built(run)
     columns, rows = task.splits["train"], np.arange(7)
@@ -194,7 +194,8 @@ def test_a_reward_model_tells_answers_apart(folder: Path, capfd: pytest.CaptureF
 
 
 def _conversations_are_scored(out: Path) -> None:
-    """With their last answer, by the template that was trained on; the same texts have the same reward."""
+    """Conversations are scored with their last answer, by the template used in training; equal texts have equal
+    rewards."""
     first, last = {"role": "user", "content": "the dog"}, {"role": "assistant", "content": "sees yes"}
     forms: list[Any] = [
         {"prompt": "the dog", "answer": "sees yes"},

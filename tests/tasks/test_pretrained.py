@@ -198,7 +198,7 @@ def test_weights_begin_where_torch_puts_them() -> None:
 
 
 def test_a_padding_token_without_an_embedding_is_refused() -> None:
-    """It ended in an error of torch's in the first step."""
+    """Without the refusal, torch raised an error in the first step."""
     tokenizer = SimpleNamespace(pad_token="[PAD]", pad_token_id=100)
     with raises("LS3145", "'[PAD]'", "100"):
         models_of._prepare(GPT2Config(vocab_size=100), tokenizer, pretrained=True)

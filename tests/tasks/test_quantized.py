@@ -226,7 +226,7 @@ REFUSED = [
 
 
 def _library(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    """As if bitsandbytes were there, or were not; of others what is so."""
+    """Pretend that bitsandbytes is installed, or is not; leave other packages as they are."""
     found = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> Any:

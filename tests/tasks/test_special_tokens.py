@@ -77,7 +77,7 @@ def test_longformer_answers_with_three_separators_alone() -> None:
     ],
 )
 def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: str, precision: str) -> None:
-    """As transformers' own layers do not take it."""
+    """transformers' own layers fail under autocast."""
     entries = LAYERS | entries
     with raises("LS3143", family):
         models.check_arithmetic(a_run(family, entries, f"precision={precision}"), heads.CLASSIFICATION)
@@ -106,7 +106,8 @@ YOUTU = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lo
 def test_a_row_that_loading_sets_to_zero_is_not_trained(
     head: str, family: str, entries: dict[str, Any], tmp_path: Path
 ) -> None:
-    """As transformers loads it, and another family beside it. Untied, the output has rows of its own."""
+    """transformers zeroes the row when it loads this family; another family is the control. An untied output has its
+    own rows."""
     auto = getattr(transformers, heads.of(head).auto)
     for of, row in ((family, 0.0), ("llama" if head == "causal" else "bert", 1.0)):
         config = transformers.AutoConfig.for_model(

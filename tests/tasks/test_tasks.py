@@ -27,7 +27,7 @@ KINDS = sorted(TASKS)
 
 
 def make(folder: Path, kind: str, *overrides: str) -> Run:
-    """Of few enough examples that the third step is a short one, the last of its epoch."""
+    """A run with so few examples that the third step, the last of its epoch, is short."""
     return task_runs.make(folder, kind, *overrides, count=45)
 
 

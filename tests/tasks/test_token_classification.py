@@ -108,7 +108,7 @@ def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
 
 
 def test_a_row_without_a_target_is_an_example_all_the_same(tmp_path: Path) -> None:
-    """Of words that the tokenizer makes nothing of."""
+    """The row's words have no tokens."""
     task = task_of(make(tmp_path, "token_classification"))
     columns, rows = task.splits["validation"], np.arange(3)
     batch = task.collate(columns, rows, 0)
@@ -123,7 +123,7 @@ def test_a_row_without_a_target_is_an_example_all_the_same(tmp_path: Path) -> No
 
 
 def test_samples_name_the_entities(tmp_path: Path) -> None:
-    """Of a model that says what is right, and of one that says nothing."""
+    """The samples of a model with correct predictions, and of one without any."""
     task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))
     rows = [json.loads(line) for line in (tmp_path / "token_classification/validation.jsonl").read_text().splitlines()]
     columns = task.splits["validation"]

@@ -126,7 +126,7 @@ Alone = Callable[[int], tuple[dict[str, float], list[tuple[int, str]]]]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process makes of it, with so many beams."""
+    """The results of one process, by number of beams."""
 
     @cache
     def of(beams: int) -> tuple[dict[str, float], list[tuple[int, str]]]:

@@ -266,7 +266,7 @@ def test_sliding_layers_without_a_window_are_refused(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def plain_loss(model: nn.Module, texts: list[tuple[Tensor, Tensor]]) -> float:
-    """By transformers alone, a text at a time: ids [T], and what each shall predict [T]."""
+    """Return the loss of transformers alone, one text at a time: (ids [T], targets [T])."""
     told = [(model(input_ids=ids[None]).logits[0].double(), targets) for ids, targets in texts]
     total = sum(float(cross_entropy(logits, targets, reduction="sum")) for logits, targets in told)
     return total / sum(int((targets >= 0).sum()) for _, targets in texts)

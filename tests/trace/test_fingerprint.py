@@ -19,7 +19,7 @@ def parts(vector: torch.Tensor) -> tuple[int, float, np.ndarray]:
 
 
 def plain(tensor: torch.Tensor) -> tuple[int, float, np.ndarray]:
-    """By the definition, an element at a time, in Python's integers."""
+    """Compute fingerprint, sum and sketch by their definition, element by element, in Python's integers."""
     p, rows = width_of(tensor.shape), fingerprint.ROWS
     flat, bits = tensor.reshape(-1), tensor.reshape(-1).view(torch.int32)
     total, sketch = 0, np.zeros(p)
@@ -176,7 +176,7 @@ def test_a_changed_bit_or_place_changes_the_fingerprint() -> None:
 
 
 def test_the_error_of_a_sketch() -> None:
-    """Of the norm of a difference, over 200 pairs: a standard deviation of 1 / sqrt(2 P), and no bias."""
+    """The estimated norm of a difference has a standard deviation of 1 / sqrt(2 P) and no bias, over 200 pairs."""
     errors, generator = [], torch.Generator().manual_seed(4)
     for _ in range(200):
         a = torch.randn(90, 70, generator=generator)

@@ -344,7 +344,7 @@ def test_an_attention_backward_has_three_gradients(tmp_path: Path) -> None:
 
 
 def test_a_part_of_new_memory_is_compared_once_it_is_written_to(tmp_path: Path) -> None:
-    """As the gradients of ZeRO are, one after the other in one buffer."""
+    """ZeRO writes its gradients one after the other into one buffer."""
 
     def in_parts(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         room = torch.empty(256)

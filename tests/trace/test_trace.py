@@ -90,7 +90,7 @@ def train(folder: Path, steps: int = 4, rate: float = 0.1, factor: float = 1.0) 
 
 
 def test_a_folder_that_is_not_used_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in a script that says `import lockstep_trace`, which is traced from there on."""
+    """A script with `import lockstep_trace` is traced from that line on."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -420,7 +420,7 @@ def test_workers_that_draw_the_same_numbers_are_a_finding(tmp_path: Path, own: b
 
 
 def read_ahead(loader):  # type: ignore[no-untyped-def]
-    """As Accelerate's loaders do: the pass ends before its last batch is used."""
+    """Iterate as Accelerate's loaders do: the pass ends before its last batch is used."""
     iterator = iter(loader)
     batch = next(iterator)
     for following in iterator:
@@ -518,7 +518,7 @@ def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes
 def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
     tmp_path: Path, stepped: str, steps: int | None, kept: int | None, code: list[str]
 ) -> None:
-    """Of two epochs of three steps, `steps` are recorded, and a kill leaves `kept` of them."""
+    """Two epochs have three steps each; `steps` are recorded, and a kill leaves `kept` of them."""
     tracer.begin(Settings(str(tmp_path), steps=steps))
     model = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -546,7 +546,7 @@ def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
 
 
 def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
-    """As torch's tutorial series on DDP has it."""
+    """torch's tutorial series on DDP computes such a loss."""
     model = nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with lockstep_trace.traced(model, optimizer, folder=tmp_path):
@@ -562,7 +562,7 @@ def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
 def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As `import deepspeed` before torch does."""
+    """`import deepspeed` before torch is such a case."""
     module = types.ModuleType("deepspeed")
     module.__spec__ = types.SimpleNamespace(_initializing=True)  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "deepspeed", module)
