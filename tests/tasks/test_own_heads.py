@@ -13,6 +13,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
+from lockstep.cli import main
 from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.tasks.models import models, source_ties
@@ -231,7 +232,9 @@ MICRO_BATCHES = ["strategy.name=fsdp2", "strategy.options.gather=micro_batch", "
 
 
 @pytest.mark.processes
-def test_a_trained_head_is_resumed_under_another_strategy(tmp_path: Path, cache: Path) -> None:
+def test_a_trained_head_is_resumed_under_another_strategy(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_heads.save(tmp_path / "model", "gpt2")
     _write(tmp_path, run_of(tmp_path, "gpt2", "steps=8", "checkpoint.every=4"))
     whole = _train(tmp_path, cache, "out")
@@ -239,6 +242,10 @@ def test_a_trained_head_is_resumed_under_another_strategy(tmp_path: Path, cache:
     shutil.rmtree(tmp_path / "out/checkpoints/step-000008")
     assert _train(tmp_path, cache, "out", *MICRO_BATCHES) == whole
     assert "resuming after step 4 of 8" in (tmp_path / "out/log.txt").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "without_its_model"))
+    source = "model.source=out/checkpoints/latest"  # these options are refused by the model's config
+    assert main(["plan", "run.yaml", "output=more", source, *MICRO_BATCHES]) == 0
 
 
 @pytest.mark.processes

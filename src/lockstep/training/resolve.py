@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.config import error_messages as messages
@@ -133,6 +134,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     from lockstep.strategies.engines import blocks
     from lockstep.tasks.models import model_configs
 
+    _make_source(run)
     model_configs.check(run, machine.like_this_one)
     if job.task.chunks_loss:
         from lockstep.tasks.models import chunked_loss
@@ -145,6 +147,20 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     _refuse_unportable(job, machine.like_this_one)
     remote_sync.require_extra(run)
     return replace(job, scope=Scope.OPTIONS)
+
+
+def _make_source(run: Run) -> None:
+    """Make the model of a checkpoint that `model.source` names, whose config decides what strategies refuse. Errors:
+    `RunError`."""
+    from lockstep.data import hub
+
+    source = run.model.source
+    if source is None or hub.parts(Path(source).expanduser())[1] is None:
+        return
+    if not Path(hub.model_folder(source)).is_dir() or not Path(source).expanduser().exists():
+        from lockstep.training.checkpoint_model import fetch
+
+        fetch(run)
 
 
 def _refuse_best(job: Job) -> None:
