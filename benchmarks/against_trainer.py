@@ -204,7 +204,7 @@ class Rates(TrainerCallback):
 
 def without_dropout(run: Run) -> Run:
     values = run.model_dump(mode="json")
-    known = load_config(run).to_dict()
+    known = load_config(run.model).to_dict()
     drops = {k: 0.0 for k, v in known.items() if "drop" in k and isinstance(v, float | int) and not isinstance(v, bool)}
     values["model"]["config"] = values["model"]["config"] | drops
     return Run.model_validate(values)

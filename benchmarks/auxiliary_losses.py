@@ -45,7 +45,7 @@ def outcome(run: Any, head: str, config: Any) -> str:
     why = "no small config"
     for wanted in small_models.smaller(config, head):
         try:
-            pairs = config_checks.loss_pairs(run, head, wanted)
+            pairs = config_checks.loss_pairs(run.model, head, wanted)
         except Exception as caught:
             why = f"{type(caught).__name__}: {' '.join(str(caught).split())[:100]}"
             continue
@@ -58,7 +58,7 @@ def tried(head: str, family: str) -> dict[str, Any]:
     line: dict[str, Any] = {"head": head, "family": family}
     try:
         run = run_of("causal", family, Path("."), "single")
-        config = model_configs.load_config(run)
+        config = model_configs.load_config(run.model)
     except Exception as caught:
         return line | {"usual": f"{type(caught).__name__}: {' '.join(str(caught).split())[:100]}"}
     with torch.random.fork_rng([]):
@@ -66,7 +66,7 @@ def tried(head: str, family: str) -> dict[str, Any]:
         if line["usual"] == "same":
             line["entries"] = entries(run, head, config)
         if line["usual"] == "term":
-            line["refused"] = config_checks.auxiliary_term(run, head, config)
+            line["refused"] = config_checks.auxiliary_term(run.model, head, config)
     return line
 
 
@@ -82,7 +82,7 @@ def entries(run: Any, head: str, config: Any) -> dict[str, str]:
             *outer, last = path.split(".")
             setattr(config_checks._at(other, ".".join(outer)) if outer else other, last, value)
         found[named] = outcome(run, head, other)
-        if found[named] == "term" and not config_checks.auxiliary_term(run, head, other):
+        if found[named] == "term" and not config_checks.auxiliary_term(run.model, head, other):
             found[named] = "term that is not refused"
     if "term" in [said for named, said in found.items() if named != "all of them"]:
         found.pop("all of them", None)

@@ -76,7 +76,7 @@ def inert(family: str, head: str) -> dict[str, Any]:
                 continue
             model = run.model.model_copy(update={"config": small(family) | {name: value}})
             tried["tried"].append(name)
-            if not config_checks.acts(run.model_copy(update={"model": model}), head, name, value):
+            if not config_checks.acts(run.model_copy(update={"model": model}).model, head, name, value):
                 tried["inert"].append(name)
     return tried
 

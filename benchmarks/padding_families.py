@@ -31,11 +31,11 @@ def tried(head: str, family: str, folder: Path) -> dict[str, Any]:
     instead = None
     try:
         run = run_of(head, family, folder, "single")
-        config = model_configs.load_config(run)
-        instead = padding.tried_ahead(run, head, config) if head == "causal" else None
+        config = model_configs.load_config(run.model)
+        instead = padding.tried_ahead(run.model, head, config) if head == "causal" else None
         if (entry := model_configs.leaves_out_layers(config)) is not None:
             setattr(config, entry, 0.0)  # LayerDrop is on by default in some; a run may set it to 0
-        why = padding.trial(run, head, config)
+        why = padding.trial(run.model, head, config)
     except (RunError, Exception) as error:
         why = f"a small model of this family could not be tried ({' '.join(str(error).split())[:120]})"
     return {"head": head, "family": family, "padded": why} | ({"reads_ahead": instead} if instead else {})

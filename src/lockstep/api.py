@@ -74,7 +74,7 @@ def train(
     _begins()
     _importable(run)
     run = start.continued_as_new_run(run, streams.say if show is print else show or (lambda text: None))
-    start.plan_of(run, start.launcher_of(run))
+    start.plan_of(run, start.launcher_of(run.launch))
     following = Following(run.folder)
     listening = [
         each for each in (on_event, event_stream.bar(run.checkpoint.best) if show else None) if each is not None

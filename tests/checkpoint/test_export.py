@@ -204,7 +204,7 @@ def test_an_export_draws_no_weights_that_it_overwrites(
     task.write(tmp_path / "export", weights)
     assert drawn == []
     monkeypatch.undo()
-    loaded = exported_model(str(task.head), tmp_path / "export", run).state_dict()
+    loaded = exported_model(str(task.head), tmp_path / "export", run.model).state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
     strategy.close()

@@ -336,5 +336,5 @@ def test_names_fit_and_depend_on_what_is_trained(here: Path) -> None:
     assert len(name_of(long)) <= 60
     assert name_of(run_of()) == name_of(run_of(instance="ml.m5.4xlarge"))  # its checkpoints are found again
     assert name_of(run_of()) != name_of(load(None, [], RUN | {"seed": 1}))
-    assert start.launcher_of(run_of()).submits
+    assert start.launcher_of(run_of().launch).submits
     assert logs_command.run_logs

@@ -100,10 +100,10 @@ def test_an_encoding_of_files_that_hold_no_text(tmp_path: Path) -> None:
 def test_a_revision_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     run = load(None, ["model.type=null", f"model.source={tmp_path}"], SCRATCH)
-    assert model_configs.local_or_id(run) == str(tmp_path)
+    assert model_configs.local_or_id(run.model) == str(tmp_path)
     run = load(None, ["model.type=null", f"model.source={tmp_path}", "model.revision=main"], SCRATCH)
     with raises("LS3136", "model.revision", str(tmp_path)):
-        model_configs.local_or_id(run)
+        model_configs.local_or_id(run.model)
 
 
 def test_a_variable_that_the_chat_template_does_not_read(tmp_path: Path) -> None:

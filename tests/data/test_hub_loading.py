@@ -173,7 +173,7 @@ def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest
             assert address in said
             assert "HF_ENDPOINT" in said
             with raises("LS3131", "does not answer", address):
-                model_configs.load_config(tiny(model={"source": "some/none"}))
+                model_configs.load_config(tiny(model={"source": "some/none"}).model)
         finally:
             hub_names.unreachable.cache_clear()
             set_client_factory(_http.default_client_factory)
@@ -192,7 +192,7 @@ def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert hub_names.optional_file("some/none", "config.json", None) is None
     assert len(calls) == 2
     with raises("LS3131"):
-        model_configs.load_config(tiny(model={"source": "some/none"}))
+        model_configs.load_config(tiny(model={"source": "some/none"}).model)
     assert len(calls) == 3
     with hub_names.downloading(str(tmp_path), "dataset"):
         assert hub_names.optional_file(str(tmp_path), "config.json", None) is None

@@ -329,7 +329,7 @@ def test_one_rank_of_every_other_machine_says_where_the_model_is(
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     if slurm:
         monkeypatch.setenv("SLURM_PROCID", "2")
-    console_of_other_machine(run, world).say("on host-0")
+    console_of_other_machine(run.track, world).say("on host-0")
     assert capsys.readouterr().out == "on host-0\n" * speaks
 
 

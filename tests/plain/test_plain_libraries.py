@@ -55,7 +55,7 @@ def test_a_tied_adapter_is_that_of_the_run() -> None:
     adapter = {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True, "init_lora_weights": False, "r": 2}
     run: Any = SimpleNamespace(model=SimpleNamespace(adapter=adapter))
     ways = {"plain": lambda model: train._adapted(model, dict(adapter), "CAUSAL_LM")}
-    ways["run"] = lambda model: adapters.wrap(run, model, "causal")
+    ways["run"] = lambda model: adapters.wrap(run.model, model, "causal")
     seen = {}
     for name, way in ways.items():
         torch.manual_seed(0)

@@ -112,7 +112,7 @@ def test_simulated_ranks_are_on_the_machines_of_the_device(monkeypatch: pytest.M
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
     run = tiny()
-    found = {each: links(run, ranks_of.FakeWorld(run).on_machines(each)) for each in (2, 4)}
+    found = {each: links(run.strategy, ranks_of.FakeWorld(run).on_machines(each)) for each in (2, 4)}
     assert found[2].hosts == ("machine-0", "machine-0", "machine-1", "machine-1")
     assert [found[each].tree(4) for each in (2, 4)] == [True, False]
 

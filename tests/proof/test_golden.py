@@ -103,7 +103,7 @@ def test_this_source_trains_as_the_one_that_wrote_the_file(tmp_path: Path, capfd
     if os.environ.get("LOCKSTEP_GOLDEN"):
         assert main(["verify", str(tmp_path / "run.yaml"), "--steps", "2", "--write", str(golden)]) == 0
     then, _ = read_records(golden)
-    here = {"processor": processor()} | {k: versions(run, ())[k] for k in ("torch", "transformers", "tokenizers")}
+    here = {"processor": processor()} | {k: versions(run.model, ())[k] for k in ("torch", "transformers", "tokenizers")}
     there = {"processor": then["device"]} | {k: then["versions"][k] for k in ("torch", "transformers", "tokenizers")}
     if other := [f"{k} {there[k]} then, {here[k]} now" for k in here if here[k] != there[k]]:
         pytest.skip(f"tests/golden/training.jsonl is of {'; '.join(other)}")

@@ -78,7 +78,7 @@ def test_a_tied_decoder_has_the_same_bits_in_shards() -> None:
 @pytest.mark.parametrize(("family", "value"), [("funnel", 2), ("modernbert-decoder", "two")])
 def test_an_entry_that_a_config_does_not_take_is_refused(family: str, value: Any) -> None:
     with raises("LS3123", "model.config.num_hidden_layers", f"{value!r}"):
-        model_configs.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}))
+        model_configs.load_config(tiny(model={"type": family, "config": {"num_hidden_layers": value}}).model)
 
 
 T5GEMMA = {
@@ -88,7 +88,7 @@ T5GEMMA = {
 
 
 def config_of(family: str, entries: dict[str, Any]) -> Any:
-    return model_configs.load_config(tiny(model={"type": family, "config": entries}))
+    return model_configs.load_config(tiny(model={"type": family, "config": entries}).model)
 
 
 def test_a_config_within_a_config_takes_entries() -> None:
@@ -232,7 +232,7 @@ def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) ->
     }
     model.config.save_pretrained(tmp_path)
     source = {"source": str(tmp_path), "config": {"decoder": {"attention_dropout": 0.5}}}
-    again: Any = model_configs.load_config(tiny(model=source))
+    again: Any = model_configs.load_config(tiny(model=source).model)
     assert (again.decoder.attention_dropout, again.encoder.attention_dropout) == (0.5, 0.0)
     assert again.decoder.hidden_size == 32
 
@@ -306,9 +306,9 @@ def test_an_fsmt_that_starts_from_padding_is_refused(tmp_path: Path) -> None:
         run = tiny(model={"source": str(tmp_path)})
         if refused:
             with raises("LS3379", "0"):
-                translation.check_start_is_read(run, tokens)
+                translation.check_start_is_read(run.model, tokens)
         else:
-            translation.check_start_is_read(run, tokens)
+            translation.check_start_is_read(run.model, tokens)
 
 
 def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> None:
@@ -320,6 +320,6 @@ def test_a_decoder_with_two_tokens_to_start_from_is_refused(tmp_path: Path) -> N
         run = tiny(model={"source": str(tmp_path)})
         if refused:
             with raises("LS3380", "3", "2"):
-                translation.check_start(run)
+                translation.check_start(run.model)
         else:
-            translation.check_start(run)
+            translation.check_start(run.model)

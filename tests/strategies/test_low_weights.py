@@ -222,7 +222,7 @@ def test_frozen_bfloat16_matrices_give_the_bits_of_float32_ones(low: torch.dtype
     run, ends = tiny(model=ADAPTER), []
     assert run.model.dtype == "bfloat16"  # the default with an adapter
     for settled in (False, True):
-        model = storage_dtype.cast_weights(run, Layers()) if settled else Layers()
+        model = storage_dtype.cast_weights(run.model, Layers()) if settled else Layers()
         with torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None):
             output = model(torch.arange(30).view(3, 10))
         output.float().square().sum().sqrt().backward()
@@ -235,7 +235,7 @@ def test_frozen_bfloat16_matrices_give_the_bits_of_float32_ones(low: torch.dtype
 
 
 def test_autograd_keeps_no_float32_matrix() -> None:
-    model = storage_dtype.cast_weights(tiny(model=ADAPTER), Layers())
+    model = storage_dtype.cast_weights(tiny(model=ADAPTER).model, Layers())
     before = tensor_bytes()
     x = torch.randn(1, 24, requires_grad=True)
     output = model.linear(x)
@@ -253,7 +253,7 @@ def test_a_merged_model_has_the_dtype_it_was_published_in(published: str | None)
     base = transformers.GPT2LMHeadModel(config)
     wanted = base.transformer.h[0].attn.c_attn.weight.detach().bfloat16().float()
     asked = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
-    model = storage_dtype.cast_weights(tiny(model=ADAPTER), peft.get_peft_model(base, asked))
+    model = storage_dtype.cast_weights(tiny(model=ADAPTER).model, peft.get_peft_model(base, asked))
     lora = next(m for n, m in model.named_modules() if n.endswith("c_attn"))
     wanted += lora.get_delta_weight("default").detach()
     whole = storage_dtype.merged(model, low=published == "bfloat16")

@@ -123,7 +123,7 @@ class Language(Classification):
     def model(self, empty: bool = False) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return self.made(AutoModelForCausalLM, model_configs.load_config(self.run), empty)
+        return self.made(AutoModelForCausalLM, model_configs.load_config(self.run.model), empty)
 
     def made(self, kind: Any, config: Any, empty: bool) -> nn.Module:
         config.vocab_size, config.pad_token_id = len(self.tokenizer), self.tokenizer.pad_token_id

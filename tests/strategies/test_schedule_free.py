@@ -27,7 +27,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
     names = [p.name for p in (tmp_path / "out/checkpoints/step-000002").glob("*.safetensors")]
     files = Files(tmp_path / "out/checkpoints/step-000002", [*names, ".metadata"])
     weights = {name: files.whole(f"model.{name}") for name, _ in job.strategy.model.named_parameters()}
-    found = evaluated(run, files, weights)
+    found = evaluated(run.optim, files, weights)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], exported[name]) for name in found)
     assert all(torch.equal(weights[name], trained[name]) for name in weights)

@@ -87,7 +87,7 @@ def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        parameter_groups.assigned(run.optim, make_model.freeze(run, BertForSequenceClassification(BERT)))
+        parameter_groups.assigned(run.optim, make_model.freeze(run.model, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
@@ -98,7 +98,7 @@ def test_no_layers_no_decay_from_layer_to_layer() -> None:
 
 def test_what_is_frozen_is_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
-    model = make_model.freeze(run, BertForSequenceClassification(BERT))
+    model = make_model.freeze(run.model, BertForSequenceClassification(BERT))
     names = {name for group in stepper.build(run.optim, model).param_groups for name in group["names"]}
     assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
 

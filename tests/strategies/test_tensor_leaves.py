@@ -323,8 +323,8 @@ def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: 
     wrong = tensor_plans.FamilyPlan({**tensor_plans._GPT2.products}, {}, tensor_plans._GPT2.counts)  # q, k, v in one
     monkeypatch.setitem(tensor_plans._PLANS, "gpt2", wrong)
     run = tiny(model=FAMILIES["gpt2"], strategy={"name": "ddp", "tensor_leaves": 4})
-    config = tensor_plans.load_config(run)
-    assert tensor_plans.differs(run, "classification", config) is not None
+    config = tensor_plans.load_config(run.model)
+    assert tensor_plans.differs(run.model, "classification", config) is not None
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_modules_keep_their_weights_names() -> None:
     run = tiny(model=FAMILIES["bert"], strategy={"name": "single", "tensor_leaves": 2})
     import transformers
 
-    model: nn.Module = transformers.BertModel(tensor_plans.load_config(run))
+    model: nn.Module = transformers.BertModel(tensor_plans.load_config(run.model))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensor_plans.install(run, model)
     after = model.state_dict()

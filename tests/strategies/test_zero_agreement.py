@@ -190,7 +190,7 @@ def test_deepspeed_counts_one_micro_batch_a_step(stage: int) -> None:
     """DeepSpeed#8224 (0.18.3 to 0.19.5) needs several micro-batches per step: benchmarks/deepspeed_shared_module.py."""
     options = {"gradient_accumulation_steps": 4}
     run = run_of(options, f"zero{stage}")
-    assert zero_config.config(run, stage, 1000, options)["gradient_accumulation_steps"] == 1
+    assert zero_config.config(run.optim, stage, 1000, options)["gradient_accumulation_steps"] == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")

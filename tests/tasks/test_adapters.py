@@ -166,7 +166,7 @@ def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("LS3070"):
-        adapters.check(run_of(folder, "documents"))
+        adapters.check(run_of(folder, "documents").model)
 
 
 @pytest.mark.parametrize("ensure", [False, True])
@@ -199,9 +199,9 @@ def test_a_tied_head_that_peft_would_not_load_is_refused_before_training(folder:
     adapter = "model.adapter={type: lora, r: 2, target_modules: [lm_head], ensure_weight_tying: true}"
     run = run_of(folder, "documents", adapter, "model.adapter.export=adapter")
     with raises("LS3413"):
-        adapters.wrap(run, AutoModelForCausalLM.from_config(gpt2), "causal")
-    adapters.wrap(run, AutoModelForCausalLM.from_config(llama), "causal")
-    adapters.wrap(run_of(folder, "documents", adapter), AutoModelForCausalLM.from_config(gpt2), "causal")
+        adapters.wrap(run.model, AutoModelForCausalLM.from_config(gpt2), "causal")
+    adapters.wrap(run.model, AutoModelForCausalLM.from_config(llama), "causal")
+    adapters.wrap(run_of(folder, "documents", adapter).model, AutoModelForCausalLM.from_config(gpt2), "causal")
 
 
 def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
@@ -237,7 +237,7 @@ def test_all_linear_leaves_heads_of_all_kinds_whole(
     run = run_of(
         folder, "token_classification", 'model.adapter={"type": "lora", "r": 4, "target_modules": "all-linear"}'
     )
-    moving = [name for name, weight in adapters.wrap(run, model, head).named_parameters() if weight.requires_grad]
+    moving = [name for name, weight in adapters.wrap(run.model, model, head).named_parameters() if weight.requires_grad]
     whole = [name for name in moving if "modules_to_save" in name]
     assert {name.split(".modules_to_save")[0].rsplit(".", 1)[-1] for name in whole} == set(saved)
     assert [name for name in whole if "lora" in name] == []

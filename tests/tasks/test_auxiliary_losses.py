@@ -75,14 +75,14 @@ TAKEN = [
 def test_a_model_whose_loss_is_the_cross_entropy_is_taken(family: str, head: str, config: dict[str, Any]) -> None:
     run = run_of(family, config)
     with torch.random.fork_rng([]):
-        small = small_models.smaller(model_configs.load_config(run), head)
+        small = small_models.smaller(model_configs.load_config(run.model), head)
         assert any(tried(run, head, each) for each in small)  # and not taken because nothing could be tried
-    config_checks.check(run, head)
+    config_checks.check(run.model, head)
 
 
 def tried(run: Run, head: str, config: Any) -> bool:
     try:
-        return config_checks.agree(config_checks.loss_pairs(run, head, config))
+        return config_checks.agree(config_checks.loss_pairs(run.model, head, config))
     except Exception:
         return False
 
@@ -98,7 +98,7 @@ def test_the_term_that_mixtral_adds_is_the_one_that_is_refused() -> None:
     plain = cross_entropy(found.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert float(found.loss) == pytest.approx(float(plain + 0.5 * found.aux_loss), rel=1e-6)
     assert float(found.aux_loss) > 0.5
-    pairs = config_checks.loss_pairs(run_of("mixtral", ROUTED), "causal", config)
+    pairs = config_checks.loss_pairs(run_of("mixtral", ROUTED).model, "causal", config)
     assert not config_checks.agree(pairs)
 
 
@@ -113,10 +113,10 @@ def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch)
         return found
 
     run = run_of("llama", GROUPED)
-    config = model_configs.load_config(run)
-    assert config_checks.auxiliary_term(run, "causal", config) is None
+    config = model_configs.load_config(run.model)
+    assert config_checks.auxiliary_term(run.model, "causal", config) is None
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", planted)
-    said = config_checks.auxiliary_term(run, "causal", config)
+    said = config_checks.auxiliary_term(run.model, "causal", config)
     assert said is not None
     assert "llama adds a term" in said
 
@@ -128,7 +128,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
     monkeypatch.setattr(small_models, "small", unknown)
     for config, refused in ((ROUTED | ASKED, True), (ROUTED, False)):
         run = run_of("mixtral", config)
-        said = config_checks.auxiliary_term(run, "causal", model_configs.load_config(run))
+        said = config_checks.auxiliary_term(run.model, "causal", model_configs.load_config(run.model))
         assert (said is not None and "output_router_logits: true" in said) == refused
 
 

@@ -59,7 +59,7 @@ def test_an_entry_that_the_class_does_not_know_is_refused(
     family: str, config: dict[str, Any], code: str, values: list[str]
 ) -> None:
     with raises(code, *values):
-        model_configs.load_config(run_of(family, config))
+        model_configs.load_config(run_of(family, config).model)
 
 
 def text_families(*heads: str) -> list[str]:
@@ -108,7 +108,7 @@ def test_what_a_family_derives_from_entries_follows(
     family: str, entries: dict[str, Any], derived: dict[str, Any]
 ) -> None:
     kind: Any = CONFIG_MAPPING[family]
-    found = model_configs.load_config(run_of(family, entries))
+    found = model_configs.load_config(run_of(family, entries).model)
     assert found.to_dict() == kind(**entries).to_dict()
     assert {name: getattr(found, name) for name in derived} == derived
     model_configs.set_entries(one_by_one := kind(), entries)
@@ -124,9 +124,9 @@ def test_a_model_from_scratch_computes_what_transformers_computes() -> None:
     one_by_one.num_decoder_layers = 1
     inputs = small_models.examples("seq2seq", *small_models.BATCHES[0])
     found = []
-    for wanted in (model_configs.load_config(run), kind(**config), one_by_one):
+    for wanted in (model_configs.load_config(run.model), kind(**config), one_by_one):
         wanted.vocab_size, wanted.decoder_start_token_id = small_models.TOKENS, small_models.START
-        model: Any = small_models.small(run, "seq2seq", wanted, None)
+        model: Any = small_models.small(run.model, "seq2seq", wanted, None)
         with torch.no_grad():
             found.append((model(**inputs).logits, any("wi_1" in name for name in model.state_dict())))
     (ours, gated), (theirs, gated_too), (before, none) = found
@@ -152,13 +152,13 @@ NOTES = [
 def test_an_entry_that_changes_nothing_is_named(
     family: str, head: str, config: dict[str, Any], named: list[str]
 ) -> None:
-    said = config_checks.notes(run_of(family, config), head)
+    said = config_checks.notes(run_of(family, config).model, head)
     assert sorted(text.split()[0] for text in said) == sorted(f"model.config.{name}" for name in named)
     assert all(" has no effect" in text for text in said)
 
 
 def test_an_entry_that_the_class_changes_is_named() -> None:
-    said = config_checks.notes(run_of("hrm_text", {"num_hidden_layers": 2}), "causal")
+    said = config_checks.notes(run_of("hrm_text", {"num_hidden_layers": 2}).model, "causal")
     assert said == ["model.config.num_hidden_layers: 2 became 16, as the config of hrm_text has it"]
 
 
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPat
         raise ValueError("no such model")
 
     monkeypatch.setattr(small_models, "small", unknown)
-    assert config_checks.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}), "causal", "resid_pdrop", 0.1)
+    assert config_checks.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}).model, "causal", "resid_pdrop", 0.1)
 
 
 def test_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,9 +188,9 @@ def test_longrope_is_noted_where_texts_are_on_both_sides_of_its_limit(monkeypatc
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     config = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     run = run_of("llama", config | {"rope_parameters": rope | factors})
-    assert config_checks.longrope_limit(run, "classification") == 16
-    assert config_checks.longrope_limit(run_of("llama", config), "classification") is None
-    assert config_checks.longrope_limit(run, None) is None
+    assert config_checks.longrope_limit(run.model, "classification") == 16
+    assert config_checks.longrope_limit(run_of("llama", config).model, "classification") is None
+    assert config_checks.longrope_limit(run.model, None) is None
     job: Any = SimpleNamespace(run=run, task=SimpleNamespace(head="classification"))
     columns = MagicMock(spec=model_stats.Columns)
     monkeypatch.setattr(model_stats, "make_task", lambda _: SimpleNamespace(splits={"train": columns}))

@@ -187,7 +187,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
 
     transformers.AttentionInterface.register(unpadded.NAME, leaking)
     try:
-        why = padding.trial(run_of("bert"), "classification", model_configs.load_config(run_of("bert")))
+        why = padding.trial(run_of("bert").model, "classification", model_configs.load_config(run_of("bert").model))
     finally:
         transformers.AttentionInterface.register(unpadded.NAME, unpadded.attention)
     assert why == "concatenated examples would attend to each other"

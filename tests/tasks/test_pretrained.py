@@ -209,13 +209,13 @@ def test_a_folder_that_holds_a_model_twice_is_refused(tmp_path: Path) -> None:
     """Shards saved over a single file: from_pretrained reads the old weights."""
     saved(tmp_path, "gpt2")
     run = tiny(model={"source": str(tmp_path)})
-    models_of.local_or_id(run)
+    models_of.local_or_id(run.model)
     model = GPT2LMHeadModel.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path, max_shard_size="8KB")
     with raises("LS3480", str(tmp_path), "model.source", "model.safetensors", "files of model.safetensors.index.json"):
-        models_of.local_or_id(run)
+        models_of.local_or_id(run.model)
     with raises("LS3480", str(tmp_path), "the export"):
-        models_of.exported_model("causal", tmp_path, tiny())
+        models_of.exported_model("causal", tmp_path, tiny().model)
     for shard in tmp_path.glob("model-0*"):
         shard.unlink()
-    models_of.local_or_id(run)  # an index alone names nothing that is there, and the single file is read
+    models_of.local_or_id(run.model)  # an index alone names nothing that is there, and the single file is read

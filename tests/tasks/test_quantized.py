@@ -152,7 +152,7 @@ def test_layers_compute_with_what_their_4_bits_stand_for(kind: str, low: torch.d
     pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     whole = Layers()
     run = tiny(model={"source": "somewhere", "adapter": {"r": 4}, "dtype": "float32", "quantization": kind})
-    model = storage_dtype.cast_weights(run, Layers())
+    model = storage_dtype.cast_weights(run.model, Layers())
     assert [hasattr(m, "packed") for m in (*model.blocks, model.head)] == [True, True, True, False]
     assert quantized.count(model) == 2 * 64 * 128 + 64 * 7
     assert quantized.parameters(model) == sum(p.numel() for p in whole.parameters())
@@ -259,4 +259,4 @@ def test_a_kind_that_there_is_not_is_refused() -> None:
 def test_a_model_without_such_layers_is_refused() -> None:
     narrow = torch.nn.ModuleList([torch.nn.Linear(16, 16).requires_grad_(False)])
     with raises("LS3175"):
-        storage_dtype.cast_weights(tiny(model=MODEL), narrow)
+        storage_dtype.cast_weights(tiny(model=MODEL).model, narrow)

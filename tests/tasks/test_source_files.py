@@ -73,14 +73,14 @@ def test_a_base_that_would_be_random_is_refused(name: str, tmp_path: Path) -> No
     kind, change, code, words = WRONG[name]
     own_heads.save(tmp_path / "model", kind, apart=False)
     run = run_of(tmp_path)
-    source_files.check(run, HEADS[kind])  # as it was saved
+    source_files.check(run.model, HEADS[kind])  # as it was saved
     rewrite(tmp_path / "model", change)
     with raises(code, "model.source", *words):
-        source_files.check(run, HEADS[kind])
+        source_files.check(run.model, HEADS[kind])
     auto = getattr(transformers, AUTOS[kind])
     model, info = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
     with raises(code, "model.source"):  # files that were not there before the start
-        source_files.check_loaded(run, HEADS[kind], model, info)
+        source_files.check_loaded(run.model, HEADS[kind], model, info)
 
 
 @pytest.mark.processes
@@ -101,13 +101,13 @@ def test_weights_that_change_beside_a_cache_are_refused(strategy: str, tmp_path:
 def test_heads_and_poolers_are_noted_where_they_are_used(tmp_path: Path) -> None:
     own_heads.save(tmp_path / "model", "bert", apart=False)  # of a masked language model, without a pooler
     run = run_of(tmp_path)
-    (note,) = source_files.notes(run, heads.CLASSIFICATION)
+    (note,) = source_files.notes(run.model, heads.CLASSIFICATION)
     assert "bert.pooler.dense.weight, bert.pooler.dense.bias: initialized at random" in note
     assert "classifier" not in note  # a new head is what the task is for
     for head in (heads.MASKED, heads.EMBEDDING, heads.TOKEN_CLASSIFICATION):
-        assert source_files.notes(run, head) == []
+        assert source_files.notes(run.model, head) == []
     rewrite(tmp_path / "model", without("cls."))
-    (note,) = source_files.notes(run, heads.MASKED)
+    (note,) = source_files.notes(run.model, heads.MASKED)
     assert "cls.predictions.bias" in note
 
 
@@ -116,30 +116,30 @@ def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     layer = without("h.1.")
     rewrite(tmp_path / "model", lambda weights: {**weights, "transformer.h.0.attn.bias": torch.ones(1)})
-    assert source_files.notes(run, heads.CAUSAL) == []  # a mask that older versions saved
+    assert source_files.notes(run.model, heads.CAUSAL) == []  # a mask that older versions saved
     own = load_file(tmp_path / "model/model.safetensors")
     for other in ("transformer.h.0.attn.q_norm.weight", "transformer.h.1.mlp.c_fc.lora_A.weight"):
         rewrite(tmp_path / "model", lambda weights, name=other: {**own, name: torch.ones(1)})  # type: ignore[misc]
-        (note,) = source_files.notes(run, heads.CAUSAL)
+        (note,) = source_files.notes(run.model, heads.CAUSAL)
         assert f"hold {other}, which the model" in note
     rewrite(tmp_path / "model", lambda _: {**own, "v_head.summary.weight": torch.ones(1, 32)})  # TRL's value head
-    (note,) = source_files.notes(run, heads.CAUSAL)
+    (note,) = source_files.notes(run.model, heads.CAUSAL)
     assert "hold v_head.summary.weight, which the model" in note
     rewrite(tmp_path / "model", lambda _: own)
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 1}))
-    (note,) = source_files.notes(run, heads.CAUSAL)
+    (note,) = source_files.notes(run.model, heads.CAUSAL)
     assert "hold transformer.h.1." in note
     assert "config.json" in note
-    source_files.check(run, heads.CAUSAL)
+    source_files.check(run.model, heads.CAUSAL)
     chosen = run_of(tmp_path, "classification", "model.config.n_layer=1")
-    assert source_files.notes(chosen, heads.CAUSAL) == []  # so it was asked for
+    assert source_files.notes(chosen.model, heads.CAUSAL) == []  # so it was asked for
     config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": 2}))
     rewrite(tmp_path / "model", layer)
     with raises("LS3491", "transformer.h.1.ln_1.weight"):
-        source_files.check(run, heads.CAUSAL)
+        source_files.check(run.model, heads.CAUSAL)
     with raises("LS3491", "model.config (n_layer)"):
-        source_files.check(run_of(tmp_path, "classification", "model.config.n_layer=3"), heads.CAUSAL)
+        source_files.check(run_of(tmp_path, "classification", "model.config.n_layer=3").model, heads.CAUSAL)
 
 
 def labelled(folder: Path, change: Callable[[Weights], Weights]) -> Run:
@@ -157,30 +157,30 @@ def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None
         return models.named([*"abc"[:count]])
 
     run = labelled(tmp_path, dict)
-    assert source_files.notes(run, heads.CLASSIFICATION, labels(3)) == []  # as it was saved
-    source_files.check_export(run, heads.CLASSIFICATION)
-    (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(1))  # a reward, from a classifier
+    assert source_files.notes(run.model, heads.CLASSIFICATION, labels(3)) == []  # as it was saved
+    source_files.check_export(run.model, heads.CLASSIFICATION)
+    (note,) = source_files.notes(run.model, heads.CLASSIFICATION, labels(1))  # a reward, from a classifier
     assert "classifier.out_proj.weight, classifier.out_proj.bias for another number of labels" in note
     assert "[3, 32], and here [1, 32]" in note
     own = load_file(tmp_path / "model/model.safetensors")
     for lacking in ("classifier", "out_proj"):  # all of it, or a half
         rewrite(tmp_path / "model", lambda _, part=lacking: without(part)(own))  # type: ignore[misc]
-        (note,) = source_files.notes(run, heads.CLASSIFICATION, labels(3))
+        (note,) = source_files.notes(run.model, heads.CLASSIFICATION, labels(3))
         assert "lack classifier." in note
         assert "initialized at random" in note
-        source_files.check(run, heads.CLASSIFICATION, labels(3))
+        source_files.check(run.model, heads.CLASSIFICATION, labels(3))
         with raises("LS3492", "classifier."):  # an export, by `evaluate`
-            source_files.check_export(run, heads.CLASSIFICATION)
+            source_files.check_export(run.model, heads.CLASSIFICATION)
     for size in ("classifier.dense.weight", "classifier.out_proj.weight"):  # not the number of labels
         rewrite(tmp_path / "model", lambda _, name=size: {**own, name: torch.ones(2, 16)})  # type: ignore[misc]
         with raises("LS3442", size, "[2, 16]"):
-            source_files.check(run, heads.CLASSIFICATION, labels(3))
+            source_files.check(run.model, heads.CLASSIFICATION, labels(3))
         with raises("LS3492", size):
-            source_files.check_export(run, heads.CLASSIFICATION)
+            source_files.check_export(run.model, heads.CLASSIFICATION)
         auto = transformers.AutoModelForSequenceClassification
         model, info = auto.from_pretrained(tmp_path / "model", output_loading_info=True, ignore_mismatched_sizes=True)
         with raises("LS3442", size):
-            source_files.check_loaded(run, heads.CLASSIFICATION, model, info)
+            source_files.check_loaded(run.model, heads.CLASSIFICATION, model, info)
 
 
 def test_a_head_whose_base_has_another_name_is_refused_with_a_way(tmp_path: Path) -> None:
@@ -188,11 +188,11 @@ def test_a_head_whose_base_has_another_name_is_refused_with_a_way(tmp_path: Path
     own_heads.save(tmp_path / "model", "llama", apart=False)
     run = run_of(tmp_path)
     with raises("LS3490", "LlamaForQuestionAnswering", "AutoModel.from_pretrained", "model.source=FOLDER"):
-        source_files.check(run, heads.QUESTION_ANSWERING)
+        source_files.check(run.model, heads.QUESTION_ANSWERING)
     transformers.AutoModel.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "base")
     advised = run.model_copy(update={"model": run.model.model_copy(update={"source": str(tmp_path / "base")})})
-    source_files.check(advised, heads.QUESTION_ANSWERING)
-    assert source_files.notes(advised, heads.QUESTION_ANSWERING) == []
+    source_files.check(advised.model, heads.QUESTION_ANSWERING)
+    assert source_files.notes(advised.model, heads.QUESTION_ANSWERING) == []
 
 
 # Families whose weights are merged, split or renamed when they are read, and one that computes its positions.
@@ -224,8 +224,8 @@ def test_what_is_missing_is_what_from_pretrained_misses(family: str, tmp_path: P
             model, info = kind.from_pretrained(tmp_path / "model", output_loading_info=True)
         except ValueError:  # the family has no such head
             continue
-        built: Any = source_files._build(run, head)
-        places = source_ties.places(built.model, source_ties.stored_names(run))
+        built: Any = source_files._build(run.model, head)
+        places = source_ties.places(built.model, source_ties.stored_names(run.model))
         tied: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             tied.setdefault(id(parameter), []).append(name)
@@ -234,8 +234,8 @@ def test_what_is_missing_is_what_from_pretrained_misses(family: str, tmp_path: P
         assert {*built.lacking(places)} == missed - computed, head
         if head.auto == auto:
             assert not built.lacking(places)
-            source_files.check(run, head)
-            assert source_files.notes(run, head) == []
+            source_files.check(run.model, head)
+            assert source_files.notes(run.model, head) == []
         tried += 1
     assert tried > 1
 
@@ -246,10 +246,10 @@ def test_an_export_without_all_its_weights_is_not_used(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
     model.save_pretrained(tmp_path / "export")
-    models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run)
+    models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run.model)
     rewrite(tmp_path / "export", without("classifier.weight"))
     with raises("LS3492", "classifier.weight", "BertForSequenceClassification"):
-        models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run)
+        models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run.model)
 
 
 ADAPTER_NAMES = {
@@ -273,13 +273,13 @@ def test_an_adapter_of_another_model_is_not_used(name: str, tmp_path: Path) -> N
     model = peft.get_peft_model(base, config)
     model.save_pretrained(tmp_path / "export")
     base.config.save_pretrained(tmp_path / "export")
-    models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run)
+    models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run.model)
     adapters.load(model, tmp_path / "export")
     change, words = ADAPTER_NAMES[name]
     file = tmp_path / "export/adapter_model.safetensors"
     save_file({n: t.clone() for n, t in change(load_file(file)).items()}, file, {"format": "pt"})
     with raises("LS3493", words, "lora_"):
-        models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run)
+        models.exported_model(heads.CLASSIFICATION, tmp_path / "export", run.model)
     with raises("LS3493", words, "lora_"):
         adapters.load(model, tmp_path / "export")
 

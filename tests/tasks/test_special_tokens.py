@@ -38,10 +38,10 @@ def a_tokenizer(pad: int, end: int | None, separator: int, around: list[int]) ->
 @pytest.mark.parametrize(("end", "separator"), [(2, 2), (None, 2)])
 def test_a_classifier_that_reads_at_the_end_does_not_pad_with_it(end: int | None, separator: int) -> None:
     run = a_run("bart", BART)
-    models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(1, end, separator, []))
+    models.check_tokenizer(run.model, heads.CLASSIFICATION, a_tokenizer(1, end, separator, []))
     with raises("LS3190"):
-        models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
-    models.check_tokenizer(run, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
+        models.check_tokenizer(run.model, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
+    models.check_tokenizer(run.model, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
 
 
 def test_transformers_does_not_take_such_padding_either() -> None:
@@ -61,11 +61,11 @@ def test_all_families_that_read_at_the_end_are_known() -> None:
 
 def test_longformer_answers_with_three_separators_alone() -> None:
     run = a_run("longformer", LAYERS)
-    models.check_tokenizer(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 2, 2, 2]))
+    models.check_tokenizer(run.model, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 2, 2, 2]))
     for around, count in ([101, 102, 102], 0), ([0, 2, 2], 2):
         with raises("LS3191", str(count)):
-            models.check_tokenizer(run, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, around))
-    models.check_tokenizer(run, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 2, 2]))
+            models.check_tokenizer(run.model, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, around))
+    models.check_tokenizer(run.model, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 2, 2]))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -127,8 +127,8 @@ def test_a_row_that_loading_sets_to_zero_is_not_trained(
 def test_entries_that_layers_have_for_themselves_are_read() -> None:
     """Gemma 4 has another `head_dim` in layers of full attention, and transformers refuses to read the entry."""
     entries = LAYERS | {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
-    config = model_configs.load_config(run := a_run("gemma4_text", entries))
+    config = model_configs.load_config((run := a_run("gemma4_text", entries)).model)
     with pytest.raises(RuntimeError, match="per-layer"):
         config.head_dim  # noqa: B018
     assert model_configs.entry(config, "head_dim") == 16
-    config_checks.notes(run, heads.CAUSAL)
+    config_checks.notes(run.model, heads.CAUSAL)

@@ -180,10 +180,10 @@ def forgets(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder"])
 def test_the_trial_finds_a_mask_that_is_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = run_of(family, 4096), config_of(family, 4096)
-    assert padding.trial(run, "causal", config) is None
+    assert padding.trial(run.model, "causal", config) is None
     transformers.AttentionMaskInterface.register(unpadded.NAME, forgets)
     try:
-        why = padding.trial(run, "causal", config)
+        why = padding.trial(run.model, "causal", config)
     finally:
         transformers.AttentionMaskInterface.register(unpadded.NAME, unpadded.masked)
     assert why == "concatenated examples would attend to each other (texts of 9, 9, 9 tokens)"
@@ -215,7 +215,7 @@ def test_a_language_model_that_reads_ahead_is_refused(
         run = make(tmp_path, task, *keys)
         run = run.model_copy(update={"model": run.model.model_copy(update={"type": family, "config": config})})
         if instead is None:
-            assert padding.foresight(run, "causal") is None
+            assert padding.foresight(run.model, "causal") is None
             continue
         with raises("LS3150", str(family), str(instead)):
             find("tasks", run.task.name)(run).prepare()
@@ -231,10 +231,10 @@ def test_a_decoder_that_reads_ahead_is_refused(tmp_path: Path, decodes: bool) ->
     run = make(tmp_path, "translation", "task.bleu=false")
     run = run.model_copy(update={"model": run.model.model_copy(update=source)})
     if decodes:
-        assert padding.foresight(run, "seq2seq") is None
+        assert padding.foresight(run.model, "seq2seq") is None
         return
     with raises("LS3150", "encoder-decoder", "model.config.decoder: {is_decoder: true, add_cross_attention: true}"):
-        padding.check_foresight(run, "seq2seq")
+        padding.check_foresight(run.model, "seq2seq")
 
 
 @pytest.mark.parametrize("task", ["documents", "preference"])

@@ -116,7 +116,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(start, "resolve", seen)
     run = tiny(f"output={tmp_path / 'out'}", "launch.processes=1")
-    launcher = start.launcher_of(run)
+    launcher = start.launcher_of(run.launch)
     plan = launcher.plan(run)
     console: Any = SimpleNamespace(facts=lambda rows: None, detail=lambda rows: None, note=lambda text: None)
     ready, steps = start.ready(run, launcher, plan, console)

@@ -124,7 +124,7 @@ class Checkpoints:
             strategy=self.run.strategy.name,
             world_size=self.world.size,
             hosts=self.world.hosts,
-            launch=launched_by(self.run),
+            launch=launched_by(self.run.launch),
             code=self.code,
             bits=strategy.gives_bits(self.run),
             scores={name: float(value) for name, value in (scores or {}).items()},

@@ -40,7 +40,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from lockstep.launchers import start
 
     run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
-    launcher = start.launcher_of(run)
+    launcher = start.launcher_of(run.launch)
     plan = start.plan_of(run, launcher)
     job = start.preview(run, launcher, plan)
     console = Console(True)

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from lockstep.config import error_messages, plugins
 from lockstep.config.run import Run, load
-from lockstep.config.sections import Section
+from lockstep.config.sections import OptimSection, Section, TaskSection
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Prepared
@@ -226,7 +226,7 @@ class Job:
     def of(cls, run: Run, processes: int = 0) -> Job:
         """Find the classes that a run names. Refuses nothing else. Errors: `RunError` for a name that is unknown or
         whose class cannot be imported."""
-        return cls(run, processes, Scope.CLASSES, task_class(run), strategy_class(run), optimizer_class(run))
+        return cls(run, processes, Scope.CLASSES, task_class(run.task), strategy_class(run), optimizer_class(run.optim))
 
     def having(self, run: Run) -> Job:
         """Return the job with other options, and the strategy's class that implements them."""
@@ -305,12 +305,12 @@ class Job:
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
-        task = task_class(run)
+        task = task_class(run.task)
         # user modules have their own import rules
         plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
-        own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run)}
+        own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run.optim)}
         own["prepared"] = Prepared(**values["prepared"])
         return cls(**values | own | {"scope": Scope(values["scope"])})
 
@@ -320,9 +320,9 @@ def with_compile(run: Run, choice: bool | str) -> Run:
     return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
-def task_class(run: Run) -> type[TaskRules]:
+def task_class(task: TaskSection) -> type[TaskRules]:
     """Return the class of a run's task, without the strategy's, which needs torch. Errors: `RunError`."""
-    cls: Any = plugins.of_key("task.name", "tasks", run.task.name)
+    cls: Any = plugins.of_key("task.name", "tasks", task.name)
     return cls
 
 
@@ -332,15 +332,15 @@ def strategy_class(run: Run) -> type[StrategyRules]:
     return cls.resolve_class(run)
 
 
-def optimizer_class(run: Run) -> type[OptimizerRules]:
+def optimizer_class(optim: OptimSection) -> type[OptimizerRules]:
     """Return the class of a run's optimizer. Errors: `RunError`."""
-    cls: Any = plugins.of_key("optim.name", "optimizers", run.optim.name)
+    cls: Any = plugins.of_key("optim.name", "optimizers", optim.name)
     return cls
 
 
 def arithmetic_of(run: Run) -> dict[str, Any]:
     """Return `arithmetic`, for a command that has no job and may have no torch. Errors: `RunError`."""
-    return arithmetic(run, task_class(run))
+    return arithmetic(run, task_class(run.task))
 
 
 def arithmetic(run: Run, task: type[TaskRules]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
 from lockstep.data.hub import downloading, explained, model_folder, optional_file
@@ -61,7 +62,7 @@ def prepare(
     apply. Errors: `RunError`."""
     folder = _folder(run, texts, content, generative)
     if not of_target and run.model.type is not None and "vocab_size" in (run.model.config or {}):
-        embeddings_of(run, load(str(folder), run.model.trust_remote_code))
+        embeddings_of(run.model, load(str(folder), run.model.trust_remote_code))
     return folder
 
 
@@ -70,10 +71,10 @@ def highest_id(tokenizer: Any) -> int:
     return max(len(tokenizer) - 1, *tokenizer.get_vocab().values())
 
 
-def embeddings_of(run: Run, tokenizer: Any) -> int:
+def embeddings_of(section: ModelSection, tokenizer: Any) -> int:
     """Number of embeddings of a model from scratch: one per id up to the tokenizer's highest, or more if configured.
     Errors: `RunError` if `model.config` requests fewer."""
-    vocab_size, needed = (run.model.config or {}).get("vocab_size"), highest_id(tokenizer) + 1
+    vocab_size, needed = (section.config or {}).get("vocab_size"), highest_id(tokenizer) + 1
     if vocab_size is None:
         return needed
     if not isinstance(vocab_size, int) or vocab_size < needed:
@@ -87,7 +88,7 @@ def embeddings_of(run: Run, tokenizer: Any) -> int:
 
 def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool) -> Path:
     if run.tokenizer.train is not None:
-        kind = "generative" if generative else _causal(run)
+        kind = "generative" if generative else _causal(run.model)
         key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
         drawn = run.tokenizer.train in _DRAWN
         key = digest("tokenizer", 2, key) if drawn else key
@@ -235,11 +236,11 @@ def _revision(run: Run) -> str:
     return (None if run.tokenizer.source else run.model.revision) or "main"
 
 
-def _causal(run: Run) -> bool:
+def _causal(section: ModelSection) -> bool:
     """Return whether the model is causal, and is therefore read at its last token rather than its first."""
     from transformers.models.auto import modeling_auto
 
-    kind = run.model.type
+    kind = section.type
     masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in masked
 
@@ -287,7 +288,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
     if kind == "wordpiece":
         tokenizer = _with_model(tokenizer, models.WordPiece(tokenizer.get_vocab(), unk_token=unknown))
         tokenizer.add_special_tokens(special)
-    start = "" if generative or _causal(run) else "[CLS] "
+    start = "" if generative or _causal(run.model) else "[CLS] "
     pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"
     ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{start}$A [SEP]", pair=pair, special_tokens=ids)

@@ -24,6 +24,7 @@ import torch
 from lockstep.config.errors import CodedError
 from lockstep.config.redaction import redact_all
 from lockstep.config.run import Run, redirected
+from lockstep.config.sections import LaunchSection, ModelSection
 from lockstep.distributed import step_timer
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.world import World
@@ -104,25 +105,25 @@ def facts(
     places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
-        "launch": launched_by(run),
+        "launch": launched_by(run.launch),
         "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "hosts": [host for host, _ in places],
         "devices": [device for _, device in places],
         "threads": world.threads,
         "clock": clock,
         "waits_inside": list(waits_inside) if world.size > 1 else [],
-        "versions": versions(run, engines),
+        "versions": versions(run.model, engines),
         "git": git_state(Path.cwd()) if world.is_main else None,
         "opening": opening,
     }
 
 
-def launched_by(run: Run) -> str:
+def launched_by(launch: LaunchSection) -> str:
     """Describe how this rank was started."""
     if "RANK" not in os.environ or multiprocessing.parent_process() is not None:
-        return f"launcher {run.launch.name}"
+        return f"launcher {launch.name}"
     for variable, name in (
-        ("LOCKSTEP_LAUNCHER", f"launcher {run.launch.name}"),
+        ("LOCKSTEP_LAUNCHER", f"launcher {launch.name}"),
         ("SLURM_PROCID", "srun"),
         ("ACCELERATE_MIXED_PRECISION", "accelerate launch"),
         ("TORCHELASTIC_RUN_ID", "torchrun or a compatible launcher"),
@@ -132,12 +133,12 @@ def launched_by(run: Run) -> str:
     return "a separate command for each rank"
 
 
-def versions(run: Run, engines: Iterable[str]) -> dict[str, str]:
+def versions(section: ModelSection, engines: Iterable[str]) -> dict[str, str]:
     """Return the versions of Python and of the packages that affect results, `engines` among them."""
     versions_of = {"python": platform.python_version()}
-    quantizer = "bitsandbytes" if run.model.quantization else None
+    quantizer = "bitsandbytes" if section.quantization else None
     for name in ("lockstep-train", "torch", "transformers", "tokenizers", "datasets", *engines, "peft", quantizer):
-        if name is None or (name == "peft" and not run.model.adapter):
+        if name is None or (name == "peft" and not section.adapter):
             continue
         with suppress(importlib.metadata.PackageNotFoundError):
             versions_of[name] = importlib.metadata.version(name)

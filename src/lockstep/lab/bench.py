@@ -186,7 +186,7 @@ def series(request: Bench, keys: sweep_file.Overrides) -> str:
 
 def resolved(run: Run) -> Job:
     """Resolve the job and prepare its data. Errors: `RunError`."""
-    launcher = start.launcher_of(run)
+    launcher = start.launcher_of(run.launch)
     elsewhere = launcher.joins and str(getattr(launcher.options(run.launch), "machines", "?")) != "1"
     if launcher.submits or elsewhere:
         raise RunError(
@@ -224,7 +224,7 @@ def job(words: list[str]) -> int:
     """Child process: start the ranks through the run's launcher. Returns their exit status."""
     path, steps, skip = words
     mine = Job.load(Path(path).read_text(encoding="utf-8"))
-    return start.start_ranks(start.launcher_of(mine.run), mine, (MEASURE, steps, skip))
+    return start.start_ranks(start.launcher_of(mine.run.launch), mine, (MEASURE, steps, skip))
 
 
 # -- results ----------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.run import Run, RunError, load, replace_text, require_output, write_run_yaml
+from lockstep.config.sections import CheckpointSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
@@ -168,7 +169,7 @@ def _evaluated(run: Run) -> dict[str, Any]:
 
 def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
     """Return the checkpoints before `step` that the export may need. Errors: `RunError` if they are missing."""
-    every = interval(run, ours)
+    every = interval(run.checkpoint, ours)
     if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
         raise RunError(
             "LS8058",
@@ -197,9 +198,9 @@ def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tup
     return tuple(available[each.step] for each in best if each.step != step)
 
 
-def interval(run: Run, ours: Course) -> int:
+def interval(checkpoint: CheckpointSection, ours: Course) -> int:
     """Steps between checkpoints."""
-    every = run.checkpoint.every
+    every = checkpoint.every
     return ours.order.steps_per_epoch if every == "epoch" else every
 
 
@@ -223,7 +224,7 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
 
 def _own(manifest: Manifest, run: Run, ours: Course, scored: bool) -> Manifest:
     """Return the manifest as if this run had saved the checkpoint, on the hosts of the original run."""
-    every = interval(run, ours) if run.average.last is not None else 0
+    every = interval(run.checkpoint, ours) if run.average.last is not None else 0
     compiled = {key: value for key, value in manifest.arithmetic.items() if key == "model.compile"}
     arithmetic = compiled | arithmetic_of(run)  # lacks model.compile until `auto` is resolved
     adjusted = replace(manifest, arithmetic=arithmetic, steps=len(ours.rates), every=every, trackers={})

@@ -20,6 +20,7 @@ from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, n
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
 from lockstep.config.run import Run, RunError, load, write_run_yaml
+from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
 from lockstep.data.job import Job, Scope, arithmetic_of, default, optimizer_class, task_class
 from lockstep.distributed import job_record
@@ -42,7 +43,7 @@ def train(run: Run) -> int:
     Returns the exit status. Steps of a launching process: plan, lock OUTPUT, resolve, return early if finished, write
     run.yaml, start ranks.
     """
-    if (task := task_of_srun(run)) is not None and run.launch.options.get("ranks") == "elastic":
+    if (task := task_of_srun(run.launch)) is not None and run.launch.options.get("ranks") == "elastic":
         return agent(run, task)
     if joining():
         return run_as_rank(run)
@@ -175,7 +176,7 @@ def agent(run: Run, task: srun.SlurmTask) -> int:
         return lock.verdict(agent_of(run, task))
 
 
-def task_of_srun(run: Run) -> srun.SlurmTask | None:
+def task_of_srun(launch: LaunchSection) -> srun.SlurmTask | None:
     """Return the srun task of a job of the slurm launcher that this process runs in, or None.
 
     Any srun task gets torchrun's environment variables to become a rank, unless torch elastic starts the ranks of its
@@ -184,9 +185,9 @@ def task_of_srun(run: Run) -> srun.SlurmTask | None:
     if task is None or "RANK" in os.environ:
         return None
     ours = os.environ.get(job_record.VARIABLE) == "slurm"
-    if ours and run.launch.options.get("ranks") == "elastic":
+    if ours and launch.options.get("ranks") == "elastic":
         return task
-    if ours or (task.size > 1 and launcher_of(run).takes_srun):
+    if ours or (task.size > 1 and launcher_of(launch).takes_srun):
         os.environ.update(task.variables())
         if not ours:  # manual srun
             os.environ.update(
@@ -291,9 +292,9 @@ def _check_rank_variables() -> None:
         )
 
 
-def launcher_of(run: Run) -> Launcher:
+def launcher_of(launch: LaunchSection) -> Launcher:
     """Return the launcher of a run. Errors: `RunError`."""
-    return plugins.of_key("launch.name", "launchers", run.launch.name)()
+    return plugins.of_key("launch.name", "launchers", launch.name)()
 
 
 def launcher_named(name: str) -> Launcher:
@@ -311,7 +312,7 @@ def plan_of(run: Run, launcher: Launcher) -> LaunchPlan:
 def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     """Return the launcher and its plan. Starts the fork server in the background if ranks need it, unless the run is
     finished."""
-    launcher = launcher_of(run)
+    launcher = launcher_of(run.launch)
     plan = plan_of(run, launcher)
     record = job_record.read(run.folder)
     done = record is not None and record.status == 0
@@ -347,7 +348,7 @@ def start_ranks(launcher: Launcher, job: Job, words: Sequence[str]) -> int:
 
 def refuse_options(run: Run) -> None:
     """Check everything that needs neither the data nor a process. Errors: `RunError`."""
-    launcher = launcher_of(run)
+    launcher = launcher_of(run.launch)
     plan = plan_of(run, launcher)
     resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
@@ -404,7 +405,7 @@ def continued_as_new_run(run: Run, say: Callable[[str], object]) -> Run:
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """Return (`epochs` or `steps`, its increase) if that is the only difference, else None."""
     now, then = arithmetic_of(run), manifest.arithmetic
-    classes = task_class(run), optimizer_class(run)
+    classes = task_class(run.task), optimizer_class(run.optim)
     differing = [key for key in now if now[key] != (then[key] if key in then else default(run, key, *classes))]
     if differing not in (["epochs"], ["steps"]):
         return None

@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
+from lockstep.config.sections import LaunchSection, OptimSection
 from lockstep.data import source
 from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
@@ -118,7 +119,7 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     folder = output / FOLDER
     if not folder.exists():
         result = PlainComparison(uncovered=f"task.name: {run.task.name} is your own code")
-    elif (needed := _bytes(folder, _draws(run))) > (free := capacity(torch.device("cpu"), 1)):
+    elif (needed := _bytes(folder, _draws(run.optim))) > (free := capacity(torch.device("cpu"), 1)):
         result = PlainComparison(
             uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         )
@@ -161,8 +162,8 @@ def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
 
 def compare_with_plain(run: Run, folder: Path) -> PlainComparison:
     """Compare the steps recorded in a folder with plain's."""
-    verdict = _compared(run, folder, _draws(run))
-    again = any(step.differs for step in verdict.steps) and _draws(run) < MORE
+    verdict = _compared(run, folder, _draws(run.optim))
+    again = any(step.differs for step in verdict.steps) and _draws(run.optim) < MORE
     if again and _bytes(folder, MORE) <= capacity(torch.device("cpu"), 1):
         return _compared(run, folder, MORE)
     return verdict
@@ -235,7 +236,7 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
 def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
     """The examples of a micro-batch."""
     if job.own_model:
-        return drawn_examples(run, job, split, rows, (step, index), _device(run))
+        return drawn_examples(run, job, split, rows, (step, index), _device(run.launch))
     examples = job.examples(split)
     return [examples[row] for row in rows]
 
@@ -256,7 +257,7 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
         with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run.precision == "bf16"):
             return scores(job, model, examples)
 
-    model = _model(run, job, folder)
+    model = _model(run.launch, job, folder)
     plain = scored(model)
     perturb_(model, run.precision)
     perturbed, lines = scored(model), []
@@ -274,13 +275,13 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
     return sorted(lines)
 
 
-def _device(run: Run) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and run.launch.device != "cpu" else "cpu")
+def _device(launch: LaunchSection) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and launch.device != "cpu" else "cpu")
 
 
-def _model(run: Run, job: Plain, folder: Path) -> nn.Module:
+def _model(launch: LaunchSection, job: Plain, folder: Path) -> nn.Module:
     """Build the model with the weights before the steps; sets the job's reference model if the task needs one."""
-    device, untrained = _device(run), folder / UNTRAINED
+    device, untrained = _device(launch), folder / UNTRAINED
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.needs_reference:
         first = _named("model.", load_file(untrained)) if untrained.exists() else weights
@@ -295,10 +296,10 @@ def _in_float32(job: Plain) -> Plain:
     return plain
 
 
-def _draws(run: Run) -> int:
+def _draws(optim: OptimSection) -> int:
     """Return the number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16,
     which enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
-    return 4 if run.optim.name == "muon" else 1
+    return 4 if optim.name == "muon" else 1
 
 
 def _trained(
@@ -306,7 +307,7 @@ def _trained(
 ) -> Iterator[TrainedStep]:
     """Yield the plain steps, without dropout. `perturb`: 0, or the number of the perturbation of the first weights."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
-    model = _model(run, job, folder)
+    model = _model(run.launch, job, folder)
     if perturb:
         perturb_(model, job.run["precision"], perturb - 1)
     steps = (_micro_batches(run, job, step) for step in record.steps)

@@ -93,7 +93,7 @@ def verify(
     a launcher such as torchrun started this process, it is one rank of the job. Returns 0 if the result is as expected,
     1 if not, or the exit status of a job that failed. Errors: `RunError`."""
     launcher, job = None, None
-    start.task_of_srun(run)
+    start.task_of_srun(run.launch)
     if start.joining():
         accelerate_config.check_variables(run, os.environ)
     else:
@@ -267,7 +267,7 @@ def _facts(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]
     return {
         "run": arithmetic_of(run),
         "data": prepared.key,
-        "versions": versions(run, strategy_class(run).needs),
+        "versions": versions(run.model, strategy_class(run).needs),
         "device": torch.cuda.get_device_name() if cuda else processor(),
         "threads": run.launch.threads,
         "strategy": recording.strategy,

@@ -52,7 +52,7 @@ class AllReduce(ReplicatedStrategy, WholeStateRecovery):
 
     def sum_in_tree_order(self) -> list[Tensor]:
         """Sum over all ranks in tree order, which does not depend on the number of ranks."""
-        how, tree = links(self.run, self.world), self.leaves.tree
+        how, tree = links(self.run.strategy, self.world), self.leaves.tree
         layout = self.leaves.layout(self.world.size)
         exchange = Exchange(tree.leaves, self.world.rank, self.world.size, links=how, layout=layout)
         for positions in self.buckets:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
@@ -153,7 +154,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
 
     @override
     def build(self, task: Task) -> None:
-        self.alone, self.links = self.world.size == 1, links(self.run, self.world)
+        self.alone, self.links = self.world.size == 1, links(self.run.strategy, self.world)
         if not self.alone:
             size = (self.world.size,)
             with self.world.forming():
@@ -276,7 +277,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
         replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
-        shards = processes // (replicas * tensor_ranks(run))
+        shards = processes // (replicas * tensor_ranks(run.strategy))
         if not cls.gives_bits(run):
             return 0.0
         if shards == 1:
@@ -315,17 +316,21 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @override
     @classmethod
     def inexact_options(cls, run: Run) -> list[str]:
-        return fsdp.low_dtypes(run)
+        return fsdp.low_dtypes(run.strategy)
 
     @override
     @classmethod
     def rounding(cls, run: Run) -> float:
-        return 0.1 if fsdp.low_dtypes(run) or (run.precision != "fp32" and tensor_ranks(run) > 1) else 1e-4
+        return (
+            0.1
+            if fsdp.low_dtypes(run.strategy) or (run.precision != "fp32" and tensor_ranks(run.strategy) > 1)
+            else 1e-4
+        )
 
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
         self.in_tree_order = self.gives_bits(job.run)
-        self.tensor = tensor_ranks(job.run)
+        self.tensor = tensor_ranks(job.run.strategy)
         if world.joining:  # no process group yet
             return
         self.replicas = int(job.run.strategy.options.get("replicate", 1))
@@ -406,7 +411,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         if self.tensor == 1 or not self.in_tree_order:
             return None
         axis = self.axis("tensor")
-        group, how = self.mesh.get_group(axis), links(self.run, self.world, self.mesh.get_group(axis))
+        group, how = self.mesh.get_group(axis), links(self.run.strategy, self.world, self.mesh.get_group(axis))
         return LeafRanks(self.run.strategy.tensor_leaves, self.mesh.get_local_rank(axis), self.tensor, group, how)
 
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
@@ -420,7 +425,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
             prefix = f"{self.model.base_model_prefix}."
             parallelize_module(
-                self.model, self.mesh[self.axis("tensor")], layers.tensor_plan(self.run, self.tensor, prefix)
+                self.model, self.mesh[self.axis("tensor")], layers.tensor_plan(self.run.model, self.tensor, prefix)
             )
         names = tuple(n for n in map(self.axis, ("replicate", "shard")) if n in (self.mesh.mesh_dim_names or ()))
         arguments: dict[str, Any] = {
@@ -581,7 +586,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def fit_options(cls, run: Run, processes: int) -> Run:
         """Return the run with the tensor ranks and replicas of its file, or the largest numbers that divide the
         processes: leaves are bitwise equal on fewer ranks."""
-        options, tensor = dict(run.strategy.options), tensor_ranks(run)
+        options, tensor = dict(run.strategy.options), tensor_ranks(run.strategy)
         if run.strategy.exact and tensor > 1:
             shared = math.gcd(processes, run.strategy.tensor_leaves)
             tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
@@ -625,5 +630,5 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 # -- parts of tensors ------------------------------------------------------------------------------------------------
 
 
-def tensor_ranks(run: Run) -> int:
-    return int(run.strategy.options.get("tensor_parallel", 1))
+def tensor_ranks(strategy: StrategySection) -> int:
+    return int(strategy.options.get("tensor_parallel", 1))

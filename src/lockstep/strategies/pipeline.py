@@ -21,6 +21,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
@@ -137,7 +138,7 @@ class Pipeline(ShardedRecovery):
                 "LS4243",
                 "strategy.name: pipeline cannot split a model with model.adapter; use strategy.name=ddp or fsdp2",
             )
-        ranks, schedule, each = _shape(run, processes)
+        ranks, schedule, each = _shape(run.strategy, processes)
         if processes % ranks:
             raise RunError(
                 "LS4244",
@@ -146,7 +147,7 @@ class Pipeline(ShardedRecovery):
             )
         layers = cuts.count_sequential_layers(run) if job.task.own_model else cuts.layers_of(job)
         if ranks * each > layers:
-            raise _too_many(run, ranks, each, layers)
+            raise _too_many(run.strategy, ranks, each, layers)
         pipelines = processes // ranks
         for each_has in {len(share(run.micro_batches, i, pipelines)) for i in range(pipelines)}:
             fault = _too_few(each_has, ranks, schedule)
@@ -162,7 +163,7 @@ class Pipeline(ShardedRecovery):
         super().__init__(job, world)
         if world.joining:  # no process group yet
             return
-        self.ranks, self.schedule_name, each = _shape(job.run, world.size)
+        self.ranks, self.schedule_name, each = _shape(job.run.strategy, world.size)
         self.pipelines = world.size // self.ranks
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
@@ -309,7 +310,7 @@ class Pipeline(ShardedRecovery):
             return [weights.tree.root for weights in self.stage_weights]
         groups = [buckets(dict(enumerate(weights.owned.values())), BUCKET_BYTES) for weights in self.stage_weights]
         if self.run.strategy.exact:
-            how = links(self.run, self.world, self.across)
+            how = links(self.run.strategy, self.world, self.across)
             exchange = Exchange(self.batch.count, self.pipeline, self.pipelines, self.across, how)
             for weights, positions in (
                 (w, p) for w, group in zip(self.stage_weights, groups, strict=True) for p in group
@@ -403,20 +404,20 @@ class Pipeline(ShardedRecovery):
             dist.destroy_process_group(group)
 
 
-def _too_many(run: Run, ranks: int, each: int, layers: int) -> RunError:
+def _too_many(strategy: StrategySection, ranks: int, each: int, layers: int) -> RunError:
     """Return the error for more stages than layers, which names the key that sets their number."""
     key, stages, remedy = "strategy.options.stages", f"{ranks} stages are", "lower it"
     if each > 1:
         key, stages = f"{key}_per_rank", f"{ranks} ranks with {each} stages each are {ranks * each} stages,"
-    elif run.strategy.options.get("stages") is None:
+    elif strategy.options.get("stages") is None:
         key, stages = "strategy.name", f"pipeline makes one stage of each of {ranks} processes,"
         remedy = f"set strategy.options.stages to {layers} or less" if layers > 1 else "use strategy.name=ddp"
     return RunError("LS4245", f"{key}: {stages} more than the model's {quantity(layers, 'layer')}; {remedy}")
 
 
-def _shape(run: Run, processes: int) -> tuple[int, str, int]:
+def _shape(strategy: StrategySection, processes: int) -> tuple[int, str, int]:
     """Return ranks per pipeline, name of the schedule, stages per rank. Errors: `RunError`."""
-    options = run.strategy.options
+    options = strategy.options
     schedule = options.get("schedule", "1f1b")
     if schedule not in SCHEDULES:
         raise RunError(

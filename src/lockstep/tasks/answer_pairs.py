@@ -259,7 +259,7 @@ def _same_tokens(answers: Sequence[Any], truncated: bool, run: Run, where: str) 
         return RunError(
             "LS3004",
             f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); "
-            f"{models.longer(run, 'data.max_length', most)}, or remove the row",
+            f"{models.longer(run.model, 'data.max_length', most)}, or remove the row",
         )
     chosen, rejected = (str(answer)[:60] for answer in answers)
     return RunError(
@@ -280,7 +280,7 @@ def _cut(ids: list[int], targets: list[int], run: Run, split: str, row: int) -> 
         raise RunError(
             "LS3005",
             f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
-            f"an answer; {models.longer(run, 'data.max_length', most, first + 2)}, or set data.filter",
+            f"an answer; {models.longer(run.model, 'data.max_length', most, first + 2)}, or set data.filter",
         )
     return ids[:most], targets[:most], len(ids) > most
 

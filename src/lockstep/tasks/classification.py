@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data import labels, row_files, source, splitting, stream, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch
@@ -114,7 +115,9 @@ class Classification(TextTask, Streams, LabelTask):
         if data.rows is not None:
             return _of(data.rows, self.run, options, others)
         splits = {split: rows for split, rows in data.splits.items() if split in ("train", *others)}
-        return LabelVocab(*_as_the_model(self.run, options, objective_of(options).codes(splits, options, data.name)))
+        return LabelVocab(
+            *_as_the_model(self.run.model, options, objective_of(options).codes(splits, options, data.name))
+        )
 
     @classmethod
     def has_unusable_rows(cls, options: ClassificationOptions) -> bool:
@@ -259,7 +262,7 @@ class Classification(TextTask, Streams, LabelTask):
         `scores`; for regression `value`, or `values` by name."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         options = self.options
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         objective = objective_of(options)(options, names, [], 0)
@@ -298,14 +301,16 @@ class LabelVocab:
         return self.codes.counts(data.splits["train"]) if self.counts is None else self.counts
 
 
-def _as_the_model(run: Run, options: ClassificationOptions, codes: LabelCodes) -> tuple[LabelCodes, list[str]]:
+def _as_the_model(
+    section: ModelSection, options: ClassificationOptions, codes: LabelCodes
+) -> tuple[LabelCodes, list[str]]:
     """Reorder labels to match the model's outputs, with notes. Errors: `RunError`."""
     from lockstep.tasks.models import head_labels
 
-    notes = head_labels.problem_notes(run, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
+    notes = head_labels.problem_notes(section, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
     if options.regression:
         return codes, notes
-    ordered = head_labels.in_model_order(run, heads.CLASSIFICATION, codes.names, codes.values)
+    ordered = head_labels.in_model_order(section, heads.CLASSIFICATION, codes.names, codes.values)
     return codes.reordered(ordered.names, ordered.values), ordered.notes + notes
 
 
@@ -318,7 +323,7 @@ def _of(rows: Stream, run: Run, options: ClassificationOptions, others: dict[str
     if row_files.are_texts(rows.files) and column not in (run.data.types or ()):
         splits, notes = labels.numbered(splits, column)
     codes = labels.codes_of(splits, column, options.label_names, rows.files[0].name)
-    ordered, more = _as_the_model(run, options, codes)
+    ordered, more = _as_the_model(run.model, options, codes)
     texts = {str(value): count for value, count in examples.items()}
     return LabelVocab(ordered, notes + more, [examples.get(v, texts.get(str(v), 0)) for v in ordered.values])
 

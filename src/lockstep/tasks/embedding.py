@@ -120,7 +120,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def resolved_pooling(self) -> str:
         """The pooling of the run file, else of the model's own files, else mean. Errors: `RunError`."""
-        return self.options.pooling or pooling.of_source(self.run) or "mean"
+        return self.options.pooling or pooling.of_source(self.run.model) or "mean"
 
     def plain_options(self) -> dict[str, Any]:
         return {"pooling": self.resolved_pooling()}
@@ -170,7 +170,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
         from lockstep.tasks.models import model_configs
 
-        if model_configs.load_config(self.run).is_encoder_decoder:
+        if model_configs.load_config(self.run.model).is_encoder_decoder:
             raise RunError(
                 "LS3023",
                 "model: embeddings need an encoder or a decoder, and this model is an encoder-decoder; choose "
@@ -330,7 +330,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
         if self.options.score is not None:
             return np.array([0.9, -0.1, 0.4, 0.3]), np.array([1.0, 0.0, 0.5, 0.25])
-        return retrieval.dummy_predictions((4, self.texts, int(model_configs.load_config(self.run).hidden_size)))
+        return retrieval.dummy_predictions((4, self.texts, int(model_configs.load_config(self.run.model).hidden_size)))
 
     def metrics(self, sums: Sums) -> dict[str, float]:
         count = float(sums["examples"])
@@ -387,7 +387,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         """Yield the `embedding`: a unit vector as a list of numbers."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         how = pooling.of_folder(folder)
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -407,7 +407,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         from lockstep.tasks.models import model_configs
 
         super().write(folder, weights)
-        size = model_configs.load_config(self.run).hidden_size
+        size = model_configs.load_config(self.run.model).hidden_size
         pooling.write(folder, self.prepared.facts["pooling"], size, self.run.data.max_length)
 
 

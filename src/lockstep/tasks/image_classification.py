@@ -19,6 +19,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data import arrow_cache, labels, row_files, source, splitting, token_checks, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
 from lockstep.data.batch import IGNORED, MicroBatch
@@ -116,12 +117,12 @@ class ImageClassification(LabelTask):
             known = codes.place.keys().__contains__
             splits = {split: labels.known_rows(rows, [options.label], known) for split, rows in splits.items()}
         learned = splits
-        ordered = head_labels.in_model_order(self.run, self.head, codes.names, codes.values)
+        ordered = head_labels.in_model_order(self.run.model, self.head, codes.names, codes.values)
         codes = codes.reordered(ordered.names, ordered.values)
         notes = (
             data.notes
             + ordered.notes
-            + head_labels.problem_notes(self.run, self.head, OneLabel.problem, len(codes.names))
+            + head_labels.problem_notes(self.run.model, self.head, OneLabel.problem, len(codes.names))
         )
 
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
@@ -132,9 +133,9 @@ class ImageClassification(LabelTask):
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them
         models.check(self.run, self.head)
-        folder = _processor_folder(self.run, options)
+        folder = _processor_folder(self.run.model, options)
         processor = load_processor(str(folder))
-        shape = _shape(self.run, processor)
+        shape = _shape(self.run.model, processor)
         files = {}
         for split, rows in splits.items():
             hashed = content(rows, [options.image, options.label])
@@ -202,7 +203,7 @@ class ImageClassification(LabelTask):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        model: Any = models.to_fill(self.run, self.model)
+        model: Any = models.to_fill(self.run.model, self.model)
         self.keep_threshold(model.config)
         models.save(model, weights, None, folder, self.run)
         self.processor.save_pretrained(folder)
@@ -228,7 +229,7 @@ class ImageClassification(LabelTask):
 
         from lockstep.tasks.models import inference, models
 
-        model, processor = models.exported_model(self.head, folder, self.run), load_processor(str(folder))
+        model, processor = models.exported_model(self.head, folder, self.run.model), load_processor(str(folder))
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
         options = self.options
         objective = OneLabel(options, names, [], 0)
@@ -320,7 +321,7 @@ def load_processor(folder: str) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil")
 
 
-def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
+def _processor_folder(section: ModelSection, options: ImageClassificationOptions) -> Path:
     """Cache folder with the image processor of the model, or of its family, and the run file's entries. Errors:
     `RunError`."""
     import transformers
@@ -328,20 +329,20 @@ def _processor_folder(run: Run, options: ImageClassificationOptions) -> Path:
 
     from lockstep.tasks.models import model_configs
 
-    if run.model.source is not None:
-        folder = model_folder(run.model.source)
+    if section.source is not None:
+        folder = model_folder(section.source)
         try:
             processor = transformers.AutoImageProcessor.from_pretrained(
                 str(Path(folder).expanduser()) if Path(folder).expanduser().is_dir() else folder,
-                revision=run.model.revision,
+                revision=section.revision,
                 backend="pil",
             )
         except Exception as error:  # not on the Hub, no network, no such file: user errors
             raise RunError(
-                "LS3035", f"model.source: {folder} has no image processor: {explained(error, run.model.revision)}"
+                "LS3035", f"model.source: {folder} has no image processor: {explained(error, section.revision)}"
             ) from error
     else:
-        config = model_configs.load_config(run)
+        config = model_configs.load_config(section)
         names: Any = IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, {})
         if (name := names.get("pil")) is None:
             raise RunError(
@@ -391,7 +392,7 @@ def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:
     model.train()(pixel_values=torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype))
 
 
-def _shape(run: Run, processor: Any) -> tuple[int, ...]:
+def _shape(section: ModelSection, processor: Any) -> tuple[int, ...]:
     """Output shape [C, H, W] of the processor. Errors: `RunError` if it varies, if resizing and normalizing separately
     differs from doing both at once, or if it does not fit the model."""
     from PIL import Image
@@ -416,7 +417,7 @@ def _shape(run: Run, processor: Any) -> tuple[int, ...]:
             f"model: {name} does more than resize, crop, rescale and normalise, which this task does not "
             "support; choose another model",
         )
-    config, shape = model_configs.load_config(run), halves[0].shape
+    config, shape = model_configs.load_config(section), halves[0].shape
     channels = getattr(config, "num_channels", 3)
     if channels != shape[0]:
         raise RunError(

@@ -236,7 +236,7 @@ class LanguageModeling(PerToken, Generates):
         from lockstep.tasks.models import models
 
         ends = {split: _cut(rows, files[split], self.options) for split, rows in data.splits.items()}
-        fits = models.most_tokens(self.run) if any(ends.values()) else None
+        fits = models.most_tokens(self.run.model) if any(ends.values()) else None
         positions = {} if fits is None or fits > self.options.block_size else {"positions": fits}
         ends = {split: left | positions for split, left in ends.items() if left}
         texts = {split: len(rows) for split, rows in data.splits.items()}
@@ -272,7 +272,7 @@ class LanguageModeling(PerToken, Generates):
     def checked_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(self.run)
+        return model_configs.causal_entries(self.run.model)
 
     @property
     def chat_template(self) -> str | None:
@@ -404,7 +404,7 @@ class LanguageModeling(PerToken, Generates):
         from lockstep.tasks.models import inference, models
 
         options = self.options
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
 
         talks = options.writing if options.messages is not None else None
         most = options.block_size, options.sample_tokens
@@ -469,8 +469,8 @@ def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> No
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
-    models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run))
-    padding.check_foresight(run, "causal")
+    models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run.model))
+    padding.check_foresight(run.model, "causal")
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
         raise RunError(
             "LS3055",

@@ -183,7 +183,7 @@ class MaskedLanguageModeling(PerToken):
         """Yield the text with masks `filled`, and for each of its `masks` the most likely tokens with scores."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         most = self.run.data.max_length
         for place, (text,) in enumerate(rows, 1):
             ids = tok(text, truncation=True, max_length=most)["input_ids"]

@@ -101,7 +101,7 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models import padding
 
         super().check(data, folder, tok)
-        padding.check_foresight(self.run, "causal")
+        padding.check_foresight(self.run.model, "causal")
 
     def answer_notes(self, data: TextData, rows: Dataset, tok: Any) -> list[str]:
         options = self.options
@@ -117,7 +117,7 @@ class Preference(AnswerPairs, UsesReference):
     def checked_entries(self) -> dict[str, Any]:
         from lockstep.tasks.models import model_configs
 
-        return model_configs.causal_entries(self.run)
+        return model_configs.causal_entries(self.run.model)
 
     @property
     def end_tokens(self) -> list[int]:
@@ -212,7 +212,7 @@ class Preference(AnswerPairs, UsesReference):
         from lockstep.tasks.models import inference, models
 
         options = self.options
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         how = conversations.Writing(options.prompt or "prompt", options.chat_template)
         most = self.run.data.max_length, options.sample_tokens
         return inference.continuations(model, tok, rows, how if options.conversations else None, *most)

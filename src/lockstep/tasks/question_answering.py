@@ -244,7 +244,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         from lockstep.tasks.models import inference, models, qa_spans
 
         options = self.options
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.TokenWindow]:
             try:

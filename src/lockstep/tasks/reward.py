@@ -96,7 +96,7 @@ class Reward(AnswerPairs):
         """Yield the `reward` of a prompt with an answer, or of the last answer of a conversation."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         options, pads = self.options, {"input_ids": int(tok.pad_token_id)}
         if not options.conversations:
             conversations.require_template(tok, rows)

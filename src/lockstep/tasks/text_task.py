@@ -156,7 +156,7 @@ class TextTask(Task):
         from lockstep.tasks.models import models
 
         models.check(self.run, str(self.head), **self.checked_entries())
-        models.check_tokenizer(self.run, str(self.head), tok)
+        models.check_tokenizer(self.run.model, str(self.head), tok)
 
     def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
         """Map each token column to the tokenizer that encodes it. `tok`: the tokenizer of `folder`."""
@@ -176,19 +176,21 @@ class TextTask(Task):
         token_checks.check_limits(list(self.limits(read_by).values()))
         if self.head is None:
             return []
-        return token_rows.check(self.run, self.head, read_by) + token_rows.other_tokens(self.run, read_by["input_ids"])
+        return token_rows.check(self.run.model, self.head, read_by) + token_rows.other_tokens(
+            self.run, read_by["input_ids"]
+        )
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
         that carry no information; notes those that carry little. Errors: `RunError`."""
         from lockstep.tasks.models import models, token_rows
 
-        run, fits = self.run, None if self.head is None else models.most_tokens(self.run)
+        run, fits = self.run, None if self.head is None else models.most_tokens(self.run.model)
         limits = self.limits(read_by)
         limits = {name: replace(limit, positions=fits) for name, limit in limits.items()}
         self.check_lengths(split, columns)
         if self.head is not None:
-            token_rows.check_split(run, self.head, read_by, split, columns)
+            token_rows.check_split(run.model, self.head, read_by, split, columns)
         if split != ("train" if "train" in data.splits else next(iter(data.splits))):
             return []
         notes = self.answer_notes(data, data.splits[split], read_by["input_ids"])
@@ -210,14 +212,14 @@ class TextTask(Task):
         """Add token checks to `make` for streamed rows; return it and the values that the checks depend on."""
         from lockstep.tasks.models import token_rows
 
-        return (make, []) if self.head is None else token_rows.bounded(self.run, self.head, read_by, make)
+        return (make, []) if self.head is None else token_rows.bounded(self.run.model, self.head, read_by, make)
 
     def check_lengths(self, split: str, columns: Columns) -> None:
         """Refuse examples too short for the model, alone or in a batch of short ones: CANINE joins `downsampling_rate`
         tokens into one. Errors: `RunError`."""
         from lockstep.tasks.models import model_configs
 
-        config = model_configs.load_config(self.run) if self.head is not None else None
+        config = model_configs.load_config(self.run.model) if self.head is not None else None
         if config is None or config.model_type != "canine":
             return
         least = config.downsampling_rate
@@ -407,7 +409,7 @@ class TextTask(Task):
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         from lockstep.tasks.models import models
 
-        model: Any = models.to_fill(self.run, self.model)
+        model: Any = models.to_fill(self.run.model, self.model)
         self.set_export_entries(model.config)
         models.stop_at(model, self.end_tokens)
         models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)

@@ -261,7 +261,7 @@ class TokenClassification(PerToken):
         numbers = column_types.whole_numbers(names, strict=True)
         names = sorted(names, key=int) if numbers else names
         values = [int(name) for name in names] if numbers else names
-        tags = head_labels.in_model_order(self.run, self.head, names, values)
+        tags = head_labels.in_model_order(self.run.model, self.head, names, values)
         parts(tags.names)  # refuses unknown tag schemes
         return tags
 
@@ -301,7 +301,7 @@ class TokenClassification(PerToken):
             raise RunError(
                 "LS3362",
                 f"task.words: no word of the {split} split of {data.name} has a token within data.max_length "
-                f"({most}); {models.longer(self.run, 'data.max_length', most)}",
+                f"({most}); {models.longer(self.run.model, 'data.max_length', most)}",
             )
         return file, counts
 
@@ -438,7 +438,7 @@ class TokenClassification(PerToken):
         """Yield `words`, each with its `label` and `score`; a text is split at whitespace."""
         from lockstep.tasks.models import inference, models
 
-        model, tok = models.exported(self.head, folder, self.run)
+        model, tok = models.exported(self.head, folder, self.run.model)
         names = model.config.id2label
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Section
+from lockstep.config.sections import DataSection, ModelSection, Section
 from lockstep.data import lm_documents, source, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
@@ -96,15 +96,15 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
     return tokenizer.pair(sources, trained(batches("target"), f"{hashed} target", of_target=True))
 
 
-def target_tokenizer(run: Run, folder: Path, shared: Any) -> Any:
+def target_tokenizer(section: ModelSection, folder: Path, shared: Any) -> Any:
     """The target tokenizer in the folder of `tokenizers`, or `shared` if there is none."""
     target_folder = folder / tokenizer.TARGET
-    return tokenizer.load(str(target_folder), run.model.trust_remote_code) if target_folder.is_dir() else shared
+    return tokenizer.load(str(target_folder), section.trust_remote_code) if target_folder.is_dir() else shared
 
 
-def most(run: Run, options: WritingOptions) -> int:
+def most(data: DataSection, options: WritingOptions) -> int:
     """Maximum number of tokens of a target."""
-    return options.target_length or run.data.max_length
+    return options.target_length or data.max_length
 
 
 SIZES = {"bleu": 10, "chrf": 18}  # lengths, matches and totals of 1- to 4-grams; three counts of 1- to 6-grams
@@ -243,12 +243,12 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         _check_model(self.run, self.options, folder)
 
     def tokenizers(self, folder: Path, tok: Any) -> dict[str, Any]:
-        return {"input_ids": tok, "target_ids": target_tokenizer(self.run, folder, tok)}
+        return {"input_ids": tok, "target_ids": target_tokenizer(self.run.model, folder, tok)}
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         key = "data.max_length" if self.options.target_length is None else "task.target_length"
         special = read_by["target_ids"].num_special_tokens_to_add(pair=False)
-        return super().limits(read_by) | {"target_ids": Limit(key, most(self.run, self.options), special)}
+        return super().limits(read_by) | {"target_ids": Limit(key, most(self.run.data, self.options), special)}
 
     @classmethod
     def side_columns(cls, options: Any, side: str) -> list[str]:
@@ -263,7 +263,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         options = self.options
         sources: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
-        targets = target_tokenizer(self.run, Path(folder), sources)
+        targets = target_tokenizer(self.run.model, Path(folder), sources)
         numbers = datasets.List(datasets.Value("int32"))
         text = datasets.Value("string")
         features = datasets.Features({"input_ids": numbers, "target_ids": numbers, "reference": text})
@@ -275,7 +275,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             source_ids = sources([options.prefix + text for text in rows["source"]], **limit)["input_ids"]
-            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(self.run, options)})[
+            target_ids = targets(text_target=rows["target"], **limit | {"max_length": most(self.run.data, options)})[
                 "input_ids"
             ]
             ids = {"input_ids": closed(source_ids, sources), "target_ids": closed(target_ids, targets)}
@@ -293,9 +293,9 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         from lockstep.tasks.models import model_configs
 
         super().open(prepared)
-        self.target_tokenizer = target_tokenizer(self.run, Path(self.prepared.tokenizer), self.tokenizer)
-        self.entries = _entries(self.run, self.tokenizer, self.target_tokenizer)
-        family = model_configs.load_config(self.run).model_type
+        self.target_tokenizer = target_tokenizer(self.run.model, Path(self.prepared.tokenizer), self.tokenizer)
+        self.entries = _entries(self.run.model, self.tokenizer, self.target_tokenizer)
+        family = model_configs.load_config(self.run.model).model_type
         self.masks_targets = self.padded_because is None or family in model_configs.NEEDS_DECODER_MASK
         self.overlap = self.overlap_of(self.options)
         self.smoothing = self.options.label_smoothing
@@ -388,7 +388,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     def usage(self) -> str:
         """Python code for the model card; transformers no longer has a translation pipeline."""
         target = 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_REPO")\n'
-        written, longest = "tokenizer", most(self.run, self.options)
+        written, longest = "tokenizer", most(self.run.data, self.options)
         if self.target_tokenizer is not self.tokenizer:
             target += 'targets = AutoTokenizer.from_pretrained("PATH_OR_REPO", subfolder="target")\n'
             written = "targets"
@@ -409,7 +409,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
 
         pad, end = int(self.target_tokenizer.pad_token_id), lm_documents.end_of(self.target_tokenizer)
         start = int(self.entries["decoder_start_token_id"])
-        return Decoding(most(self.run, self.options), pad, end, start, self.options.beams)
+        return Decoding(most(self.run.data, self.options), pad, end, start, self.options.beams)
 
     def _written(self, tokens: Tensor) -> list[str]:
         texts = self.target_tokenizer.batch_decode(tokens.tolist(), skip_special_tokens=True)
@@ -421,11 +421,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         from lockstep.tasks.models.inference import Decoding, by_transformers
 
         options = self.options
-        model, sources = models.exported(self.head, folder, self.run)
-        targets = target_tokenizer(self.run, folder, sources)
+        model, sources = models.exported(self.head, folder, self.run.model)
+        targets = target_tokenizer(self.run.model, folder, sources)
         limit, start = self.run.data.max_length, model.config.decoder_start_token_id
         how = Decoding(
-            most(self.run, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
+            most(self.run.data, options), targets.pad_token_id, lm_documents.end_of(targets), start, options.beams
         )
 
         def answer(rows: list[Sequence[str]]) -> list[dict[str, Any]]:
@@ -450,13 +450,13 @@ def _source_inputs(batch: MicroBatch) -> dict[str, Tensor]:
 # -- preparing -------------------------------------------------------------------------------------------------------
 
 
-def _entries(run: Run, sources: Any, targets: Any) -> dict[str, Any]:
+def _entries(section: ModelSection, sources: Any, targets: Any) -> dict[str, Any]:
     """Config entries for the decoder's start token and, from scratch, the vocabularies."""
     from lockstep.tasks.models import model_configs
 
-    config = model_configs.load_config(run)
+    config = model_configs.load_config(section)
     values = config.to_dict()
-    if run.model.type is None:
+    if section.type is None:
         start = values.get("decoder_start_token_id")
         start = start if start is not None else values.get("bos_token_id")
         return {"use_cache": False, "decoder_start_token_id": sources.pad_token_id if start is None else start}
@@ -477,8 +477,8 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
     from lockstep.tasks.models import model_configs, models, padding
 
     key = "task.target_length" if (options.target_length or 0) > run.data.max_length else "data.max_length"
-    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run, options)), key, use_cache=False)
-    entries = model_configs.load_config(run).to_dict()
+    models.check(run, heads.SEQ2SEQ, max(run.data.max_length, most(run.data, options)), key, use_cache=False)
+    entries = model_configs.load_config(run.model).to_dict()
     known_to = tokenizer.load(str(folder), run.model.trust_remote_code)
     two = (folder / tokenizer.TARGET).is_dir() or getattr(known_to, "separate_vocabs", False)
     if run.model.source is not None and entries.get("share_encoder_decoder_embeddings") is False and not two:
@@ -488,9 +488,9 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
             f"in {tokenizer.TARGET}/ beside its tokenizer, so targets would be encoded with the tokenizer of "
             "sources; save the second tokenizer there",
         )
-    check_start(run)
-    padding.check_foresight(run, "seq2seq")
-    check_start_is_read(run, known_to)
+    check_start(run.model)
+    padding.check_foresight(run.model, "seq2seq")
+    check_start_is_read(run.model, known_to)
     if "num_layers" in entries and entries.get("num_decoder_layers", 0) > entries["num_layers"]:
         raise RunError(
             "LS3377",
@@ -506,14 +506,14 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
         )
 
 
-def check_start_is_read(run: Run, tokens: Any) -> None:
+def check_start_is_read(section: ModelSection, tokens: Any) -> None:
     """Errors: `RunError` if an FSMT decoder starts from padding, which it ignores and does not count as a position in
     training. `tokens`: the target tokenizer."""
     from lockstep.tasks.models import model_configs
 
-    if model_configs.load_config(run).model_type != "fsmt":
+    if model_configs.load_config(section).model_type != "fsmt":
         return
-    start = _entries(run, tokens, tokens)["decoder_start_token_id"]
+    start = _entries(section, tokens, tokens)["decoder_start_token_id"]
     if start == tokens.pad_token_id:
         raise RunError(
             "LS3379",
@@ -523,12 +523,12 @@ def check_start_is_read(run: Run, tokens: Any) -> None:
         )
 
 
-def check_start(run: Run) -> None:
+def check_start(section: ModelSection) -> None:
     """Errors: `RunError` if a pretrained T5Gemma names two different start tokens for its decoder."""
     from lockstep.tasks.models import model_configs
 
-    config = model_configs.load_config(run)
-    if run.model.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
+    config = model_configs.load_config(section)
+    if section.source is None or config.model_type not in model_configs.FROM_FIRST_TOKEN:
         return
     start, trained_from = getattr(config, "decoder_start_token_id", None), config.decoder.bos_token_id
     start = config.bos_token_id if start is None else start

@@ -84,7 +84,7 @@ def scores(
     job = for_rank(alone, world, data=run)
     join_ranks(job, world)
     if job.task.head is not None and not adapters.is_adapter(export):
-        source_files.check_export(job.run, job.task.head)
+        source_files.check_export(job.run.model, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
     split_names = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]

@@ -279,7 +279,9 @@ def loaded(task: Task, folder: Path) -> nn.Module:
             return _without_cache(getattr(transformers, kind.architectures[0]).from_pretrained(folder))
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
-    base = auto.from_pretrained(model_configs.local_or_id(run), config=config, ignore_mismatched_sizes=True, **kind)
+    base = auto.from_pretrained(
+        model_configs.local_or_id(run.model), config=config, ignore_mismatched_sizes=True, **kind
+    )
     return _without_cache(adapters.load_onto(base, folder))
 
 

@@ -21,8 +21,9 @@ from torch import nn
 
 from lockstep.checkpoint.manifest import averaged, unknown_metric
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.schedules import drawn
+from lockstep.config.sections import OptimSection
 from lockstep.config.written import applies
 from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
@@ -83,15 +84,17 @@ def model_facts(task: Task) -> ModelFacts:
     run = task.run
 
     def computed() -> ModelFacts:
-        model = freeze(run, task.model(empty=True))
-        return ModelFacts(*counts(model), quantized.count(model), state_bytes(run.optim, model), treatment(run, model))
+        model = freeze(run.model, task.model(empty=True))
+        return ModelFacts(
+            *counts(model), quantized.count(model), state_bytes(run.optim, model), treatment(run.optim, model)
+        )
 
     own_code = run.model.trust_remote_code or not task.built_in()
     if task.head is None or own_code or run.optim.name not in plugins.built_in("optimizers"):
         return computed()
     keys = run.model_dump(mode="json", include={"model", "task", "optim", "tokenizer"})
     data = [task.prepared.key, task.prepared.tokenizer, task.prepared.facts]
-    key_parts = [keys, model_configs.load_config(run).to_dict(), data, _versions(), _code()]
+    key_parts = [keys, model_configs.load_config(run.model).to_dict(), data, _versions(), _code()]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
@@ -124,28 +127,28 @@ def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
         return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
     here = replace(job, processes=world.size)
-    return job.having(cls.choose_options(here, *counts(freeze(run, task.model(empty=True))), memory))
+    return job.having(cls.choose_options(here, *counts(freeze(run.model, task.model(empty=True))), memory))
 
 
 def check_names(job: Job) -> None:
     """Refuse patterns of parameter names that match nothing, before any process starts. Errors: `RunError`."""
     run = job.run
     if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
-        assigned(run.optim, freeze(run, make_task(job).model(empty=True)))
+        assigned(run.optim, freeze(run.model, make_task(job).model(empty=True)))
 
 
-def treatment(run: Run, model: nn.Module) -> str:
+def treatment(optim: OptimSection, model: nn.Module) -> str:
     """Describe the optimizer, and the parameter tensors with a learning rate, decay or rule of their own."""
     counts: dict[ParamGroupSpec, int] = {}
-    for how in assigned(run.optim, model).values():
+    for how in assigned(optim, model).values():
         counts[how] = counts.get(how, 0) + 1
     rows = [
         f"{quantity(count, 'tensor')}{f' ({how.kind})' if how.kind else ''} at rate "
-        f"{how.scale * run.optim.learning_rate:.3g}, decay {how.decay:g}"
+        f"{how.scale * optim.learning_rate:.3g}, decay {how.decay:g}"
         for how, count in counts.items()
     ]
     more = f"; {len(rows) - 6} more groups" if len(rows) > 6 else ""
-    return f"{run.optim.name}: {'; '.join(rows[:6])}{more}"
+    return f"{optim.name}: {'; '.join(rows[:6])}{more}"
 
 
 def data(task: Task) -> str:
@@ -221,13 +224,13 @@ def remarks(job: Job) -> list[str]:
     run, task, prepared = job.run, job.task, job.data
     idle = [note for note in idle_keys(job, prepared.facts) if applies(note, run)]
     about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
-    about_files = source_files.notes(run, task.head, config_entries(job)) if run.model.source is not None else []
-    return [*about_data, *about_files, *config_checks.notes(run, task.head), *beyond_longrope(job)]
+    about_files = source_files.notes(run.model, task.head, config_entries(job)) if run.model.source is not None else []
+    return [*about_data, *about_files, *config_checks.notes(run.model, task.head), *beyond_longrope(job)]
 
 
 def beyond_longrope(job: Job) -> list[str]:
     """Note that texts of a LongRoPE model are computed otherwise beside longer ones."""
-    limit = config_checks.longrope_limit(job.run, job.task.head)
+    limit = config_checks.longrope_limit(job.run.model, job.task.head)
     columns = make_task(job).splits["train"] if limit is not None else None
     if limit is None or not isinstance(columns, Columns):
         return []

@@ -168,7 +168,7 @@ def check_tokenizer(task: Task, job: Plain, examples: list[dict[str, Any]]) -> N
     the tokenizer class by the model family, whatever was saved. Errors: `OtherTokens`."""
     from transformers.models.auto import tokenization_auto as auto
 
-    family = model_configs.load_config(task.run).model_type
+    family = model_configs.load_config(task.run.model).model_type
     kind = auto.TOKENIZER_MAPPING_NAMES.get(family) or "TokenizersBackend"
     fixed = family in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS and kind != "TokenizersBackend"
     if not fixed or type(job.tokenizer).__name__ == kind:

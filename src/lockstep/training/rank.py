@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import export_of
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load, redirected, replace_text, write_run_yaml
+from lockstep.config.sections import TrackSection
 from lockstep.config.written import with_defaults_named
 from lockstep.data.job import Job, Scope
 from lockstep.distributed import job_record
@@ -223,7 +224,7 @@ def work(job: Job, world: World) -> int:
             world.log,
             f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {quantity(world.size, 'process')}, rank 0 on {world.host}",
         )
-    elsewhere = console_of_other_machine(run, world)
+    elsewhere = console_of_other_machine(run.track, world)
     if done:
         console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
         elsewhere.say(f"{run.folder} is finished; the model is in {run.folder}/export on {world.hosts[0]} (rank 0)")
@@ -249,11 +250,11 @@ def work(job: Job, world: World) -> int:
     return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
 
 
-def console_of_other_machine(run: Run, world: World) -> Console:
+def console_of_other_machine(track: TrackSection, world: World) -> Console:
     """Return a console that prints on machines without rank 0, once each, and is silent on all other ranks. Silent
     under SLURM too, where all machines write to one log."""
     loud = world.local_rank == 0 and not world.is_main and "SLURM_PROCID" not in os.environ
-    return Console(loud, voice=run.track.console)
+    return Console(loud, voice=track.console)
 
 
 @contextmanager

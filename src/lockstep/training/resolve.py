@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output
-from lockstep.config.sections import LaunchSection
+from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.config.written import naming_defaults, naming_lowered
 from lockstep.data.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
 from lockstep.distributed.hardware import gpus_of
@@ -102,12 +102,12 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
             machine.launcher.check(machine.plan)
             if scope in (Scope.DATA, Scope.START) and not machine.launcher.submits:
-                _refuse_missing_gpu(run)
+                _refuse_missing_gpu(run.launch)
 
 
-def _refuse_missing_gpu(run: Run) -> None:
+def _refuse_missing_gpu(launch: LaunchSection) -> None:
     """Refuse to start ranks on GPUs that are not there; `lockstep plan` serves other machines. Errors: `RunError`."""
-    if run.launch.device == "cuda" and not gpus_of(run.launch):
+    if launch.device == "cuda" and not gpus_of(launch):
         raise RunError(
             "LS5250",
             "launch.device: cuda, but this machine has no CUDA device that torch can use; set launch.device=cpu, or "
@@ -255,9 +255,9 @@ RECOMPUTES = "use ddp or a strategy like it, fsdp2 with gather: step, or zero wi
 WHOLE_COPIES = "use a strategy whose ranks each hold the whole model, such as ddp, or fsdp2 with gather: step"
 
 
-def launcher_class(run: Run) -> type[Starter]:
+def launcher_class(launch: LaunchSection) -> type[Starter]:
     """Class of the launcher that the run file names. Errors: `PluginError`."""
-    cls: Any = plugins.find("launchers", run.launch.name)
+    cls: Any = plugins.find("launchers", launch.name)
     return cls
 
 
@@ -272,7 +272,7 @@ def _refuse_features(job: Job) -> None:
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     parts = not later and not issubclass(strategy, ReplicatedStrategy)
     if check.every and check.on_difference == "evict":
-        launcher = launcher_class(run)
+        launcher = launcher_class(run.launch)
         if launcher.fewest_machines(launch) is None and not launcher.loses_ranks(launch):
             raise RunError(
                 "LS5132",
@@ -326,9 +326,9 @@ def ends_with_a_rank(job: Job) -> str | None:
     return "the model is compiled" if run.model.compiled else None
 
 
-def shards_this_model(run: Run) -> RunError:
+def shards_this_model(strategy: StrategySection) -> RunError:
     """Return the error for a strategy that shards this model, so that no other rank can repeat a computation."""
-    return RunError("LS5150", f"sdc_check.every: {run.strategy.name} shards this model; {RECOMPUTES}")
+    return RunError("LS5150", f"sdc_check.every: {strategy.name} shards this model; {RECOMPUTES}")
 
 
 def _refuse_sharding(job: Job) -> None:
@@ -350,9 +350,11 @@ def _refuse_sharding(job: Job) -> None:
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
     memory = capacity(device("cpu"), min(here, job.processes))
-    chosen = job.having(strategy.choose_options(job, *counts(freeze(run, make_task(job).model(empty=True))), memory))
+    chosen = job.having(
+        strategy.choose_options(job, *counts(freeze(run.model, make_task(job).model(empty=True))), memory)
+    )
     if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run)):
-        raise shards_this_model(run)
+        raise shards_this_model(run.strategy)
 
 
 def refuse_eviction(job: Job, why: str | None) -> None:
@@ -361,7 +363,7 @@ def refuse_eviction(job: Job, why: str | None) -> None:
     check = job.run.sdc_check
     if why is None or not check.every or check.on_difference != "evict":
         return
-    if launcher_class(job.run).fewest_machines(job.run.launch) is None:
+    if launcher_class(job.run.launch).fewest_machines(job.run.launch) is None:
         raise RunError("LS5154", f"sdc_check.on_difference: evict cannot remove a rank here ({why}); use stop or retry")
 
 
@@ -426,7 +428,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
         task(run).check_prepared(prepared)
     job = replace(job, run=run, prepared=prepared)
     if task.head is not None and run.model.source is not None:  # the cache of `prepare` does not depend on the weights
-        source_files.check(run, task.head, model_stats.config_entries(job))
+        source_files.check(run.model, task.head, model_stats.config_entries(job))
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
     model_stats.check_best(job, own_metrics.check(job))

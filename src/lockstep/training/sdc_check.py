@@ -50,7 +50,7 @@ class SdcCheck:
         self._session = session
         strategy: Any = session.strategy
         if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
-            raise shards_this_model(self._run)
+            raise shards_this_model(self._run.strategy)
         self._strategy = strategy
         if names := () if strategy.statistics is None else strategy.statistics.names:
             raise RunError(
@@ -210,7 +210,7 @@ def decide_eviction(
     run = job.run
     if run.sdc_check.on_difference != "evict":
         return "remove that machine from the job", []
-    least, kind = launcher_class(run).fewest_machines(run.launch), "machines"
+    least, kind = launcher_class(run.launch).fewest_machines(run.launch), "machines"
     places: Sequence[object] = hosts
     if least is None:
         least, kind, places = 1, "ranks", range(len(hosts))
@@ -233,7 +233,7 @@ def check_eviction(job: Job, why: str | None) -> None:
     if run.sdc_check.on_difference != "evict" or not run.sdc_check.every:
         return
     refuse_eviction(job, why)
-    how = launched_by(run)
+    how = launched_by(run.launch)
     if how != f"launcher {run.launch.name}":
         raise RunError(
             "LS5155",
@@ -249,7 +249,7 @@ def evict(
     same state. Returns the error that this rank raises: `Regroup` if it continues in the same process. Collective."""
     run, world, out, step = session.run, session.world, caught.leaves, state.step
     left = [rank for rank in range(world.size) if rank not in out]
-    single = launcher_class(run).fewest_machines(run.launch) is None
+    single = launcher_class(run.launch).fewest_machines(run.launch) is None
     names = sorted({f"rank {rank}" if single else world.hosts[rank] for rank in out})
     session.journal.event("guard", step, weights_agree=caught.sound, ranks=world.size, ranks_out=out, out=names)
     if out and single:

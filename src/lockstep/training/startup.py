@@ -51,8 +51,8 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     the result of the comparison with a plain computation. Collective."""
     run, world, strategy = session.run, session.world, session.strategy
     opening = facts(session)
-    where = {"ranks": f"{world.whereabouts}; {launched_by(run)}"}
-    alone = launched_by(run) == "launcher local" and len(set(world.hosts)) == 1
+    where = {"ranks": f"{world.whereabouts}; {launched_by(run.launch)}"}
+    alone = launched_by(run.launch) == "launcher local" and len(set(world.hosts)) == 1
     if alone:  # otherwise the launcher printed it
         console.detail({"run": opening["run"], **where})
         console.facts({k: v for k, v in opening.items() if k != "run"})

@@ -106,10 +106,10 @@ def _class_names(local_files: list[Path], split: str) -> tuple[list[str], list[s
     ]
 
 
-def inside(run: Run, machines: int, meet: str) -> LaunchSection:
+def inside(launch: LaunchSection, machines: int, meet: str) -> LaunchSection:
     """Return the `launch` section for inside a container: `local` for one machine, else `torchrun` with the rendezvous
     address `meet` (host:port). The container's command line adds `launch.node_rank`."""
-    own: dict[str, Any] = {name: getattr(run.launch, name) for name in type(run.launch).model_fields if name != "name"}
+    own: dict[str, Any] = {name: getattr(launch, name) for name in type(launch).model_fields if name != "name"}
     if machines > 1:
         return LaunchSection(name="torchrun", **own, machines=machines, rendezvous=meet)  # type: ignore[call-arg]
     return LaunchSection(name="local", **own)

@@ -68,7 +68,7 @@ class Kubernetes(SubmittedJob):
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run.launch)
-        each = processes_of(run, options)
+        each = processes_of(run.launch, options)
         processes = options.machines * each
         run.check_shared(processes, f"launch.machines: {options.machines} pods of {each} processes")
         sized = run.model_copy(update={"launch": run.launch.model_copy(update={"processes": each})})

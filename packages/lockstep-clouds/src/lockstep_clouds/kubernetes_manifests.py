@@ -19,6 +19,7 @@ from typing import Any
 from lockstep.config import error_messages as messages
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection
 from lockstep_clouds.code_bundle import inside, modules_of, pairs
 
 OUTPUTS, RUN_FOLDER, CACHE = "/lockstep", "/etc/lockstep", "/cache"
@@ -48,7 +49,7 @@ def manifests(run: Run, options: Any) -> list[dict[str, Any]]:
     # the Service of an Indexed Job; Kubeflow's JobSet creates one with the TrainJob's name
     first = f"{name}-node-0-0.{name}" if options.kubeflow else f"{name}-0.{name}"
     there = run.model_copy(
-        update={"output": output_of(run), "launch": inside(run, options.machines, f"{first}:{PORT}")}
+        update={"output": output_of(run), "launch": inside(run.launch, options.machines, f"{first}:{PORT}")}
     )
     texts = {"run.yaml": there.dump()} | {_key(m): _text(m, path) for m, path in modules.items()}
     config = {
@@ -174,7 +175,7 @@ def job(run: Run, options: Any) -> dict[str, Any]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": metadata(run, options),
-        "spec": spec | failure_policy(run, options, "lockstep") | {"template": template},
+        "spec": spec | failure_policy(run.launch, options, "lockstep") | {"template": template},
     }
 
 
@@ -185,7 +186,7 @@ def training_runtime(run: Run, options: Any) -> dict[str, Any]:
         "name": "node",
         "template": {
             "metadata": {"labels": {f"{GROUP}/trainjob-ancestor-step": "trainer"}},
-            "spec": failure_policy(run, options, "node") | {"template": template},
+            "spec": failure_policy(run.launch, options, "node") | {"template": template},
         },
     }
     return {
@@ -207,28 +208,28 @@ def train_job(run: Run, options: Any) -> dict[str, Any]:
         "metadata": metadata(run, options),
         "spec": {
             "runtimeRef": {"apiGroup": GROUP, "kind": "TrainingRuntime", "name": name_of(run)},
-            "trainer": {"numNodes": options.machines, "numProcPerNode": processes_of(run, options)},
+            "trainer": {"numNodes": options.machines, "numProcPerNode": processes_of(run.launch, options)},
         },
     }
 
 
-def processes_of(run: Run, options: Any) -> int:
+def processes_of(launch: LaunchSection, options: Any) -> int:
     """Processes per pod: `launch.processes`; auto: `launch.processes_per_gpu` per GPU. Errors: `RunError`."""
-    if run.launch.processes != "auto":
-        return int(run.launch.processes)
+    if launch.processes != "auto":
+        return int(launch.processes)
     if options.gpus:
-        return int(options.gpus * run.launch.processes_per_gpu)
+        return int(options.gpus * launch.processes_per_gpu)
     raise RunError("LS7248", "launch.processes: auto counts launch.gpus, which is 0; set a number per pod")
 
 
-def failure_policy(run: Run, options: Any, container: str) -> dict[str, Any]:
+def failure_policy(launch: LaunchSection, options: Any, container: str) -> dict[str, Any]:
     """Pod failure policy for exit statuses; see the module's docstring."""
 
     def on(status: int) -> dict[str, Any]:
         return {"containerName": container, "operator": "In", "values": [status]}
 
     return {
-        "backoffLimit": run.launch.max_restarts * options.machines,  # the pods of all machines fail together
+        "backoffLimit": launch.max_restarts * options.machines,  # the pods of all machines fail together
         "podReplacementPolicy": "Failed",  # replace a pod only after it has ended: two would write the same files
         "podFailurePolicy": {
             "rules": [

@@ -90,7 +90,7 @@ class Sagemaker(SubmittedJob):
 
     def plan(self, run: Run) -> LaunchPlan:
         options = self.options(run.launch)
-        check_keys(run, options)
+        check_keys(run.launch, options)
         each = processes_of(run, options.instance)
         processes = options.machines * each
         key = "launch.instance" if run.launch.processes == "auto" else "launch.processes"
@@ -127,7 +127,7 @@ class Sagemaker(SubmittedJob):
         launch = run.launch.model_copy(update={"processes": processes_of(run, options.instance)})
         run = run.model_copy(update={"launch": launch})
         parcel = packed(run, CHECKPOINTS, DATA)
-        section = inside(run, options.machines, f"{FIRST}:{PORT}")
+        section = inside(run.launch, options.machines, f"{FIRST}:{PORT}")
         return replace(parcel, run=parcel.run.model_copy(update={"launch": section}))
 
     # -- submission --------------------------------------------------------------------------------------------------

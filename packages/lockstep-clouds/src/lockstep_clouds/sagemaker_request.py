@@ -15,6 +15,7 @@ from typing import Any
 from lockstep.config import error_messages as messages
 from lockstep.config import user_code
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection
 from lockstep.data.job import arithmetic_of
 from lockstep_clouds import aws
 from lockstep_clouds.code_bundle import Parcel, pairs
@@ -108,7 +109,7 @@ def request_of(run: Run, options: Any, parcel: Parcel) -> dict[str, Any]:
     return with_extra(request, options.extra)
 
 
-def check(run: Run, options: Any) -> None:
+def check(launch: LaunchSection, options: Any) -> None:
     """Check for missing keys and unusable values. Errors: `RunError`."""
     for key, what in (
         ("role", "the ARN of an IAM role that SageMaker may assume and that may use the bucket: "
@@ -124,7 +125,7 @@ def check(run: Run, options: Any) -> None:
         )
     aws.check_instance(options.instance, options.image)
     aws.check_image(options.image)
-    if run.launch.device == "cuda" and not aws.has_gpu(options.instance):
+    if launch.device == "cuda" and not aws.has_gpu(options.instance):
         raise RunError(
             "LS7272",
             f"launch.device: cuda, but {options.instance} has no NVIDIA GPU; choose another launch.instance, "

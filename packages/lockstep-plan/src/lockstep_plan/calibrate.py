@@ -127,7 +127,7 @@ def job(words: list[str]) -> int:
     from lockstep.config.run import load
 
     run = load(words[0], [])
-    launcher = start.launcher_of(run)
+    launcher = start.launcher_of(run.launch)
     return launcher.start(launcher.plan(run), (MEASURE, words[1]))
 
 

@@ -103,7 +103,7 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
     about the other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default:
     all."""
     job = Job.of(run, ranks).with_data()
-    every, trained = counts(freeze(run, make_task(job).model(empty=True)))
+    every, trained = counts(freeze(run.model, make_task(job).model(empty=True)))
     less = fewer(job, MOST if every <= LARGE else MOST_OF_LARGE)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # required by engines, never used

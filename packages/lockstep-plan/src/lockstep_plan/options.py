@@ -21,7 +21,7 @@ def answered(
 ) -> int:
     """Simulate and print the result. Errors: `RunError`."""
     device_rates = devices.load(device)
-    counts = sorted(set(processes or [start.launcher_of(run).plan(run).processes]))
+    counts = sorted(set(processes or [start.launcher_of(run.launch).plan(run).processes]))
     if counts[0] < 1:
         raise RunError("LS8320", f"--processes: invalid value {counts[0]}; expected an integer >= 1")
     if price is not None and price < 0:

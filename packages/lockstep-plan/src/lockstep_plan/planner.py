@@ -73,7 +73,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
         )
     job = Job.of(run, processes).with_data()
     task = make_task(job)
-    model = freeze(run, task.model(empty=True))
+    model = freeze(run.model, task.model(empty=True))
     sizes = counts(model)
     if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
         run = job.strategy.choose_options(job, *sizes, int(device.memory_bytes))

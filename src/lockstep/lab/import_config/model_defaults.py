@@ -48,7 +48,7 @@ def model_config(draft: RunDraft, entries: dict[str, Any]) -> Any:
     from lockstep.tasks.models import model_configs
 
     try:
-        return model_configs.load_config(Run.model_validate({"model": {**section, "config": entries}}))
+        return model_configs.load_config(Run.model_validate({"model": {**section, "config": entries}}).model)
     except (RunError, ValueError):  # planning says why
         return None
 

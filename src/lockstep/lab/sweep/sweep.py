@@ -24,6 +24,7 @@ from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newe
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, write_run_yaml
+from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed import job_record
 from lockstep.lab.subprocess_job import Child, asked_to_stop
@@ -127,7 +128,7 @@ class Leaderboard:
 
     def share(self) -> None:
         """Find trials with common first steps, and make the shared ones keep checkpoints."""
-        submits = start.launcher_of(self.sweep.base).submits
+        submits = start.launcher_of(self.sweep.base.launch).submits
         if not self.sweep.share or self.sweep.search is not None or submits or len(self.trials) < 2:
             return
 
@@ -235,7 +236,7 @@ def planned(sweep: Sweep, keys: Mapping[str, Any], name: str) -> Run:
     entries = {"name": f"{run.name}-{name}", "output": str(folder), "hub": hub}
     run = run.model_copy(update=entries | {"remote_dir": run.remote_dir and f"{run.remote_dir}/{folder.name}"})
     try:
-        launcher = start.launcher_of(run)
+        launcher = start.launcher_of(run.launch)
         if not launcher.submits or importlib.util.find_spec("torch") is not None:  # without torch here, the ranks check
             start.refuse_options(run)
             run = fitted(run)
@@ -412,7 +413,7 @@ class Slots:
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
-        self._devices = visible(sweep.base) if sweep.parallel > 1 else []
+        self._devices = visible(sweep.base.launch) if sweep.parallel > 1 else []
 
     def free(self, taken: Container[int]) -> int | None:
         """Return a free slot, or None."""
@@ -450,9 +451,9 @@ class Slots:
         return len(self._devices) // self._sweep.parallel
 
 
-def visible(run: Run) -> list[str]:
+def visible(launch: LaunchSection) -> list[str]:
     """GPUs available to this process, as in CUDA_VISIBLE_DEVICES; none with `launch.device: cpu`."""
-    if run.launch.device == "cpu":
+    if launch.device == "cpu":
         return []
     try:
         import torch

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -32,12 +33,12 @@ class Accelerated(Strategy):
         del self.accelerator
 
 
-def only(run: Run, name: str) -> Mapping[str, Any]:
+def only(strategy: StrategySection, name: str) -> Mapping[str, Any]:
     """Return the mapping under `name`, the only key allowed in `strategy.options`. Errors: `RunError`."""
-    section = run.strategy.options[name]
+    section = strategy.options[name]
     if not isinstance(section, Mapping):
         raise RunError("LS4020", f"strategy.options.{name}: invalid value {section!r}; expected a mapping of options")
-    if others := set(run.strategy.options) - {name}:
+    if others := set(strategy.options) - {name}:
         raise RunError(
             "LS4021", f"strategy.options: {', '.join(sorted(others))} cannot be combined with {name}; remove them"
         )

@@ -37,13 +37,13 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
         key = "strategy.options.fsdp"
-        section = only(run, "fsdp")
+        section = only(run.strategy, "fsdp")
         if job.task.own_model:
             raise RunError(
                 "LS4030", f"{key}: Accelerate does not know the layers of a custom model; use strategy.name=fsdp2"
             )
         require(cls.needs, key)
-        fsdp.check_not_shared(run)
+        fsdp.check_not_shared(run.launch)
         layers.check_layers(job, "FSDP2 through Accelerate")
         layers.check_writes(job, key, "FSDP", "strategy.name=ddp")
         from accelerate import FullyShardedDataParallelPlugin
@@ -132,7 +132,7 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
     def check(cls, job: Job) -> None:
         run, processes = job.run, job.processes
         key = cls.options_key
-        section = only(run, "deepspeed")
+        section = only(run.strategy, "deepspeed")
         require(cls.needs, key)
         layers.check_layers(job, "DeepSpeed")
         if section.get("zero_stage") not in (1, 2, 3):

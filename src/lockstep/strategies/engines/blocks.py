@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.data.job import Job
@@ -67,7 +68,7 @@ def check(job: Job, here: bool) -> None:
     """Check the options before any process starts. `here`: the ranks will run on machines like this one. Errors:
     `RunError`."""
     run, task = job.run, job.task
-    layer_options = _layer_options(run)
+    layer_options = _layer_options(run.model)
     if run.model.compiled and here and not task.own_model:
         check_compiler(on_gpu=run.launch.device != "cpu" and torch.cuda.is_available())
     if not layer_options or task.own_model:  # the task reports that `model` has no effect
@@ -84,19 +85,19 @@ def check(job: Job, here: bool) -> None:
             "has no GPU; use model.checkpoint_activations instead",
         )
     if task.built_in():
-        _check_model(run, layer_options)
+        _check_model(run.model, layer_options)
         if run.model.compiles_layers and here:
             _check_traced(run, task.head)
 
 
-def _layer_options(run: Run) -> list[str]:
+def _layer_options(section: ModelSection) -> list[str]:
     """Return those of `KEYS` that the run sets."""
-    return [key for key in KEYS if getattr(run.model, key) and (key != "compile" or run.model.compiles_layers)]
+    return [key for key in KEYS if getattr(section, key) and (key != "compile" or section.compiles_layers)]
 
 
-def _check_model(run: Run, layer_options: list[str]) -> None:
+def _check_model(section: ModelSection, layer_options: list[str]) -> None:
     """Check the family's layers on the meta device. Models that cannot be built so are checked when they are built."""
-    if (model := layers.empty_model(run, with_architectures(load_config(run)))) is not None:
+    if (model := layers.empty_model(section, with_architectures(load_config(section)))) is not None:
         _layers_of(model, layer_options)
 
 
@@ -106,26 +107,27 @@ def _check_traced(run: Run, head: str | None) -> None:
 
     if head is None or not heads.of(head).reads_texts:
         return
-    reason = padding.kept_trial(run, head, load_config(run), traced, run.precision)
+    laid = padding.unsupported_reason(run, head) is None
+    reason = padding.kept_trial(run.model, head, load_config(run.model), traced, laid, run.precision == "bf16")
     if reason is not None:
         raise _not_compiled(reason)
 
 
-def traced(run: Run, head: str, config: Any) -> str | None:
-    """Explain why Dynamo cannot trace a layer of a model of this config, with and without padding; None if it can, or
-    no small model can be built. Compiles no code. Restores torch's random state."""
+def traced(section: ModelSection, head: str, config: Any, laid: bool, autocast: bool) -> str | None:
+    """Explain why Dynamo cannot trace a layer of a model of this config; None if it can, or no small model can be
+    built. `laid`: whether padding is left out. Compiles no code. Restores torch's random state."""
     from torch._dynamo.exc import TorchDynamoException
 
-    from lockstep.tasks.models import padding, small_models, unpadded  # imports transformers' models
+    from lockstep.tasks.models import small_models, unpadded  # imports transformers' models
 
-    attention = unpadded.NAME if padding.unsupported_reason(run, head) is None else run.model.attention
+    attention = unpadded.NAME if laid else section.attention
     batches = [small_models.examples(head, *batch) for batch in small_models.BATCHES[:3]]
     reason = None
-    with torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, run.precision == "bf16"):
+    with torch.random.fork_rng([]), torch.autocast("cpu", torch.bfloat16, autocast):
         for variant in small_models.smaller(config, head):
             torch.compiler.reset()  # equal layers share their code
             try:
-                model = small_models.small(run, head, variant, attention).train()
+                model = small_models.small(section, head, variant, attention).train()
                 if attention == unpadded.NAME:
                     unpadded.install(model)
                 for inputs in batches:
@@ -188,7 +190,7 @@ def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
         from lockstep.strategies.engines import tensor_plans
 
         tensor_plans.install(run, model, ranks)
-    layer_options = _layer_options(run)
+    layer_options = _layer_options(run.model)
     for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward
         if run.model.compiles_layers and not _looks_up_tokens(block):

@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[Stack, ...]] = {  # by the config's model_type; two st
 def layers_of(job: Job) -> int:
     """Return the number of layers between which a run's model can be split. Errors: `RunError` if it cannot be
     split."""
-    config: Any = load_config(job.run)
+    config: Any = load_config(job.run.model)
     count = layer_count(config)
     if job.task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # the decoder of an encoder-decoder model
         raise RunError(

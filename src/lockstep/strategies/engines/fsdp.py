@@ -27,6 +27,7 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
@@ -65,9 +66,9 @@ def gather_option(run: Run) -> str | None:
     return STEP if share_gpus(run.launch) else None
 
 
-def check_not_shared(run: Run) -> None:
+def check_not_shared(launch: LaunchSection) -> None:
     """Refuse FSDP on GPUs shared by several ranks, because its collectives would use gloo. Errors: `RunError`."""
-    if share_gpus(run.launch):
+    if share_gpus(launch):
         raise RunError(
             "LS4073",
             "launch.processes_per_gpu: FSDP gathers and reduces on separate CUDA streams, which gloo does not order; "
@@ -98,7 +99,7 @@ def check_options(job: Job) -> None:
             f"strategy.options.gather={MICRO_BATCH}",
         )
     if gather_option(run) == MICRO_BATCH:
-        check_not_shared(run)
+        check_not_shared(run.launch)
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:
         raise RunError(
@@ -112,9 +113,9 @@ def check_options(job: Job) -> None:
         _check_tensor_ranks(job, tensor)
 
 
-def low_dtypes(run: Run) -> list[str]:
+def low_dtypes(strategy: StrategySection) -> list[str]:
     """Return the keys that set bfloat16 where `single` uses float32."""
-    options = run.strategy.options
+    options = strategy.options
     return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
 
 
@@ -122,7 +123,7 @@ def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """Return FSDP's mixed precision policies: of a block, and of the root, which returns logits."""
     if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, summed in float32
         return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
-    if not low_dtypes(run):  # weights and gradients are float32 already
+    if not low_dtypes(run.strategy):  # weights and gradients are float32 already
         return (MixedPrecisionPolicy(),) * 2
     param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
     logits = torch.float32 if param or reduce else None
@@ -174,7 +175,7 @@ def _check_tensor_ranks(job: Job, ranks: int) -> None:
             "LS4075",
             "strategy.options.tensor_parallel: transformers has no tensor-parallel plan for a custom model; remove it",
         )
-    layers.tensor_plan(run, ranks)
+    layers.tensor_plan(run.model, ranks)
 
 
 def _check_kinds(options: dict[str, Any]) -> None:
@@ -487,7 +488,7 @@ class TreeScatter(ReduceScatter):
         first = block.start + ours.turn * ours.shards
         turn = range(first, min(first + ours.shards, block.stop))
         layout = (*(((0, leaf),) for leaf in turn), *((),) * (ours.shards - len(turn)))
-        how = links(ours.run, ours.world, group)
+        how = links(ours.run.strategy, ours.world, group)
         scatter = Scatter(self.tree.leaves, ours.shard, ours.shards, group, how, layout)
         slots = input_tensor.view(ours.shards, -1)  # [W, N]
         scatter.submit(dict.fromkeys(layout[ours.shard], slots), slots)
@@ -500,7 +501,7 @@ class TreeScatter(ReduceScatter):
             raise other_layers()
         if ours.replicas > 1:
             copies = ours.mesh.get_group(ours.axis("replicate"))
-            how = links(ours.run, ours.world, copies)
+            how = links(ours.run.strategy, ours.world, copies)
             exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, copies, how)
             exchange.submit(self.tree.nodes)
             root = exchange.finish()[0][0]

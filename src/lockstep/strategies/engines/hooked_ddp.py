@@ -94,7 +94,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
             self.prime(batch.micro_batches[0])
         self.arrived: dict[int, Tensor] = {}  # the last leaf's gradients from DDP
         self.sent = 0  # buckets
-        how = links(self.run, self.world)
+        how = links(self.run.strategy, self.world)
         layout = layout_of(batch.count, self.world.size, batch.shares)
         self.exchange = Exchange(batch.count, self.world.rank, self.world.size, links=how, layout=layout)
         return super().train_step(batch, learning_rate)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.errors import CodedError
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
 from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
@@ -60,7 +61,7 @@ def check_layers(job: Job, engine: str) -> None:
     if job.task.own_model:  # DeepSpeed detects unused weights by itself
         check_scalars(job, "strategy.name", engine, "strategy.name=ddp")
         return
-    if (entry := leaves_out_layers(load_config(job.run))) is not None:
+    if (entry := leaves_out_layers(load_config(job.run.model))) is not None:
         raise RunError(
             "LS4100",
             f"model.config.{entry}: {engine} needs every rank to run the same layers, and this entry skips "
@@ -240,7 +241,7 @@ def check_gathered(job: Job) -> None:
     run, task = job.run, job.task
     if task.own_model:
         return
-    config = load_config(run)
+    config = load_config(run.model)
     family = config.model_type
     if (task.head, family) in NEVER_IN_TIME:
         raise not_in_time(recomputes=False)
@@ -267,7 +268,7 @@ WRITES_WEIGHTS: dict[str, str | None] = {"gemma3n_text": None, "rwkv": "rescale_
 def check_writes(job: Job, key: str, engine: str, instead: str) -> None:
     """Refuse a family whose forward writes to its weights, for an engine that replaces weights by shards. Writes of
     other models are detected in their first forward. Errors: `RunError`."""
-    config = None if job.task.own_model else load_config(job.run)
+    config = None if job.task.own_model else load_config(job.run.model)
     if config is None or config.model_type not in WRITES_WEIGHTS:
         return
     entry = WRITES_WEIGHTS[config.model_type]
@@ -280,14 +281,14 @@ def check_writes(job: Job, key: str, engine: str, instead: str) -> None:
         )
 
 
-def empty_model(run: Run, config: Any, auto: str = "AutoModel") -> Any:
+def empty_model(section: ModelSection, config: Any, auto: str = "AutoModel") -> Any:
     """Return a transformers model of this config, by one of its Auto classes, on the meta device; None if it cannot be
     built (code from the Hub, inconsistent sizes), which is reported later."""
     import transformers
 
     try:
         with torch.device("meta"):
-            return getattr(transformers, auto).from_config(config, trust_remote_code=run.model.trust_remote_code)
+            return getattr(transformers, auto).from_config(config, trust_remote_code=section.trust_remote_code)
     except Exception:
         return None
 
@@ -297,7 +298,7 @@ def sharing_embeddings(job: Job) -> list[str]:
     decoder, or a head with the bias of its last layer. Empty if the model cannot be built on the meta device, or does
     not name its embeddings."""
     try:
-        model = empty_model(job.run, load_config(job.run), heads.of(job.task.head or "").auto)
+        model = empty_model(job.run.model, load_config(job.run.model), heads.of(job.task.head or "").auto)
         embeddings = [m for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None]
     except Exception:
         return []
@@ -375,7 +376,7 @@ def _of_stage(modules: nn.ModuleList) -> list[nn.Module]:
     return [module for module in modules if not isinstance(module, StandIn)]
 
 
-def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
+def tensor_plan(section: ModelSection, ranks: int, prefix: str = "") -> dict[str, Any]:
     """Return transformers' tensor-parallel plan for the model's family, in torch's classes; `prefix`: path of the base
     model.
 
@@ -383,7 +384,7 @@ def tensor_plan(run: Run, ranks: int, prefix: str = "") -> dict[str, Any]:
     """
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-    config = load_config(run)
+    config = load_config(section)
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - set(styles):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
 from lockstep.strategies.exact.tensor_leaves import (
@@ -117,18 +118,18 @@ def check(job: Job) -> None:
         )
     if task.own_model:
         raise RunError("LS4313", f"{KEY}: transformers has no tensor-parallel plan for a custom model; remove it")
-    config = load_config(run)
+    config = load_config(run.model)
     plan = plan_of(config, leaves)
-    if (model := layers.empty_model(run, config)) is None:  # checked when the model is built
+    if (model := layers.empty_model(run.model, config)) is None:  # checked when the model is built
         return
     list(_products(plan, leaves, model))
     if task.head is None or not heads.of(task.head).reads_texts:
         return
-    if (why := padding.kept_trial(run, task.head, config, differs)) is not None:
+    if (why := padding.kept_trial(run.model, task.head, config, differs)) is not None:
         raise RunError("LS4319", f"{KEY}: a {config.model_type} cannot be cut into leaves: {why}; remove it")
 
 
-def differs(run: Run, head: str, config: Any) -> str | None:
+def differs(section: ModelSection, head: str, config: Any) -> str | None:
     """Explain why a small model of this config cannot be split, or computes different results; None if results
     match."""
     why = "a small model of this family cannot be built"
@@ -136,7 +137,7 @@ def differs(run: Run, head: str, config: Any) -> str | None:
         for variant in small_models.smaller(config, head):
             batches = [small_models.examples(head, *lengths) for lengths in small_models.BATCHES[:2]]
             try:
-                whole, cut = (small_models.small(run, head, variant, run.model.attention) for _ in range(2))
+                whole, cut = (small_models.small(section, head, variant, section.attention) for _ in range(2))
                 outputs = [small_models.computed(whole, head, batch) for batch in batches]
             except Exception as error:  # inconsistent config entries
                 why = f"a small model of this family failed ({small_models.brief(error)})"
@@ -252,7 +253,7 @@ def _entry(patterns: Mapping[str, Any], name: str) -> Any:
 def install(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
     """Replace the `forward` of split products, in place. `ranks`: the tensor-parallel ranks; None: this rank has all
     leaves. Errors: `RunError`."""
-    install_leaves(model, load_config(run), ranks or LeafRanks(run.strategy.tensor_leaves))
+    install_leaves(model, load_config(run.model), ranks or LeafRanks(run.strategy.tensor_leaves))
 
 
 def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
@@ -280,7 +281,7 @@ def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     leaves = run.strategy.tensor_leaves
-    for product in _products(plan_of(load_config(run), leaves), leaves, model):
+    for product in _products(plan_of(load_config(run.model), leaves), leaves, model):
         module: Any = product.module
         dims = {"weight": 0 if product.fused > 1 else product.dim}
         if product.column and product.fused == 1 and getattr(module, "bias", None) is not None:

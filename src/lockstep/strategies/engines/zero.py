@@ -151,7 +151,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         options = self.options_of(self.run)
         self.low_precision = keeps_bf16_weights(options)
-        self.config = zero_config.config(self.run, self.stage, self.parameter_count, options)
+        self.config = zero_config.config(self.run.optim, self.stage, self.parameter_count, options)
         if self.in_tree_order:
             self.config["zero_optimization"]["memory_efficient_linear"] = False  # replaced by `SavedByName`
         if self.stage == 3:

@@ -16,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import OptimSection
 
 # Settings with a key in the run file: DeepSpeed's key -> lockstep's.
 OURS = {
@@ -70,7 +71,7 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
             continue
         value = options[name]
         if name in ("optimizer", "scheduler"):
-            wrong = list(_optimizer(run, value) if name == "optimizer" else _scheduler(run, value))
+            wrong = list(_optimizer(run.optim, value) if name == "optimizer" else _scheduler(run, value))
             rows += [f"{key}.{name}{inner}: set this by the run file's own key {ours}" for inner in wrong]
         elif value not in (AUTO, agreed.get(name)) and not _off(value):
             rows.append(f"{key}.{name}: set this by the run file's own key {ours}{_as_it_is(agreed.get(name))}")
@@ -122,17 +123,17 @@ def _off(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("enabled", False) in (False, AUTO)
 
 
-def _optimizer(run: Run, value: Any) -> Iterator[str]:
+def _optimizer(optim: OptimSection, value: Any) -> Iterator[str]:
     """Yield the entries of DeepSpeed's optimizer that differ from `optim`, as suffixes of its key; "": the whole
     section."""
     names = {"adamw": "AdamW", "sgd": "SGD", "lion": "Lion"}
     if value == AUTO:
         return
-    if not isinstance(value, Mapping) or value.get("type", AUTO) not in (AUTO, names.get(run.optim.name)):
+    if not isinstance(value, Mapping) or value.get("type", AUTO) not in (AUTO, names.get(optim.name)):
         yield ""
         return
-    own = {key: list(each) if isinstance(each, tuple) else each for key, each in run.optim.options.items()}
-    same = own | {"lr": run.optim.learning_rate, "weight_decay": run.optim.weight_decay}
+    own = {key: list(each) if isinstance(each, tuple) else each for key, each in optim.options.items()}
+    same = own | {"lr": optim.learning_rate, "weight_decay": optim.weight_decay}
     yield from _parameters(value, same)
 
 

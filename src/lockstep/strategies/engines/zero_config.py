@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection, OptimSection
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
@@ -37,7 +38,7 @@ def _not_of_untested_optimizers(record: logging.LogRecord) -> bool:
     return "untested optimizer" not in str(record.msg)
 
 
-def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) -> dict[str, Any]:
+def config(optim: OptimSection, stage: int, parameters: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the whole config. The model's size bounds DeepSpeed's buffers, whose defaults take gigabytes."""
     part = max(1, min(parameters, max(parameters // 8, 1_000_000)))
     part += part % 2  # DeepSpeed asserts that a bucket is a multiple of two
@@ -56,7 +57,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
     ours = {
         "train_micro_batch_size_per_gpu": 1,  # required by DeepSpeed, and unused
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": run.optim.max_grad_norm or 0.0,
+        "gradient_clipping": optim.max_grad_norm or 0.0,
         "steps_per_print": None,
         "timers": {"throughput": {"enabled": False}},  # it would synchronize the device around every micro-batch
         "zero_allow_untested_optimizer": True,  # SGD: tested here
@@ -70,7 +71,7 @@ def config(run: Run, stage: int, parameters: int, options: Mapping[str, Any]) ->
 def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, options that have their own key in the run file, unknown options, and invalid
     values. `key`: the options' place in the run file. Errors: `RunError`, listing all faults."""
-    device = _device(run)
+    device = _device(run.launch)
     if isinstance(options.get("zero_optimization", {}), Mapping):
         zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
     if run.on_nonfinite == "skip":
@@ -112,7 +113,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
         prepare_import(device)
         rest = remaining(options)
-        rows += _ask_deepspeed(config(run, stage, 1_000_000, rest), rest, key)
+        rows += _ask_deepspeed(config(run.optim, stage, 1_000_000, rest), rest, key)
     refuse(rows, key)
 
 
@@ -167,10 +168,10 @@ def other_arithmetic(options: Mapping[str, Any]) -> list[str]:
     return sorted(entries)
 
 
-def _device(run: Run) -> str:
+def _device(launch: LaunchSection) -> str:
     import torch
 
-    return "cuda" if run.launch.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return "cuda" if launch.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 class _RecordingConfig(dict):

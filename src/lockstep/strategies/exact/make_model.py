@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.strategies.engines.side_effects import first_few, hooks
 from lockstep.strategies.exact.parameter_groups import unmatched
 from lockstep.tasks.task import Task
@@ -25,7 +26,7 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     sums of micro-batches.
     """
     dtype = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
-    model = freeze(task.run, task.model(empty=True) if empty else task.model())
+    model = freeze(task.run.model, task.model(empty=True) if empty else task.model())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
             raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {dtype}")
@@ -42,19 +43,19 @@ def make_model(task: Task, empty: bool = False) -> nn.Module:
     return model
 
 
-def freeze(run: Run, model: nn.Module) -> nn.Module:
+def freeze(section: ModelSection, model: nn.Module) -> nn.Module:
     """Freeze the weights that match `model.freeze`, and empty ones; return the model. Errors: `RunError` for a pattern
     without a match, or if no trainable weight remains."""
     named = dict(model.named_parameters())
     for parameter in named.values():
         if not parameter.numel():  # nothing to train or save
             parameter.requires_grad_(False)
-    for pattern in run.model.freeze:
+    for pattern in section.freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
         if not matching:
             raise RunError("LS4172", f"model.freeze: {unmatched(pattern, named)}")
         for name in matching:
             named[name].requires_grad_(False)
-    if run.model.freeze and not any(p.requires_grad for p in named.values()):
+    if section.freeze and not any(p.requires_grad for p in named.values()):
         raise RunError("LS4173", "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer")
     return model

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.config.run import Run
+from lockstep.config.sections import StrategySection
 from lockstep.distributed.torch_internals import by_host, on_device
 from lockstep.distributed.world import World
 
@@ -45,10 +45,10 @@ class LinkSpeeds:
         return self.all_reduce == "hierarchical"
 
 
-def links(run: Run, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
+def links(strategy: StrategySection, world: World, group: dist.ProcessGroup | None = None) -> LinkSpeeds:
     """Return the `LinkSpeeds` of a group, by default of all ranks."""
     ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
-    return LinkSpeeds(run.strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
+    return LinkSpeeds(strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
 
 
 def lift(node: Node, leaves: int) -> Node:

@@ -100,7 +100,7 @@ def check(run: Run, flat: bool) -> None:
     plugins.require(cls.packages, f"optim.name: {name}", cls.extra)
     cls.check(run)
     if "." in name:  # a user-defined class
-        _refuse_wrong_keys(cls, run)
+        _refuse_wrong_keys(cls, run.optim)
     if flat and (not cls.any_part or cls.averages):
         why = "exports averaged weights" if cls.any_part else "updates whole tensors"
         raise RunError(
@@ -119,7 +119,7 @@ def check(run: Run, flat: bool) -> None:
         )
 
 
-def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
+def _refuse_wrong_keys(rule: Optimizer, optim: OptimSection) -> None:
     """Run one update on the meta device, without computation. Errors: `RunError` for a state key that `begin` does not
     create, and for state that a strategy would lose."""
     import torch
@@ -127,7 +127,7 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
     for shape in ((8, 8), (8,)):
         weight, gradient = (torch.zeros(shape, device="meta") for _ in range(2))
         kind = rule.kind(Weight("weight", shape, False, True))
-        group = {"lr": run.optim.learning_rate, "weight_decay": run.optim.weight_decay, "kind": kind}
+        group = {"lr": optim.learning_rate, "weight_decay": optim.weight_decay, "kind": kind}
         group |= {"scale": 1.0, "skipped": None, "params": [weight], "names": ["weight"]}
         state = rule.begin(group, weight)
         begun = dict(state)
@@ -137,7 +137,7 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
         except KeyError as error:
             raise RunError(
                 "LS4222",
-                f"optim.name: {run.optim.name}: update reads the key {error}, which is neither in the state "
+                f"optim.name: {optim.name}: update reads the key {error}, which is neither in the state "
                 f"that begin creates ({', '.join(begun) or 'empty'}) nor in the group ({', '.join(group)})",
             ) from error
         except (RuntimeError, NotImplementedError):  # it needs values, which meta tensors lack
@@ -145,7 +145,7 @@ def _refuse_wrong_keys(rule: Optimizer, run: Run) -> None:
         if rule.any_part and (lost := [key for key in state if state[key] is not begun.get(key)]):
             raise RunError(
                 "LS4223",
-                f"optim.name: {run.optim.name}: update replaces the tensor under the key {lost[0]!r} of the "
+                f"optim.name: {optim.name}: update replaces the tensor under the key {lost[0]!r} of the "
                 "state, which would be lost; create all tensors of the state in begin, and write into them in "
                 "place in update",
             )

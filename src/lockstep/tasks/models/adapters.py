@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.tasks.models import heads
 
 if TYPE_CHECKING:
@@ -29,43 +30,43 @@ WEIGHTS = "adapter_model.safetensors"
 TIED = ("embed_tokens", "lm_head")  # names by which peft knows an embedding when it loads an adapter
 
 
-def check(run: Run) -> None:
+def check(section: ModelSection) -> None:
     """Refuse an invalid adapter configuration. Errors: `RunError`."""
-    adapter = run.model.adapter
+    adapter = section.adapter
     if not adapter:
         return
     if importlib.util.find_spec("peft") is None:
         raise RunError("LS3070", "model.adapter: peft is not installed: pip install 'lockstep-train[peft]'")
-    if run.model.source is None:
+    if section.source is None:
         raise RunError("LS3071", "model.adapter: an adapter needs a pretrained model; set model.source")
     if (export := adapter.get("export", "merged")) not in EXPORTS:
         raise RunError(
             "LS3072", f"model.adapter.export: invalid value {export!r}; expected one of {', '.join(EXPORTS)}"
         )
-    if adapter.get("trainable_token_indices") and run.model.dtype != "float32":
+    if adapter.get("trainable_token_indices") and section.dtype != "float32":
         raise RunError(
             "LS3410",
             "model.adapter.trainable_token_indices: peft computes these tokens in the dtype of the frozen embedding, "
             "which is kept in bfloat16; set model.dtype=float32",
         )
-    config(run, "classification")
+    config(section, "classification")
 
 
-def config(run: Run, head: str) -> Any:
+def config(section: ModelSection, head: str) -> Any:
     """Build peft's config from the run's adapter. Errors: `RunError`."""
     import dataclasses
 
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING as KINDS
     from peft import PeftType
 
-    name = str(run.model.adapter.get("type", "lora")).upper()
+    name = str(section.adapter.get("type", "lora")).upper()
     kinds = sorted(kind.value.lower() for kind in KINDS)
     if name.lower() not in kinds:
         near = difflib.get_close_matches(name.lower(), kinds, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise RunError("LS3073", f"model.adapter.type: peft has no {name.lower()!r}; {hint}it has {', '.join(kinds)}")
     kind = KINDS[PeftType(name)]
-    entries = {key: value for key, value in run.model.adapter.items() if key not in OURS}
+    entries = {key: value for key, value in section.adapter.items() if key not in OURS}
     fields = {field.name for field in dataclasses.fields(kind)}
     for key in entries:
         if key not in fields or key in ("task_type", "peft_type", "inference_mode"):
@@ -96,18 +97,18 @@ def peft_without_warnings() -> Iterator[None]:
         yield
 
 
-def wrap(run: Run, model: nn.Module, head: str) -> nn.Module:
+def wrap(section: ModelSection, model: nn.Module, head: str) -> nn.Module:
     """Add the adapter to the model. Its weights are drawn from the seed after the model's own."""
     from peft import get_peft_model
 
     try:
         with peft_without_warnings():
-            wrapped: Any = get_peft_model(model, config(run, head))
+            wrapped: Any = get_peft_model(model, config(section, head))
     except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
     about = wrapped.active_peft_config
     tied = sorted(getattr(about, "target_modules_to_tie", None) or ())
-    if tied and run.model.adapter.get("export") == "adapter" and not _known_embedding(about.target_modules):
+    if tied and section.adapter.get("export") == "adapter" and not _known_embedding(about.target_modules):
         raise RunError(
             "LS3413",
             f"model.adapter.ensure_weight_tying: peft would load this adapter without {tied[0]}, because it knows an "
@@ -121,15 +122,15 @@ def _known_embedding(targets: Any) -> bool:
     return any(name.rpartition(".")[2] in TIED for name in targets or ())
 
 
-def save(run: Run, model: Any, folder: Path, published: str | None) -> None:
+def save(section: ModelSection, model: Any, folder: Path, published: str | None) -> None:
     """Write the adapter alone, or the merged model: in bfloat16 if it was both published and stored in bfloat16, else
     in float32.
 
     `published`: the dtype in the model's own config."""
     from lockstep.tasks.models import storage_dtype
 
-    if run.model.adapter.get("export", "merged") == "merged":
-        merged: Any = storage_dtype.merged(model, low=run.model.dtype == "bfloat16" == published)
+    if section.adapter.get("export", "merged") == "merged":
+        merged: Any = storage_dtype.merged(model, low=section.dtype == "bfloat16" == published)
         merged.save_pretrained(folder)
     else:
         model.save_pretrained(folder)

@@ -47,8 +47,8 @@ def check(run: Run, head: str) -> None:
     import transformers
 
     if not run.model.adapter:  # an adapted model is checked when it is built
-        config = model_configs.load_config(run)
-        for name, value in (model_configs.causal_entries(run) if head == "causal" else {}).items():
+        config = model_configs.load_config(run.model)
+        for name, value in (model_configs.causal_entries(run.model) if head == "causal" else {}).items():
             setattr(config, name, value)
         for part in model_configs.texts(config):  # `build` sets the tokenizer's
             part.pad_token_id = 0 if model_configs.entry(part, "pad_token_id") is None else part.pad_token_id

@@ -1,6 +1,6 @@
 """Checks of `model.config` by trials on small models of the same config, as in `padding.py`; answers are cached.
 
-In: a run, and the head of its model. Out: notes, or a `RunError` that names the entry of the config:
+In: the section `model`, and the head. Out: notes, or a `RunError` that names the entry of the config:
 - Entries without effect (dropout in a family that has none) get a note. Models that differ only in the entry are
   drawn from one seed and run on the same examples. Sizes are not tried, as some matter only for long texts.
 - Terms that a model adds to the cross-entropy of its logits when it is given labels (the router loss of a mixture of
@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.batch import IGNORED
 from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding, small_models
@@ -46,15 +47,15 @@ OTHER_RATES = (0.0, 0.9)  # of dropout
 NOT_TRIED = {*SET_HERE, *OF_SCRATCH, "model_type", "problem_type", "is_encoder_decoder", "output_router_logits"}
 
 
-def notes(run: Run, head: str | None) -> list[str]:
+def notes(section: ModelSection, head: str | None) -> list[str]:
     """Notes on entries that have no effect or were replaced by other values.
 
     `head`: None for a model that is not from transformers. Errors: `RunError` if the cache cannot be written."""
-    if head is None or not run.model.config or not heads.of(head).reads_texts:
+    if head is None or not section.config or not heads.of(head).reads_texts:
         return []
-    config = model_configs.load_config(run)
-    entries = dict(_flat(run.model.config, config))
-    reasons = SET_HERE | (OF_SCRATCH if run.model.type is not None else {})
+    config = model_configs.load_config(section)
+    entries = dict(_flat(section.config, config))
+    reasons = SET_HERE | (OF_SCRATCH if section.type is not None else {})
     messages = [
         f"model.config.{path} has no effect: {reasons[name]}"
         for path in entries
@@ -69,20 +70,19 @@ def notes(run: Run, head: str | None) -> list[str]:
                 f"model.config.{path}: {value} became {actual}, as the config of {config.model_type} has it"
             )
     if any(_is_tried(path, value) for path, value in entries.items()):
-        without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})
-        entries_hash = hashlib.sha256(json.dumps(entries, sort_keys=True, default=str).encode()).hexdigest()
-        trial = padding.kept_trial(without, head, config, inert, entries_hash)
+        without = section.model_copy(update={"adapter": {}})
+        trial = padding.kept_trial(without, head, config, inert, section.config)
         messages += [f"model.config.{path} has no effect on this {config.model_type}" for path in (trial or "").split()]
     return messages
 
 
-def longrope_limit(run: Run, head: str | None) -> int | None:
+def longrope_limit(section: ModelSection, head: str | None) -> int | None:
     """Tokens beyond which a text makes the model's LongRoPE compute its whole batch with the factors of long texts;
     None for a model without LongRoPE."""
     if head is None or not heads.of(head).reads_texts:
         return None
     limits = []
-    for part in model_configs.texts(model_configs.load_config(run)):
+    for part in model_configs.texts(model_configs.load_config(section)):
         parameters = model_configs.entry(part, "rope_parameters") or {}
         for each in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
             if each.get("rope_type") == "longrope":
@@ -90,21 +90,21 @@ def longrope_limit(run: Run, head: str | None) -> int | None:
     return min(limits, default=None)
 
 
-def inert(run: Run, head: str, config: Any) -> str | None:
-    """Paths of the run's config entries that have no effect, space-separated; None if every entry that can be tried has
+def inert(section: ModelSection, head: str, config: Any, written: Mapping[str, Any]) -> str | None:
+    """Paths in `model.config` that have no effect, space-separated; None if each one that can be tried has
     one."""
     with torch.random.fork_rng([]):
-        entries = [(path, value) for path, value in _flat(run.model.config, config) if _is_tried(path, value)]
-        return " ".join(path for path, value in entries if not acts(run, head, path, value)) or None
+        entries = [(path, value) for path, value in _flat(written, config) if _is_tried(path, value)]
+        return " ".join(path for path, value in entries if not acts(section, head, path, value)) or None
 
 
-def acts(run: Run, head: str, path: str, value: Any) -> bool:
+def acts(section: ModelSection, head: str, path: str, value: Any) -> bool:
     """Whether changing an entry changes the model or its outputs; True if that cannot be tried."""
     first_print: bytes | None = None
     compared = False
-    for other in (value, *others(run, path, value)):
+    for other in (value, *others(section, path, value)):
         try:
-            print_ = _print(run, head, path, other)
+            print_ = _print(section, head, path, other)
         except Exception:  # an invalid combination of values, or a model that cannot be tried
             if first_print is None:
                 return True
@@ -118,9 +118,9 @@ def acts(run: Run, head: str, path: str, value: Any) -> bool:
     return not compared
 
 
-def others(run: Run, path: str, value: Any) -> Iterator[Any]:
+def others(section: ModelSection, path: str, value: Any) -> Iterator[Any]:
     """Alternative values of an entry: the config's value without it, and values that reveal a rate or a switch."""
-    usual = _at(model_configs.load_config(_with(run, path, None)), path)
+    usual = _at(model_configs.load_config(_with(section, path, None)), path)
     if usual != value and usual is not None:
         yield usual
     if isinstance(value, bool):
@@ -130,16 +130,16 @@ def others(run: Run, path: str, value: Any) -> Iterator[Any]:
         yield from (type(usual)(rate) if isinstance(usual, int) else rate for rate in rates if rate != value)
 
 
-def _print(run: Run, head: str, path: str, value: Any) -> bytes:
+def _print(section: ModelSection, head: str, path: str, value: Any) -> bytes:
     """Hash of the weights and outputs of a small model with this value of an entry. Errors: any that an untryable model
     raises."""
 
     def attempt(variant: Any) -> bytes:
         if head.endswith("classification"):
             variant.num_labels = CLASSES
-        return _computed(small_models.small(run, head, variant, run.model.attention), head)
+        return _computed(small_models.small(section, head, variant, section.attention), head)
 
-    config = model_configs.load_config(_with(run, path, {"value": value}))
+    config = model_configs.load_config(_with(section, path, {"value": value}))
     return small_models.tried(config, head, attempt)
 
 
@@ -157,8 +157,8 @@ def _computed(model: nn.Module, head: str) -> bytes:
     return digest.digest()
 
 
-def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
-    """The run with another value of an entry, or without it if None."""
+def _with(section: ModelSection, path: str, other: Mapping[str, Any] | None) -> ModelSection:
+    """The section with another value of an entry, or without it if None."""
 
     def changed(entries: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         first, *rest = names
@@ -167,8 +167,8 @@ def _with(run: Run, path: str, other: Mapping[str, Any] | None) -> Run:
         others = {key: value for key, value in entries.items() if key != first}
         return others if other is None else others | {first: other["value"]}
 
-    entries = changed(run.model.config, path.split("."))
-    return run.model_copy(update={"model": run.model.model_copy(update={"config": entries})})
+    entries = changed(section.config, path.split("."))
+    return section.model_copy(update={"config": entries})
 
 
 def _flat(entries: Mapping[str, Any], config: Any, at: str = "") -> Iterator[tuple[str, Any]]:
@@ -204,23 +204,23 @@ SHARPER = 20.0  # logits of initial weights are nearly equal, so a term computed
 NEAR = 1e-5  # tolerance of losses, relative to the cross-entropy
 
 
-def check_portable(run: Run, head: str) -> None:
+def check_portable(section: ModelSection, head: str) -> None:
     """Refuse a text model that uses operations unsupported by `strategy.exact: portable`. Errors: `RunError`."""
-    name = padding.kept_trial(run, head, model_configs.load_config(run), unportable_operation, portable.REFUSED)
+    name = padding.kept_trial(section, head, model_configs.load_config(section), unportable_operation, portable.REFUSED)
     if name is not None:
         raise portable.unportable(name)
 
 
-def unportable_operation(run: Run, head: str, config: Any) -> str | None:
+def unportable_operation(section: ModelSection, head: str, config: Any, operations: Collection[str]) -> str | None:
     """Name of an unsupported operation; None if there is none or no small model of this config can be built."""
-    refused = {*portable.REFUSED} - {portable.FLASH}  # disabled by portable arithmetic
+    refused = {*operations} - {portable.FLASH}  # disabled by portable arithmetic
 
     def attempt(variant: Any) -> str | None:
-        model = small_models.small(run, head, variant, None)
+        model = small_models.small(section, head, variant, None)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             small_models.computed(model, head, small_models.examples(head, *small_models.BATCHES[0]))
-        operations = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
-        return min(operations & refused, default=None)
+        called = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+        return min(called & refused, default=None)
 
     with suppress(Exception):
         return small_models.tried(config, head, attempt)
@@ -230,44 +230,46 @@ def unportable_operation(run: Run, head: str, config: Any) -> str | None:
 LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross-entropies it may equal
 
 
-def check(run: Run, head: str) -> None:
+def check(section: ModelSection, head: str) -> None:
     """Refuse a config whose model adds a term to its loss. Errors: `RunError`."""
     if head == "embedding":  # it has no loss of its own
         return
-    if head == "classification" and "problem_type" in (run.model.config or {}):
+    if head == "classification" and "problem_type" in (section.config or {}):
         raise RunError(
             "LS3110",
             "model.config.problem_type: the task decides the problem type; remove it, and set "
             "task.multi_label: true or task.regression: true, or neither for one label per text",
         )
-    without = run.model_copy(update={"model": run.model.model_copy(update={"adapter": {}})})  # adapters add no term
-    refusal = padding.kept_trial(without, head, model_configs.load_config(run), auxiliary_term)
+    without = section.model_copy(update={"adapter": {}})  # adapters add no term
+    refusal = padding.kept_trial(without, head, model_configs.load_config(section), auxiliary_term)
     if refusal is not None:
         raise RunError("LS3111", f"model.config.{refusal}")
 
 
-def auxiliary_term(run: Run, head: str, config: Any) -> str | None:
+def auxiliary_term(section: ModelSection, head: str, config: Any) -> str | None:
     """How to remove a loss term that models of this config add, as text that follows `model.config.`; None if they add
     none. If no small model can be built, `ROUTER_LOGITS` alone decides."""
     try:
-        variant, losses = small_models.tried(config, head, lambda variant: (variant, loss_pairs(run, head, variant)))
+        variant, losses = small_models.tried(
+            config, head, lambda variant: (variant, loss_pairs(section, head, variant))
+        )
     except Exception:  # or the model rejects the inputs
         for path, part in _parts(config):
             if model_configs.entry(part, ROUTER_LOGITS) is True:
                 return _refusal(config, {f"{path}{ROUTER_LOGITS}": False}, "")
         return None
     with torch.random.fork_rng([]):
-        return None if agree(losses) else _advice(run, head, variant, losses)
+        return None if agree(losses) else _advice(section, head, variant, losses)
 
 
-def loss_pairs(run: Run, head: str, config: Any) -> list[LossPair]:
+def loss_pairs(section: ModelSection, head: str, config: Any) -> list[LossPair]:
     """Losses of a small model for two labeled batches, in evaluation and training mode, each with the cross-entropies
     of the same forward's logits. Errors: `ValueError` if a loss is not a number."""
     config = copy.deepcopy(config)
     if head.endswith("classification"):
         config.num_labels = CLASSES
         config.problem_type = "single_label_classification"
-    model: Any = small_models.small(run, head, config, None)
+    model: Any = small_models.small(section, head, config, None)
     pairs = []
     with torch.no_grad():
         if (last := model.get_output_embeddings()) is not None:
@@ -324,17 +326,17 @@ def _near(loss: float, mean: float) -> bool:
     return abs(loss - mean) <= NEAR * abs(mean)
 
 
-def _advice(run: Run, head: str, config: Any, pairs: list[LossPair]) -> str:
+def _advice(section: ModelSection, head: str, config: Any, pairs: list[LossPair]) -> str:
     """The refusal text. It names the entry without which the loss is the cross-entropy, identified by changing one
     entry at a time."""
     loss, means = next((loss, means) for loss, means in pairs if not _near(loss, means[-1]))
     measured = f" (in a trial the loss is {loss:.4f}, the cross entropy {means[-1]:.4f})"
     every: dict[str, Any] = {}
     for path, value in _candidates(config):
-        if _silent(run, head, config, {path: value}):
+        if _silent(section, head, config, {path: value}):
             return _refusal(config, {path: value}, measured)
         every[path] = value
-    if every and _silent(run, head, config, every):
+    if every and _silent(section, head, config, every):
         return _refusal(config, every, measured)
     return (
         f"model_type: {config.model_type} adds a term to the cross entropy that lockstep does not "
@@ -373,13 +375,13 @@ def _parts(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _parts(value, f"{path}{name}.")
 
 
-def _silent(run: Run, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
+def _silent(section: ModelSection, head: str, config: Any, entries: Mapping[str, Any]) -> bool:
     """Whether a config with these entries adds no loss term."""
     other = copy.deepcopy(config)
     for path, value in entries.items():
         *outer, name = path.split(".")
         setattr(_at(other, ".".join(outer)) if outer else other, name, value)
     try:
-        return agree(loss_pairs(run, head, other))
+        return agree(loss_pairs(section, head, other))
     except Exception:
         return False

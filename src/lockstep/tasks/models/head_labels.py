@@ -1,6 +1,6 @@
 """Match the labels of the data with those in a pretrained model's config: which output of its head is which label.
 
-In: a run, and names and values of labels in data order. Out: both in the order of the model's outputs if the names
+In: `model`, and names and values of labels in data order. Out: both in the order of the model's outputs if the names
 match, and notes on differences from the model's config. Imports no torch.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.config.run import Run
+from lockstep.config.sections import ModelSection
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.heads import Head
 from lockstep.tasks.models.model_configs import load_config
@@ -28,12 +28,12 @@ class HeadLabels:
     notes: list[str] = field(default_factory=list)
 
 
-def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[Any]) -> HeadLabels:
+def in_model_order(section: ModelSection, head: Head, names: Sequence[str], values: Sequence[Any]) -> HeadLabels:
     """Order labels as in the model's `id2label` if it names all of them, exactly or ignoring case and whitespace.
 
     If the model names more labels, its head is kept; labels missing from the data get the model's name as their value.
     Errors: `RunError` if the model's config cannot be read."""
-    config_labels = _config_labels(run, head)
+    config_labels = _config_labels(section, head)
     if config_labels is None:
         return HeadLabels([*names], [*values])
     model_names, has_head = config_labels
@@ -62,12 +62,12 @@ def in_model_order(run: Run, head: Head, names: Sequence[str], values: Sequence[
     return HeadLabels(ordered_names, ordered_values, notes)
 
 
-def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]:
+def problem_notes(section: ModelSection, head: Head, problem: str, outputs: int) -> list[str]:
     """Notes if the head was trained for another `problem_type`, or, for regression, with another number of outputs.
     Errors: `RunError`."""
-    if run.model.type is not None:
+    if section.type is not None:
         return []
-    config = _source_config(run)
+    config = _source_config(section)
     if not names_head(config, head):
         return []
     notes, trained_for = [], getattr(config, "problem_type", None)
@@ -84,9 +84,9 @@ def problem_notes(run: Run, head: Head, problem: str, outputs: int) -> list[str]
     return notes
 
 
-def _source_config(run: Run) -> Any:
+def _source_config(section: ModelSection) -> Any:
     """The config as stored in the model's source."""
-    return load_config(run.model_copy(update={"model": run.model.model_copy(update={"config": {}})}))
+    return load_config(section.model_copy(update={"config": {}}))
 
 
 def names_head(config: Any, head: Head) -> bool:
@@ -95,12 +95,12 @@ def names_head(config: Any, head: Head) -> bool:
     return any(name.endswith(suffix) for name in config.architectures or [])
 
 
-def _config_labels(run: Run, head: Head) -> tuple[list[str], bool] | None:
+def _config_labels(section: ModelSection, head: Head) -> tuple[list[str], bool] | None:
     """Names of the model's outputs, in order, and whether it has a head of this kind. None if the model is built from
     scratch or has neither names nor a head."""
-    if run.model.type is not None:
+    if section.type is not None:
         return None
-    config = _source_config(run)
+    config = _source_config(section)
     named = config.id2label or {}
     names = [str(named[code]) for code in range(len(named)) if code in named]
     has_head = names_head(config, head)

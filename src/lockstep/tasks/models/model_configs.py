@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from huggingface_hub.errors import StrictDataclassError
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.hub import be_brief, explained, model_folder
 from lockstep.tasks.models import adapters
 
@@ -183,30 +184,30 @@ FROM_FIRST_TOKEN = ("t5gemma", "t5gemma2")  # families whose decoder starts from
 NEEDS_DECODER_MASK = (*FROM_FIRST_TOKEN, "prophetnet")
 
 
-def load_config(run: Run) -> Any:
+def load_config(section: ModelSection) -> Any:
     """Load the model's config and set the run's entries. Errors: `RunError`."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if run.model.type is not None:
-        if run.model.type not in CONFIG_MAPPING:
-            near = difflib.get_close_matches(run.model.type, list(CONFIG_MAPPING), 3)
+    if section.type is not None:
+        if section.type not in CONFIG_MAPPING:
+            near = difflib.get_close_matches(section.type, list(CONFIG_MAPPING), 3)
             raise RunError(
                 "LS3130",
-                f"model.type: unknown type {run.model.type!r}; similar types of transformers are "
+                f"model.type: unknown type {section.type!r}; similar types of transformers are "
                 f"{', '.join(near) or 'none'}",
             )
-        return from_scratch(CONFIG_MAPPING[run.model.type], run.model.config)
-    source = local_or_id(run)
+        return from_scratch(CONFIG_MAPPING[section.type], section.config)
+    source = local_or_id(section)
     if not Path(source).is_dir():
         be_brief()
     try:
         config = AutoConfig.from_pretrained(
-            source, revision=run.model.revision, trust_remote_code=run.model.trust_remote_code
+            source, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # not a model folder, no such Hub id, no network: user errors
-        reason = explained(error, run.model.revision)
+        reason = explained(error, section.revision)
         raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {reason}") from error
-    set_entries(config, run.model.config)
+    set_entries(config, section.config)
     return config
 
 
@@ -216,17 +217,17 @@ def with_architectures(config: Any) -> Any:
     return config
 
 
-def causal_entries(run: Run) -> dict[str, Any]:
+def causal_entries(section: ModelSection) -> dict[str, Any]:
     """Config entries of a causal language model: no cache in training, and `is_decoder` for encoder families. Errors:
     `RunError`."""
-    return {"use_cache": False} | ({"is_decoder": True} if needs_decoder(run) else {})
+    return {"use_cache": False} | ({"is_decoder": True} if needs_decoder(section) else {})
 
 
-def needs_decoder(run: Run) -> bool:
+def needs_decoder(section: ModelSection) -> bool:
     """Whether this family attends to later tokens unless its config sets `is_decoder`. Errors: `RunError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    config = load_config(run)
+    config = load_config(section)
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
@@ -257,9 +258,9 @@ def leaves_out_layers(config: Any) -> str | None:
     return next((entry for entry in LAYERDROP if (getattr(config, entry, None) or 0) > 0), None)
 
 
-def local_or_id(run: Run) -> str:
+def local_or_id(section: ModelSection) -> str:
     """The model's folder, validated, or its Hub id. Errors: `RunError`."""
-    source = model_folder(str(run.model.source))
+    source = model_folder(str(section.source))
     path = Path(source).expanduser()
     if adapters.is_adapter(path):
         raise RunError(
@@ -274,7 +275,7 @@ def local_or_id(run: Run) -> str:
                 f"model.source: the folder {path} is not a model folder, because it has no config.json; name a "
                 "folder that save_pretrained wrote",
             )
-        if run.model.revision is not None:
+        if section.revision is not None:
             raise RunError(
                 "LS3136", f"model.revision: applies only to models of the Hub, and {path} is a folder; remove it"
             )

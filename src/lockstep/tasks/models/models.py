@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
@@ -59,8 +60,8 @@ def check(
     `tokens` (default: `data.max_length`) is set by `key`. `entries` are set in the config first. Errors: `RunError`."""
     from transformers.models.auto import modeling_auto
 
-    adapters.check(run)
-    config = load_config(run)
+    adapters.check(run.model)
+    config = load_config(run.model)
     model_head = heads.of(head)
     if config.model_type not in getattr(modeling_auto, model_head.families) and not run.model.trust_remote_code:
         raise RunError(
@@ -71,7 +72,7 @@ def check(
     if run.model.config or run.model.adapter:
         for name, value in entries.items():
             setattr(config, name, value)
-        _check_buildable(run, config, head)
+        _check_buildable(run.model, config, head)
     if not model_head.reads_texts:
         return
     for part in texts(config):
@@ -90,11 +91,11 @@ def check(
                 f"lower it to {fits}",
             )
     check_block_sparse(config, tokens or run.data.max_length, key)
-    _check_loading(run, config, head)
-    source_files.check(run, head)
-    config_checks.check(run, head)
+    _check_loading(run.model, config, head)
+    source_files.check(run.model, head)
+    config_checks.check(run.model, head)
     padding.unsupported_reason(run, head)  # run the trial once and cache it for all processes
-    config_checks.notes(run, head)
+    config_checks.notes(run.model, head)
 
 
 def positions_of(config: Any) -> int | None:
@@ -106,17 +107,19 @@ def positions_of(config: Any) -> int | None:
     return int(positions) - ((config.pad_token_id or 0) + 1 if config.model_type in _OFFSET_POSITIONS else 0)
 
 
-def most_tokens(run: Run) -> int | None:
+def most_tokens(section: ModelSection) -> int | None:
     """Maximum number of tokens that the run's model has positions for; None if unlimited, or if it cannot be read."""
     with suppress(RunError):
-        return min((fits for part in texts(load_config(run)) if (fits := positions_of(part)) is not None), default=None)
+        return min(
+            (fits for part in texts(load_config(section)) if (fits := positions_of(part)) is not None), default=None
+        )
     return None
 
 
-def longer(run: Run, key: str, now: int, least: int | None = None) -> str:
+def longer(section: ModelSection, key: str, now: int, least: int | None = None) -> str:
     """Advice for texts that do not fit into the `now` tokens of the key `key`: raise it, to at least `least`, or what
     else to do where the model has no positions for more."""
-    fits = most_tokens(run)
+    fits = most_tokens(section)
     if fits is not None and fits < (now + 1 if least is None else least):
         return f"shorten the texts, or use a model with positions for more than {fits:,} tokens"
     return f"raise {key}" if least is None else f"raise {key} to {least} or more"
@@ -131,7 +134,7 @@ def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
         name, _, inner = key.partition(".")
         section = getattr(run, name)
         length = getattr(section, inner)
-        fits = most_tokens(run)
+        fits = most_tokens(run.model)
         if fits is not None and 2 <= fits < length:
             note = f"{key} is {fits}, because the model has positions for {fits} tokens; its default is {length}"
             return run.model_copy(update={name: section.model_copy(update={inner: fits})}), [note]
@@ -143,9 +146,9 @@ def with_length_that_fits(run: Run, key: str) -> tuple[Run, list[str]]:
 ZEROED = {("causal", "youtu"), ("masked", "funnel")}
 
 
-def _check_loading(run: Run, config: Any, head: str) -> None:
+def _check_loading(section: ModelSection, config: Any, head: str) -> None:
     """Refuse a model whose export would load with other weights than were trained. Errors: `RunError`."""
-    if (head, config.model_type) in ZEROED and entry(config, "tie_word_embeddings") and not run.model.adapter:
+    if (head, config.model_type) in ZEROED and entry(config, "tie_word_embeddings") and not section.adapter:
         raise RunError(
             "LS3151",
             f"model: transformers sets the padding token's row to zero when it loads a {config.model_type}, and "
@@ -164,7 +167,7 @@ _NO_AUTOCAST = {
 def check_arithmetic(run: Run, head: str) -> None:
     """Refuse a family of `_NO_AUTOCAST` under autocast, and a family that portable arithmetic does not support. Errors:
     `RunError`."""
-    family = load_config(run).model_type
+    family = load_config(run.model).model_type
     why = _NO_AUTOCAST.get(family)
     if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
@@ -173,18 +176,18 @@ def check_arithmetic(run: Run, head: str) -> None:
             f"weights: {why}; set precision: fp32, or precision: bf16 and model.dtype: bfloat16",
         )
     if run.strategy.exact == "portable":
-        config_checks.check_portable(run, head)
+        config_checks.check_portable(run.model, head)
 
 
-def _check_buildable(run: Run, config: Any, head: str) -> None:
+def _check_buildable(section: ModelSection, config: Any, head: str) -> None:
     """Build the model on the meta device to detect inconsistent sizes before any process starts. Errors: `RunError`."""
     import transformers
 
     try:
         with torch.device("meta"):
             model = getattr(transformers, heads.of(head).auto).from_config(with_architectures(config))
-            if run.model.adapter:
-                adapters.wrap(run, model, head)
+            if section.adapter:
+                adapters.wrap(section, model, head)
     except (ValueError, RuntimeError, AssertionError, TypeError, LookupError, ZeroDivisionError) as error:
         reason = " ".join(str(error).split())
         if "meta" in reason:  # a model that needs memory to be built: sizes unknown
@@ -223,17 +226,17 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     auto = getattr(transformers, heads.of(head).auto)
-    config = with_architectures(load_config(run))
+    config = with_architectures(load_config(run.model))
     if tokenizer is not None:
         _prepare(config, tokenizer, run.model.source is not None)
     laid = padding.unsupported_reason(run, head) is None
     options: dict[str, Any] = {"attn_implementation": run.model.attention} if run.model.attention else {}
     options |= {"attn_implementation": unpadded.NAME} if laid else {}
-    options |= storage_dtype.loaded_in(run)
+    options |= storage_dtype.loaded_in(run.model)
     seed_libraries(run.seed)
     if run.model.type is not None and tokenizer is not None:
         for part in texts(config):
-            part.vocab_size = tokenizers.embeddings_of(run, tokenizer)
+            part.vocab_size = tokenizers.embeddings_of(run.model, tokenizer)
             if entry(part, "decoder_vocab_size") is not None:  # Marian, whose decoder may be a separate model
                 part.decoder_vocab_size = part.vocab_size
             for name in ("bos_token_id", "eos_token_id"):
@@ -252,36 +255,36 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
         with torch.device("meta" if empty else "cpu"):
             model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code, **options)
         if run.model.source is not None:
-            source_ties.apply(run, model)
+            source_ties.apply(run.model, model)
     else:
-        model = _pretrained(run, head, auto, config, options)
+        model = _pretrained(run.model, head, auto, config, options)
     settle_block_sparse(model)
     if run.model.adapter:
         with torch.device("meta" if empty else "cpu"):
-            model = adapters.wrap(run, model, head)
+            model = adapters.wrap(run.model, model, head)
     seeds_from_torch(model)
     if laid:
         unpadded.install(model)
     masks.prepare(model)
-    model = storage_dtype.cast_weights(run, model)
+    model = storage_dtype.cast_weights(run.model, model)
     head_padding.install(model)
     return model
 
 
-def _pretrained(run: Run, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
+def _pretrained(section: ModelSection, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """Load the model with `from_pretrained`. Errors: `RunError`."""
-    with downloading(local_or_id(run), "model"), reading_weights(str(run.model.source)):
+    with downloading(local_or_id(section), "model"), reading_weights(str(section.source)):
         model, info = auto.from_pretrained(
-            local_or_id(run),
+            local_or_id(section),
             config=config,
-            revision=run.model.revision,
-            trust_remote_code=run.model.trust_remote_code,
+            revision=section.revision,
+            trust_remote_code=section.trust_remote_code,
             ignore_mismatched_sizes=True,  # a head for other labels is reinitialized
             output_loading_info=True,
             **options,
         )
-    source_files.check_loaded(run, head, model, info)
-    source_ties.check(run, model, auto)
+    source_files.check_loaded(section, head, model, info)
+    source_ties.check(section, model, auto)
     freeze_as_from_config(model, auto)
     return model
 
@@ -329,9 +332,9 @@ def seeds_from_torch(model: nn.Module) -> None:
                 setattr(layer, f"_init_{name}", partial(draw, layer, name))
 
 
-def to_fill(run: Run, build: Callable[[], nn.Module]) -> nn.Module:
+def to_fill(section: ModelSection, build: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose weights are all loaded next. Draws none of them, for a model from a config."""
-    if run.model.type is None:
+    if section.type is None:
         return build()
     with no_init_weights():
         model = build()
@@ -359,7 +362,7 @@ def save(
             part.use_cache = True  # disabled only in training
     with _no_import_of_deepspeed():
         if run is not None and run.model.adapter:
-            adapters.save(run, model, folder, str(load_config(run).dtype).removeprefix("torch."))
+            adapters.save(run.model, model, folder, str(load_config(run.model).dtype).removeprefix("torch."))
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
     if tokenizer is None:
@@ -394,13 +397,13 @@ def _no_import_of_deepspeed() -> Iterator[None]:
             yield
 
 
-def exported(head: str, folder: Path, run: Run) -> tuple[Any, Any]:
+def exported(head: str, folder: Path, section: ModelSection) -> tuple[Any, Any]:
     """Load an exported model, ready for inference, and its tokenizer. Errors: `RunError`."""
     from lockstep.tasks.models import token_rows
 
-    model = exported_model(head, folder, run)
+    model = exported_model(head, folder, section)
     with _loading(folder):
-        tokenizer = tokenizers.load(str(folder), run.model.trust_remote_code)
+        tokenizer = tokenizers.load(str(folder), section.trust_remote_code)
     token_rows.guard(model, tokenizer)
     return model, tokenizer
 
@@ -420,36 +423,36 @@ def _loading(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def exported_model(head: str, folder: Path, run: Run) -> Any:
+def exported_model(head: str, folder: Path, section: ModelSection) -> Any:
     """Load an exported model in float32 and evaluation mode. Errors: `RunError`."""
     with _loading(folder):
-        return _exported_model(head, folder, run)
+        return _exported_model(head, folder, section)
 
 
-def _exported_model(head: str, folder: Path, run: Run) -> Any:
+def _exported_model(head: str, folder: Path, section: ModelSection) -> Any:
     """`exported_model`, raising the libraries' own errors."""
     import transformers
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     check_one_save(folder, "the export")
-    options: dict[str, Any] = {"trust_remote_code": run.model.trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     adapter = adapters.is_adapter(folder)
-    source = local_or_id(run) if adapter else folder
+    source = local_or_id(section) if adapter else folder
     auto = getattr(transformers, heads.of(head).auto)
     if adapter:
-        options |= storage_dtype.loaded_in(run)  # same frozen weights as in training
+        options |= storage_dtype.loaded_in(section)  # same frozen weights as in training
     options |= {"ignore_mismatched_sizes": adapter, "output_loading_info": True}
     model, info = auto.from_pretrained(source, config=config, **options)
     if adapter:
-        source_files.check_loaded(run, head, model, info)
-        model = adapters.load_onto(model, folder, trainable=run.model.quantization is not None)
+        source_files.check_loaded(section, head, model, info)
+        model = adapters.load_onto(model, folder, trainable=section.quantization is not None)
     else:
         source_files.check_whole(folder, model, info)
     model = model.float().eval()
-    if adapter and run.model.quantization is not None:
-        quantized.pack(run, model)  # packs only weights without a gradient
+    if adapter and section.quantization is not None:
+        quantized.pack(section, model)  # packs only weights without a gradient
     return model
 
 
@@ -492,20 +495,20 @@ _CLASSIFIED_AT_END = ("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart"
 _SEPARATORS = 3  # Longformer: one after the question, one before the text, one after it
 
 
-def check_tokenizer(run: Run, head: str, tokenizer: Any) -> None:
+def check_tokenizer(section: ModelSection, head: str, tokenizer: Any) -> None:
     """Refuse a tokenizer whose special tokens do not match what the model expects. Errors: `RunError`."""
     if head == heads.CLASSIFICATION:
-        _check_end(run, tokenizer)
+        _check_end(section, tokenizer)
     if head == heads.QUESTION_ANSWERING:
-        _check_separators(run, tokenizer)
+        _check_separators(section, tokenizer)
 
 
-def _check_end(run: Run, tokenizer: Any) -> None:
-    config = load_config(run)
+def _check_end(section: ModelSection, tokenizer: Any) -> None:
+    config = load_config(section)
     if config.model_type not in _CLASSIFIED_AT_END:
         return
     end = config.eos_token_id
-    if run.model.type is not None:  # from scratch: `build` takes the tokenizer's ids
+    if section.type is not None:  # from scratch: `build` takes the tokenizer's ids
         end = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     if end is not None and end == tokenizer.pad_token_id:
         raise RunError(
@@ -516,8 +519,8 @@ def _check_end(run: Run, tokenizer: Any) -> None:
         )
 
 
-def _check_separators(run: Run, tokenizer: Any) -> None:
-    config = load_config(run)
+def _check_separators(section: ModelSection, tokenizer: Any) -> None:
+    config = load_config(section)
     if config.model_type != "longformer":
         return
     around = tokenizer("", "")["input_ids"].count(config.sep_token_id)

@@ -1,6 +1,6 @@
 """`data.padding`: find out by a trial whether a model can run without padding.
 
-In: a run, and the head of its model. Out: None, or the reason why padding is computed. The answer depends only on the
+In: the section `model`, and the head. Out: None, or the reason why padding is computed. The answer depends only on the
 model's config and library versions, so it is the same on every machine and with every strategy: a narrow model of the
 same config with few tokens is run both ways before any process starts. The answer is cached.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.cache import cache_folder, cached
 from lockstep.tasks.models import heads, model_configs, small_models
 
@@ -37,32 +38,33 @@ def unsupported_reason(run: Run, head: str) -> str | None:
         return "data.padding is batch"
     if run.model.attention not in (None, "sdpa"):
         return f"model.attention: {run.model.attention} needs padded examples"
-    config = model_configs.load_config(run)
+    config = model_configs.load_config(run.model)
     if not type(config).__module__.startswith("transformers."):
         return "the model is code from the Hub"
     if (entry := model_configs.leaves_out_layers(config)) is not None:
         return f"layers are skipped at random (model.config.{entry})"
-    return kept_trial(run, head, config, trial)
+    return kept_trial(run.model, head, config, trial)
 
 
 def crosses(run: Run) -> str | None:
     """The reason why texts packed into one block attend to each other although positions restart with each; None if
     they do not. Errors: `RunError` if the cache cannot be written."""
-    return kept_trial(run, "causal", model_configs.load_config(run), tried_apart)
+    laid = unsupported_reason(run, "causal") is None
+    return kept_trial(run.model, "causal", model_configs.load_config(run.model), tried_apart, laid)
 
 
-def foresight(run: Run, head: str) -> str | None:
+def foresight(section: ModelSection, head: str) -> str | None:
     """How to fix a model whose logits depend on later tokens; None if they do not, or if no small model of this config
     can be built. `head`: causal or seq2seq. Errors: `RunError` if the cache cannot be written."""
-    return kept_trial(run, head, model_configs.load_config(run), tried_ahead)
+    return kept_trial(section, head, model_configs.load_config(section), tried_ahead)
 
 
-def check_foresight(run: Run, head: str) -> None:
+def check_foresight(section: ModelSection, head: str) -> None:
     """Refuse a model that attends to the tokens that it has to predict. Errors: `RunError`."""
-    if (instead := foresight(run, head)) is not None:
+    if (instead := foresight(section, head)) is not None:
         raise RunError(
             "LS3150",
-            f"model: {model_configs.load_config(run).model_type} sees the tokens that it has to predict; {instead}",
+            f"model: {model_configs.load_config(section).model_type} sees the tokens that it has to predict; {instead}",
         )
 
 
@@ -70,7 +72,7 @@ def windowed(run: Run, head: str) -> bool:
     """Whether unpadded texts use causal sliding-window attention. Errors: `RunError`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    config = model_configs.load_config(run)
+    config = model_configs.load_config(run.model)
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and head != "causal":  # to both sides
         return False
     inside = [model_configs.entry(part, name) for part in model_configs.texts(config) for name in small_models.WINDOWS]
@@ -78,36 +80,35 @@ def windowed(run: Run, head: str) -> bool:
 
 
 def kept_trial(
-    run: Run, head: str, config: Any, trial: Callable[[Run, str, Any], str | None], *more: Any
+    section: ModelSection, head: str, config: Any, trial: Callable[..., str | None], *more: Any
 ) -> str | None:
     """Run a trial on small models of a config, or return its cached answer.
 
-    `more`: additional parts of the cache key. Errors: `RunError` if the cache cannot be written."""
+    `trial` is called with the section, head, config and `more`. Errors: `RunError` if the cache cannot be written."""
     key_parts = [
         trial.__name__,
-        run.model.attention,
-        run.data.padding,
+        section.attention,
         config.to_dict(),
         head,
-        run.model.adapter,
+        section.adapter,
         *more,
     ]
-    key_parts += [torch.__version__, _transformers(), _code(trial), *_code_of_model(run, config)]
+    key_parts += [torch.__version__, _transformers(), _code(trial), *_code_of_model(section, config)]
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
     def make(aside: Path) -> None:
-        aside.write_text(json.dumps(trial(run, head, config)))
+        aside.write_text(json.dumps(trial(section, head, config, *more)))
 
     verdict: str | None = json.loads(cached(cache_folder() / "padding" / f"{key}.json", make).read_text())
     return verdict
 
 
-def trial(run: Run, head: str, config: Any) -> str | None:
+def trial(section: ModelSection, head: str, config: Any) -> str | None:
     """Compare padded and unpadded computation on a small model of this config. Leaves torch's random state
     unchanged."""
 
     def attempt(variant: Any) -> tuple[Any, Any]:
-        plain = small_models.small(run, head, variant, None)
+        plain = small_models.small(section, head, variant, None)
         small_models.computed(plain, head, small_models.examples(head, *small_models.BATCHES[0]))
         return variant, plain
 
@@ -118,20 +119,20 @@ def trial(run: Run, head: str, config: Any) -> str | None:
     if plain.get_correct_attn_implementation(None) != "sdpa":  # its own choice
         return "transformers does not support torch's attention (sdpa) for it"
     with torch.random.fork_rng([]):
-        reasons = (differs(run, head, each) for each in small_models.windows(variant))
+        reasons = (differs(section, head, each) for each in small_models.windows(variant))
         return next((reason for reason in reasons if reason is not None), None)
 
 
-def differs(run: Run, head: str, config: Any) -> str | None:
+def differs(section: ModelSection, head: str, config: Any) -> str | None:
     """The reason why padding is computed, from a small model of exactly this config; None if no batch of `BATCHES`
     differs.
 
     Batches that the plain model rejects, such as ones longer than its positions, are skipped: no run has them."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
-    plain = small_models.small(run, head, config, None)
+    plain = small_models.small(section, head, config, None)
     try:
-        laid = small_models.small(run, head, config, unpadded.NAME)
+        laid = small_models.small(section, head, config, unpadded.NAME)
     except Exception as error:
         return f"its layers do not support concatenated examples ({small_models.brief(error)})"
     unpadded.install(laid)
@@ -183,26 +184,26 @@ def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
     return not small_models.near([one], [other])
 
 
-def tried_ahead(run: Run, head: str, config: Any) -> str | None:
+def tried_ahead(section: ModelSection, head: str, config: Any) -> str | None:
     """How to fix a config whose models read ahead; None if they do not."""
-    if not _ahead(run, head, config):
+    if not _ahead(section, head, config):
         return None
     for name in ("causal", "is_decoder"):
         if model_configs.entry(config, name) is False:
             other = copy.deepcopy(config)
             setattr(other, name, True)
-            if not _ahead(run, head, other):
+            if not _ahead(section, head, other):
                 return f"set model.config.{name}: true"
     if head == "seq2seq" and getattr(model_configs.entry(config, "decoder"), "is_decoder", None) is False:
         return "set model.config.decoder: {is_decoder: true, add_cross_attention: true}"
     return "use a family that does not, or another task"
 
 
-def _ahead(run: Run, head: str, config: Any) -> bool:
+def _ahead(section: ModelSection, head: str, config: Any) -> bool:
     """Whether a small model of this config, in plain transformers, reads ahead; False if none can be built."""
 
     def attempt(variant: Any) -> bool:
-        model = small_models.small(run, head, variant, None)
+        model = small_models.small(section, head, variant, None)
         return any(reads_ahead(model, small_models.examples(head, *batch)) for batch in small_models.BATCHES[:2])
 
     with suppress(Exception):
@@ -210,15 +211,15 @@ def _ahead(run: Run, head: str, config: Any) -> bool:
     return False
 
 
-def tried_apart(run: Run, head: str, config: Any) -> str | None:
-    """Compare texts that share a block with the same texts in separate rows."""
+def tried_apart(section: ModelSection, head: str, config: Any, laid: bool) -> str | None:
+    """Compare texts that share a block with the same texts in separate rows. `laid`: whether padding is left out."""
     from lockstep.tasks.models import unpadded  # with transformers' models
 
-    attention = unpadded.NAME if unsupported_reason(run, head) is None else run.model.attention
+    attention = unpadded.NAME if laid else section.attention
 
     def attempt(variant: Any) -> str | None:
         for each in small_models.windows(variant):
-            model = small_models.small(run, head, each, attention)
+            model = small_models.small(section, head, each, attention)
             if attention == unpadded.NAME:
                 unpadded.install(model)
             for blocks in BLOCKS:
@@ -263,14 +264,12 @@ def _transformers() -> str:
     return str(transformers.__version__)
 
 
-def _code_of_model(run: Run, config: Any) -> list[str]:
+def _code_of_model(section: ModelSection, config: Any) -> list[str]:
     """Identify code that comes with the model: hashes of its files, or its Hub repository and revision."""
-    if not run.model.trust_remote_code or not getattr(config, "auto_map", None):
+    if not section.trust_remote_code or not getattr(config, "auto_map", None):
         return []
-    files = sorted(Path(str(run.model.source)).expanduser().glob("*.py"))
-    return [hashlib.sha256(each.read_bytes()).hexdigest() for each in files] or [
-        f"{run.model.source}@{run.model.revision}"
-    ]
+    files = sorted(Path(str(section.source)).expanduser().glob("*.py"))
+    return [hashlib.sha256(each.read_bytes()).hexdigest() for each in files] or [f"{section.source}@{section.revision}"]
 
 
 def _code(trial: Callable[..., Any]) -> list[str]:

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.hub import optional_file
 
 if TYPE_CHECKING:
@@ -58,15 +59,15 @@ def _vectors(pooling: str, model: nn.Module, args: Any, kwargs: Mapping[str, Any
 # -- sentence-transformers -------------------------------------------------------------------------------------------
 
 
-def of_source(run: Run) -> str | None:
+def of_source(section: ModelSection) -> str | None:
     """The pooling of a sentence-transformers model; None if its files do not specify one. Errors: `RunError` if it is
     unsupported."""
     from lockstep.tasks.models import model_configs
 
-    if run.model.source is None:
+    if section.source is None:
         return None
-    file = optional_file(model_configs.local_or_id(run), f"{FOLDER}/config.json", run.model.revision)
-    return None if file is None else _mode(file, run.model.source)
+    file = optional_file(model_configs.local_or_id(section), f"{FOLDER}/config.json", section.revision)
+    return None if file is None else _mode(file, section.source)
 
 
 def of_folder(folder: Path) -> str:

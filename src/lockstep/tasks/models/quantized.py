@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 
 BLOCK = 64  # weights that share a scale, as in the QLoRA paper
 BYTES = 0.5 + 4 / BLOCK  # bytes per weight
@@ -59,7 +60,7 @@ def check(run: Run, possible: bool) -> None:
         raise RunError("LS3174", "model.compile: not supported with model.quantization; set model.compile=false")
 
 
-def pack(run: Run, model: nn.Module) -> None:
+def pack(section: ModelSection, model: nn.Module) -> None:
     """Quantize the frozen linear layers to 4 bits, in place. Runs on the CPU, where the model is built, so the result
     depends on the weights alone, not on the training device. Errors: `RunError` if the model has no such layers."""
     modules = [m for name, m in model.named_modules() if _within_blocks(name) and _fits(m)]
@@ -70,7 +71,7 @@ def pack(run: Run, model: nn.Module) -> None:
             f"multiple of {BLOCK}; remove model.quantization, which keeps the weights in bfloat16",
         )
     for layer in modules:
-        _pack(layer, str(run.model.quantization))
+        _pack(layer, str(section.quantization))
 
 
 def _within_blocks(name: str) -> bool:

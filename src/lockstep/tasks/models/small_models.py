@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.tasks.models import adapters, heads, model_configs
 
@@ -38,7 +39,7 @@ LARGE = 1_000_000_000  # models with more parameters are not tried
 NEAR = 1e-4  # tolerance, relative to the largest value
 
 
-def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
+def small(section: ModelSection, head: str, config: Any, attention: str | None) -> nn.Module:
     """A small model of this config, dropout disabled. Errors: `RunError` if it is still large."""
     import transformers
 
@@ -51,8 +52,8 @@ def small(run: Run, head: str, config: Any, attention: str | None) -> nn.Module:
     transformers.logging.set_verbosity_error()
     seed_libraries(0)
     model: nn.Module = auto.from_config(copy.deepcopy(config), **options)
-    if run.model.adapter:
-        model = adapters.wrap(run, model, head)
+    if section.adapter:
+        model = adapters.wrap(section, model, head)
     return model.float().eval()
 
 

@@ -1,7 +1,7 @@
 """Compare a pretrained model's files with the model of its config: missing weights, other shapes, names that the model
 does not have.
 
-In: a run, and a model of its config. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
+In: `model`, and a model of it. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
 random, and reports that in a log which training does not show; `ignore_mismatched_sizes`, with which a head for other
 labels is reinitialized, does the same to any weight of another shape. A base that is in part random is refused. A
 pooler is often absent, because models that are pretrained without one (masked language models) are saved without it; a
@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.tasks.models import head_labels, heads, source_ties
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 
@@ -40,7 +41,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> (shape
 class _Built:
     """A model of the run's config, and the same without its head: None if that cannot be built."""
 
-    run: Run
+    section: ModelSection
     model: Any
     base: Any
 
@@ -69,10 +70,10 @@ class _Built:
         ]
 
 
-def _build(run: Run, head: str, entries: Mapping[str, Any] | None = None) -> _Built | None:
+def _build(section: ModelSection, head: str, entries: Mapping[str, Any] | None = None) -> _Built | None:
     """Build the run's model on the meta device; None if it has no source, or needs memory to be built. `entries`: what
     the task sets in its config, such as the number of labels."""
-    if run.model.source is None:
+    if section.source is None:
         return None
     import transformers
 
@@ -80,49 +81,49 @@ def _build(run: Run, head: str, entries: Mapping[str, Any] | None = None) -> _Bu
     for auto in (heads.of(head).auto, "AutoModel"):
         model = None
         with suppress(Exception), torch.device("meta"):  # inconsistent sizes are refused elsewhere
-            config = with_architectures(load_config(run))
+            config = with_architectures(load_config(section))
             if getattr(config, "quantization_config", None) is not None:  # names and shapes are the quantizer's
                 return None
             for name, value in (entries or {}).items():
                 setattr(config, name, value)
-            model = getattr(transformers, auto).from_config(config, trust_remote_code=run.model.trust_remote_code)
+            model = getattr(transformers, auto).from_config(config, trust_remote_code=section.trust_remote_code)
         built.append(model)
         if model is None and not built[1:]:
             return None
-    return _Built(run, *built)
+    return _Built(section, *built)
 
 
-def check(run: Run, head: str, entries: Mapping[str, Any] | None = None) -> None:
+def check(section: ModelSection, head: str, entries: Mapping[str, Any] | None = None) -> None:
     """Refuse, before any process starts, a config that does not match the model's files, as far as their headers can be
     read without a download. `entries`: what the task sets in the config; None if it is not known yet, so that a head's
     shapes are not compared. Errors: `RunError`."""
-    built = _build(run, head, entries)
-    if built is None or not source_ties.stored_names(run):
+    built = _build(section, head, entries)
+    if built is None or not source_ties.stored_names(section):
         return
-    places = source_ties.places(built.model, source_ties.stored_names(run))
+    places = source_ties.places(built.model, source_ties.stored_names(section))
     _refuse_lacking(built, places, places)
     differing = _differing(built)
     if entries is None:
         differing = {name: of for name, of in differing.items() if head not in _OWN_HEADS or built.in_base(name)}
-    refuse(run, built.model, head, differing)
+    refuse(section, built.model, head, differing)
 
 
 def _differing(built: _Built) -> Shapes:
     """Weights that the files hold in another shape than the model's."""
     there = {name: tuple(tensor.shape) for name, tensor in built.model.state_dict().items()}
-    stored = source_ties.stored_shapes(built.run)
+    stored = source_ties.stored_shapes(built.section)
     single = source_ties.places(built.model, stored, made_of_several=False)
     shapes = {name: stored[origin] for name, origin in single.items() if name in there}
     return {name: (shapes[name], ours) for name, ours in there.items() if shapes.get(name, ours) != ours}
 
 
-def check_loaded(run: Run, head: str, model: Any, info: Mapping[str, Any]) -> None:
+def check_loaded(section: ModelSection, head: str, model: Any, info: Mapping[str, Any]) -> None:
     """Refuse a model that `from_pretrained` has built with random weights in its base; `check` has not seen files that
     were not downloaded yet. `info`: its report. Errors: `RunError`."""
     differing = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
-    refuse(run, model, head, differing)
+    refuse(section, model, head, differing)
     missing = set(info["missing_keys"])
-    built = _build(run, head) if missing else None
+    built = _build(section, head) if missing else None
     if built is not None:
         present = {name for name, _ in model.named_parameters(remove_duplicate=False)} - missing
         _refuse_lacking(built, present, dict.fromkeys(info["unexpected_keys"]))
@@ -135,14 +136,14 @@ def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
     _refuse_drawn(folder, model, sorted(missing))
 
 
-def check_export(run: Run, head: str) -> None:
+def check_export(section: ModelSection, head: str) -> None:
     """Refuse an export, which is the source of `run`, whose files lack weights of its model or hold them in another
     shape, the head's included. Errors: `RunError`."""
-    built = _build(run, head)
-    stored = () if built is None else source_ties.stored_names(run)
+    built = _build(section, head)
+    stored = () if built is None else source_ties.stored_names(section)
     if built is not None and stored:
         drawn = dict.fromkeys([*built.lacking(source_ties.places(built.model, stored)), *_differing(built)])
-        _refuse_drawn(run.model.source, built.model, [*drawn])
+        _refuse_drawn(section.source, built.model, [*drawn])
 
 
 def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
@@ -154,12 +155,12 @@ def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
         )
 
 
-def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) -> list[str]:
+def notes(section: ModelSection, head: str | None, entries: Mapping[str, Any] | None = None) -> list[str]:
     """Notes on weights that are drawn at random although a pretrained model may have them (its pooler, the head of a
     language model, a head for labels that the files should hold), and on weights in the files that the model does not
     use. `entries`: what the task sets in the config. Errors: `RunError`."""
-    built = None if head is None else _build(run, head, entries)
-    stored = () if built is None else source_ties.stored_names(run)
+    built = None if head is None else _build(section, head, entries)
+    stored = () if built is None else source_ties.stored_names(section)
     if head is None or built is None or not stored:
         return []
     places = source_ties.places(built.model, stored)
@@ -172,18 +173,17 @@ def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) 
     texts = []
     if absent:
         texts.append(
-            f"model.source: the files of {run.model.source} lack {_listed(absent)}: initialized at random, from the "
-            "seed"
+            f"model.source: the files of {section.source} lack {_listed(absent)}: initialized at random, from the seed"
         )
     if other := _differing(built) if head in _OWN_HEADS else {}:
         name, (of, ours) = next(iter(other.items()))
         texts.append(
-            f"model.source: the files of {run.model.source} hold {_listed(other)} for another number of labels "
+            f"model.source: the files of {section.source} hold {_listed(other)} for another number of labels "
             f"({name}: {list(of)}, and here {list(ours)}): initialized at random, from the seed"
         )
-    if unused := [] if run.model.config else _unused(built, places):
+    if unused := [] if section.config else _unused(built, places):
         texts.append(
-            f"model.source: the files of {run.model.source} hold {_listed(unused)}, which the model of its "
+            f"model.source: the files of {section.source} hold {_listed(unused)}, which the model of its "
             "config.json does not have: not used"
         )
     return texts
@@ -192,7 +192,7 @@ def notes(run: Run, head: str | None, entries: Mapping[str, Any] | None = None) 
 def _should_hold(built: _Built, head: heads.Head, present: Collection[str]) -> bool:
     """Whether the files should hold a head for labels: their config names one of the kind, or a part of it is there."""
     own = [name for name in built.model.state_dict() if not built.in_base(name) and not _is_pooler(name)]
-    return any(name in present for name in own) or head_labels.names_head(load_config(built.run), head)
+    return any(name in present for name in own) or head_labels.names_head(load_config(built.section), head)
 
 
 def _is_pooler(name: str) -> bool:
@@ -209,7 +209,7 @@ def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
     patterns = {_pattern(name) for name in based}
     layers = {pattern.partition(".*.")[0] for pattern in patterns if ".*." in pattern}
     parts = {name.partition(".")[0] for name in (*names, *built.base_names)} | {built.model.base_model_prefix}
-    whole = type(built.model).__name__ in (load_config(built.run).architectures or ())
+    whole = type(built.model).__name__ in (load_config(built.section).architectures or ())
     return [
         origin
         for name, origin in places.items()
@@ -246,14 +246,14 @@ def _refuse_lacking(built: _Built, present: Collection[str], places: Mapping[str
     none = lacking and not any(name in present for name, _ in built.model.named_parameters(remove_duplicate=False))
     if not base and not none:
         return
-    source, kind = built.run.model.source, type(built.model).__name__
+    source, kind = built.section.source, type(built.model).__name__
     hint = _hint(built, [name for name in places if name not in built.model.state_dict()])
     trained = [name for name, _ in built.model.named_parameters() if built.in_base(name) and not _is_pooler(name)]
     if len(base) < len(trained) and not none:
         raise RunError(
             "LS3491",
             f"model.source: {source} lacks {_listed(base)} of {kind}, which would be drawn at random among "
-            f"pretrained weights{hint or _depth(built.run)}",
+            f"pretrained weights{hint or _depth(built.section)}",
         )
     first = next(iter(places.values()), None) or next(iter(places), "none")
     hint = hint or "; save it with save_pretrained of transformers"
@@ -264,9 +264,9 @@ def _refuse_lacking(built: _Built, present: Collection[str], places: Mapping[str
     )
 
 
-def _depth(run: Run) -> str:
-    if run.model.config:
-        return f"; leave out entries of model.config ({', '.join(run.model.config)}) that enlarge the model"
+def _depth(section: ModelSection) -> str:
+    if section.config:
+        return f"; leave out entries of model.config ({', '.join(section.config)}) that enlarge the model"
     return (
         "; correct its config.json, or restore its files. To train new weights beside pretrained ones, save the "
         "model that from_pretrained builds, and name that folder"
@@ -286,7 +286,7 @@ def _hint(built: _Built, unplaced: list[str]) -> str:
     if built.base is not None and _covers(built.base, unplaced):
         return (
             f"; {type(built.base).__name__} reads these files: save it alone "
-            f"(AutoModel.from_pretrained({built.run.model.source!r}).save_pretrained(FOLDER)), and set "
+            f"(AutoModel.from_pretrained({built.section.source!r}).save_pretrained(FOLDER)), and set "
             "model.source=FOLDER"
         )
     return ""
@@ -298,7 +298,7 @@ def _covers(model: Any, names: list[str]) -> bool:
     return all(name in places for name, tensor in model.named_parameters() if tensor.requires_grad)
 
 
-def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
+def refuse(section: ModelSection, model: Any, head: str, differing: Shapes) -> None:
     """Errors: `RunError` if weights have mismatched shapes, other than those of a label head for another number of
     labels."""
     base = f"{model.base_model_prefix}."
@@ -312,14 +312,14 @@ def refuse(run: Run, model: Any, head: str, differing: Shapes) -> None:
     name, (stored, built) = next(iter(wrong.items()))
     more = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
     what = "its config.json defines another shape; correct it"
-    if run.model.config:
-        what = f"model.config ({', '.join(run.model.config)}) defines another shape; remove such entries"
+    if section.config:
+        what = f"model.config ({', '.join(section.config)}) defines another shape; remove such entries"
     add = ""
-    if not run.model.config or "vocab_size" in run.model.config:
+    if not section.config or "vocab_size" in section.config:
         add = "; to add rows for tokens, save the model after resize_token_embeddings of transformers"
     raise RunError(
         "LS3442",
-        f"model.source: {run.model.source} holds {name}{more} with the shape {list(stored)}, and {what}. The weight "
+        f"model.source: {section.source} holds {name}{more} with the shape {list(stored)}, and {what}. The weight "
         f"would be drawn at random with the shape {list(built)}, and its pretrained values would be lost{add}",
     )
 

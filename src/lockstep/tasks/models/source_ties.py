@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.hub import downloading, reading_weights
 from lockstep.tasks.models import tie_entry
 from lockstep.tasks.models.model_configs import local_or_id
@@ -26,12 +27,12 @@ from lockstep.tasks.models.model_configs import local_or_id
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
-def apply(run: Run, model: Any) -> None:
+def apply(section: ModelSection, model: Any) -> None:
     """Untie, in place, the weights that `from_pretrained` does not tie for the run's source; no effect from scratch.
 
     `model`: a transformers model built from the config. Errors: `RunError` if files cannot be read, or hold a tied
     weight of another shape."""
-    names = own_weights(run, model)
+    names = own_weights(section, model)
     for name in names:
         parent, _, last = name.rpartition(".")
         module = model.get_submodule(parent)
@@ -42,7 +43,7 @@ def apply(run: Run, model: Any) -> None:
         tie_entry.write_down(model)
 
 
-def check(run: Run, model: Any, auto: Any) -> None:
+def check(section: ModelSection, model: Any, auto: Any) -> None:
     """Check that `apply` unties the same weights as `from_pretrained`, and record untied weights in the model's config.
 
     `model`: loaded by `from_pretrained`. `auto`: its Auto class. Errors: `RunError` if the ties differ."""
@@ -50,7 +51,7 @@ def check(run: Run, model: Any, auto: Any) -> None:
         return
     with torch.device("meta"):
         empty = auto.from_config(model.config)
-    names = own_weights(run, empty)
+    names = own_weights(section, empty)
     tied_pairs = _tied(empty)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     untied = {t for t, s in tied_pairs.items() if parameters.get(t) is not parameters.get(s)}
@@ -75,20 +76,20 @@ def _tied(model: Any) -> dict[str, str]:
     return {t: s for t, s in pairs.items() if t in parameters and s in parameters}
 
 
-def own_weights(run: Run, model: Any) -> tuple[str, ...]:
+def own_weights(section: ModelSection, model: Any) -> tuple[str, ...]:
     """Names of weights that the config ties but `from_pretrained` does not, because the source holds different values.
 
     `model`: built from the config, on the meta device. Errors: `RunError`."""
     pairs = _tied(model)
-    if run.model.source is None or not pairs:
+    if section.source is None or not pairs:
         return ()
-    source = local_or_id(run)
+    source = local_or_id(section)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    present = places(model, _names(source, run.model.revision))
+    present = places(model, _names(source, section.revision))
     both = {t: s for t, s in pairs.items() if t in present and s in present}
     if not both:
         return ()
-    tensors = _read(source, run.model.revision, frozenset(present[n] for n in {*both, *both.values()}))
+    tensors = _read(source, section.revision, frozenset(present[n] for n in {*both, *both.values()}))
     for name in sorted({*both, *both.values()}):
         if tuple(tensors[present[name]].shape) != shapes[name]:
             raise RunError(
@@ -206,12 +207,12 @@ def _names(source: str, revision: str | None) -> tuple[str, ...]:
     return tuple(weight_map) if weight_map is not None else _names_in(path, path.stat().st_mtime_ns)
 
 
-def stored_shapes(run: Run) -> dict[str, tuple[int, ...]]:
+def stored_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
     """Name in the source's files -> shape, as far as their headers can be read without a download; empty if not. A
     shard that is not on this machine is left out. Errors: `RunError`."""
     from huggingface_hub import constants
 
-    source, revision = local_or_id(run), run.model.revision
+    source, revision = local_or_id(section), section.revision
     index = _index(source, revision, here=True)
     if index is None:
         there = not Path(source).is_dir() and not constants.HF_HUB_OFFLINE
@@ -224,11 +225,11 @@ def stored_shapes(run: Run) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def stored_names(run: Run) -> tuple[str, ...]:
+def stored_names(section: ModelSection) -> tuple[str, ...]:
     """Names in the source's files, those of shards that are not on this machine included; empty if they cannot be read
     without a download. Errors: `RunError`."""
-    index = _index(local_or_id(run), run.model.revision, here=True)
-    return tuple(stored_shapes(run)) if index is None or index[1] is None else tuple(index[1])
+    index = _index(local_or_id(section), section.revision, here=True)
+    return tuple(stored_shapes(section)) if index is None or index[1] is None else tuple(index[1])
 
 
 @lru_cache(maxsize=8)

@@ -17,30 +17,30 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.config.run import Run
+from lockstep.config.sections import ModelSection
 from lockstep.tasks.models import quantized
 
 
-def loaded_in(run: Run) -> dict[str, Any]:
+def loaded_in(section: ModelSection) -> dict[str, Any]:
     """The dtype argument for building or loading the model."""
-    return {"dtype": torch.bfloat16} if run.model.dtype == "bfloat16" else {}
+    return {"dtype": torch.bfloat16} if section.dtype == "bfloat16" else {}
 
 
-def cast_weights(run: Run, model: nn.Module) -> nn.Module:
+def cast_weights(section: ModelSection, model: nn.Module) -> nn.Module:
     """Cast each weight to its storage dtype, in place, and return the model. Errors: `RunError`."""
-    model = _in_dtypes(run, model)
-    if run.model.quantization is not None:
-        quantized.pack(run, model)
+    model = _in_dtypes(section, model)
+    if section.quantization is not None:
+        quantized.pack(section, model)
     return model
 
 
-def _in_dtypes(run: Run, model: nn.Module) -> nn.Module:
-    if run.model.dtype == "float32":
+def _in_dtypes(section: ModelSection, model: nn.Module) -> nn.Module:
+    if section.dtype == "float32":
         model = model.float()
         assert all(p.dtype == torch.float32 for p in model.parameters()), "weights must be float32"
         return model
     narrow = {id(p) for p in model.parameters()}
-    if run.model.adapter:
+    if section.adapter:
         wide = _wide(model)
         modules = [m for name, m in model.named_modules() if not wide & {*name.split(".")}]
         modules = [m for m in modules if type(m) in (nn.Linear, nn.Embedding, Conv1D) and not m.weight.requires_grad]

@@ -1,6 +1,6 @@
 """Check that a model's embedding has a row for each token of its tokenizer.
 
-In: a run, its tokenizers, and encoded examples. Out: notes, or a `RunError` that names the tokens without a row, which
+In: sections, tokenizers, and encoded examples. Out: notes, or a `RunError` that names the tokens without a row, which
 torch's error would not. Imports torch only if a row seems to be missing.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.arrow_cache import Columns, Make
 from lockstep.data.tokenizer import highest_id
 from lockstep.tasks.models import heads, model_configs
@@ -30,12 +31,12 @@ _OWN_SIZES = {"input_ids": ("src_vocab_size",), "target_ids": ("decoder_vocab_si
 Tokenizers = Mapping[str, Any]  # column of tokens, one of `SIDES` -> its tokenizer
 
 
-def rows_of(run: Run, head: str, column: str) -> int | None:
+def rows_of(section: ModelSection, head: str, column: str) -> int | None:
     """Number of embedding rows of a pretrained model for a token column, from its config. None if the model is built
     from scratch with a matching size, or if the config does not say. Errors: `RunError`."""
-    if run.model.source is None or not heads.of(head).reads_texts:
+    if section.source is None or not heads.of(head).reads_texts:
         return None
-    config = model_configs.load_config(run)
+    config = model_configs.load_config(section)
     for part in reversed(model_configs.texts(config)):  # in a multimodal model, the text part
         for name in (*_OWN_SIZES[column], "vocab_size"):
             size = model_configs.entry(part, name)
@@ -44,26 +45,26 @@ def rows_of(run: Run, head: str, column: str) -> int | None:
     return None
 
 
-def missing(run: Run, head: str, column: str, tokenizer: Any) -> int | None:
+def missing(section: ModelSection, head: str, column: str, tokenizer: Any) -> int | None:
     """Number of embedding rows if the tokenizer produces ids beyond them; None if every id has a row. Errors:
     `RunError`."""
-    rows = rows_of(run, head, column)
+    rows = rows_of(section, head, column)
     if rows is None or highest_id(tokenizer) < rows:
         return None
-    built = _built_rows(run, head) if column == "input_ids" else None
+    built = _built_rows(section, head) if column == "input_ids" else None
     rows = max(rows, built or 0)
     return None if highest_id(tokenizer) < rows else rows
 
 
-def _built_rows(run: Run, head: str) -> int | None:
+def _built_rows(section: ModelSection, head: str) -> int | None:
     """Input embedding rows of the built model, which may exceed its config; None if unknown."""
     import torch
     import transformers
 
-    config = model_configs.with_architectures(model_configs.load_config(run))
+    config = model_configs.with_architectures(model_configs.load_config(section))
     with suppress(Exception), torch.device("meta"):  # code from the Hub, or a family that needs memory to be built
         auto = getattr(transformers, heads.of(head).auto)
-        model = auto.from_config(config, trust_remote_code=run.model.trust_remote_code)
+        model = auto.from_config(config, trust_remote_code=section.trust_remote_code)
         return int(model.get_input_embeddings().weight.shape[0])
     return None
 
@@ -79,15 +80,15 @@ def check_padding(rows: Any, tokenizer: Any) -> None:
         )
 
 
-def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
+def check(section: ModelSection, head: str, tokenizers: Tokenizers) -> list[str]:
     """Notes on vocabularies that do not match the model's embedding. Errors: `RunError` if a token that training needs
     for any text has no row."""
     notes = []
     for column, tokenizer in tokenizers.items():
-        rows = rows_of(run, head, column)
+        rows = rows_of(section, head, column)
         if rows is None:
             continue
-        if (short := missing(run, head, column, tokenizer)) is None:
+        if (short := missing(section, head, column, tokenizer)) is None:
             if (size := len(tokenizer)) < _FEW * rows:
                 notes.append(
                     f"the tokenizer has {size:,} tokens, and the model's embedding {rows:,} rows: is it the tokenizer "
@@ -97,7 +98,7 @@ def check(run: Run, head: str, tokenizers: Tokenizers) -> list[str]:
         check_padding(short, tokenizer)
         if head == heads.MASKED:  # one in ten masked tokens is replaced by a random one
             raise _refusal(
-                run, tokenizer, short, "masking draws from all tokens of the vocabulary", _beyond(tokenizer, short)
+                section, tokenizer, short, "masking draws from all tokens of the vocabulary", _beyond(tokenizer, short)
             )
         names = _named(tokenizer, _beyond(tokenizer, short))
         notes.append(
@@ -117,7 +118,7 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
 
     options = {"revision": run.model.revision, "trust_remote_code": run.model.trust_remote_code}
     try:
-        known = AutoTokenizer.from_pretrained(model_configs.local_or_id(run), **options).get_vocab()
+        known = AutoTokenizer.from_pretrained(model_configs.local_or_id(run.model), **options).get_vocab()
     except Exception:  # no tokenizer, or no network
         return []
     there = {id_: token for token, id_ in known.items()}
@@ -131,22 +132,22 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
     ]
 
 
-def check_split(run: Run, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:
+def check_split(section: ModelSection, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:
     """Errors: `RunError` if examples of a split contain tokens without a row."""
     for column, tokenizer in tokenizers.items():
-        if column not in columns.names or (rows := missing(run, head, column, tokenizer)) is None:
+        if column not in columns.names or (rows := missing(section, head, column, tokenizer)) is None:
             continue
         ids: set[int] = set()
         for values in columns.ragged(column).values():
             ids |= set(np.unique(values[values >= rows]).tolist())
         if ids:
-            raise _refusal(run, tokenizer, rows, f"the {split} split holds tokens without a row", sorted(ids))
+            raise _refusal(section, tokenizer, rows, f"the {split} split holds tokens without a row", sorted(ids))
 
 
-def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Make, list[int]]:
+def bounded(section: ModelSection, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Make, list[int]]:
     """Make `make` refuse tokens without a row in streamed rows. Returns it and the row counts that it depends on (empty
     if every token has a row). Errors: `RunError`, from this function and the returned one."""
-    known = {column: missing(run, head, column, tokenizer) for column, tokenizer in tokenizers.items()}
+    known = {column: missing(section, head, column, tokenizer) for column, tokenizer in tokenizers.items()}
     limits = {column: rows for column, rows in known.items() if rows is not None}
     if not limits:
         return make, []
@@ -157,7 +158,7 @@ def bounded(run: Run, head: str, tokenizers: Tokenizers, make: Make) -> tuple[Ma
             values = np.asarray(examples.column(column).flatten()) if column in examples.schema.names else np.zeros(0)
             if len(ids := np.unique(values[values >= rows])):
                 what = "the train split holds tokens without a row"
-                raise _refusal(run, tokenizers[column], rows, what, ids.tolist())
+                raise _refusal(section, tokenizers[column], rows, what, ids.tolist())
         return examples
 
     return checked, [*limits.values()]
@@ -191,16 +192,16 @@ def _named(tokenizer: Any, ids: list[int]) -> str:
     return ", ".join(names) + (f" and {len(ids) - _NAMED:,} more" if len(ids) > _NAMED else "")
 
 
-def _refusal(run: Run, tokenizer: Any, rows: int, why: str, ids: list[int]) -> RunError:
+def _refusal(section: ModelSection, tokenizer: Any, rows: int, why: str, ids: list[int]) -> RunError:
     adapter = ""
-    if run.model.adapter:
+    if section.adapter:
         adapter = (
             ". An adapter does not train new rows by itself: name the embedding in model.adapter.modules_to_save, or "
             "the tokens in model.adapter.trainable_token_indices (with model.dtype=float32)"
         )
     return RunError(
         "LS3440",
-        f"tokenizer: it makes ids up to {highest_id(tokenizer):,}, but the embedding of {run.model.source} has "
+        f"tokenizer: it makes ids up to {highest_id(tokenizer):,}, but the embedding of {section.source} has "
         f"{rows:,} rows, and {why}: {_named(tokenizer, ids)}. Use the tokenizer that the model was trained with; or "
         "add rows (model.resize_token_embeddings(len(tokenizer)) of transformers), save model and tokenizer in one "
         f"folder, and set model.source to it{adapter}",

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import TaskSection
 from lockstep.data.arrow_cache import Columns, table_of, write_table
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, discard, folder_of
@@ -67,16 +68,14 @@ def function(run: Run, key: str) -> Any:
 
 
 @contextmanager
-def user_call(run: Run, key: str, what: str = "") -> Iterator[None]:
+def user_call(task: TaskSection, key: str, what: str = "") -> Iterator[None]:
     """Context for a call of the user's function. Errors: `RunError`, one line with file and line number."""
     try:
         yield
     except RunError:
         raise
     except Exception as error:
-        raise RunError(
-            "LS3204", f"task.{key}: {run.task.options.get(key)}{what} failed: {error_line(error)}"
-        ) from error
+        raise RunError("LS3204", f"task.{key}: {task.options.get(key)}{what} failed: {error_line(error)}") from error
 
 
 def error_line(error: BaseException) -> str:
@@ -101,7 +100,7 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     seed_libraries(run.seed)
     name, splits = run.task.options["data"], function(run, "data")
     if callable(splits) and (isinstance(splits, type) or not hasattr(splits, "__getitem__")):
-        with ACTIVITY.during(f"making the data ({name})"), user_call(run, "data"):
+        with ACTIVITY.during(f"making the data ({name})"), user_call(run.task, "data"):
             splits = splits(**run.task.options["data_arguments"])
     if isinstance(splits, tuple):
         if not 1 <= len(splits) <= len(ORDER):
@@ -176,8 +175,8 @@ def model(run: Run, empty: bool = False) -> nn.Module:
             "initialises the same weights",
         )
     seed_libraries(run.seed)
-    with ACTIVITY.during(f"building the model ({name})"), user_call(run, "model"):
-        built = _on_meta(build, run) if empty else build(**run.task.options["model_arguments"])
+    with ACTIVITY.during(f"building the model ({name})"), user_call(run.task, "model"):
+        built = _on_meta(build, run.task) if empty else build(**run.task.options["model_arguments"])
     if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
         built = nn.Sequential(*built)
     if not isinstance(built, nn.Module):
@@ -190,8 +189,8 @@ def model(run: Run, empty: bool = False) -> nn.Module:
     return built.to("meta") if empty else built
 
 
-def _on_meta(build: Any, run: Run) -> Any:
-    arguments = run.task.options["model_arguments"]
+def _on_meta(build: Any, task: TaskSection) -> Any:
+    arguments = task.options["model_arguments"]
     try:
         with torch.device("meta"):
             return build(**arguments)
@@ -208,7 +207,7 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     for row, place in enumerate(places if some else ()):
         sample = item(run, data, int(place), -1)
         for name, call in some.items():
-            columns[name][row] = _number(run, name, call, sample, int(place))
+            columns[name][row] = _number(run.task, name, call, sample, int(place))
     if not columns["targets"].any():
         raise RunError(
             "LS3215",
@@ -237,9 +236,9 @@ def content(path: str) -> str:
     return digest.hexdigest()
 
 
-def _number(run: Run, name: str, function: Any, value: Any, place: int) -> int:
+def _number(task: TaskSection, name: str, function: Any, value: Any, place: int) -> int:
     """Call a measuring function on an item and validate its result. Errors: `RunError`."""
-    with user_call(run, name, f" of item {place}"):
+    with user_call(task, name, f" of item {place}"):
         number = int(function(value))
     least = 1 if name == "length" else 0
     if not least <= number < 2**31:
@@ -310,7 +309,7 @@ def item(run: Run, data: Any, place: int, step: int) -> Any:
     """Return an item, with Python's, numpy's and torch's generators seeded by (seed, step, index). Errors:
     `RunError`."""
     seed_everything(run.seed, step, place, _ITEM)
-    with user_call(run, "data", f": item {place}"):
+    with user_call(run.task, "data", f": item {place}"):
         return data[place]
 
 
@@ -331,7 +330,7 @@ class Batches(Dataset):
         items = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
         self._compare(rows, items)
         seed_everything(self.run.seed, step, index, 1)
-        batch = collated(self.run, self.collate, items)
+        batch = collated(self.run.task, self.collate, items)
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
     def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
@@ -366,7 +365,7 @@ class Batches(Dataset):
         """`task.length` or `task.targets` of an item; None if not set. Errors: `RunError`."""
         if self.functions[name] is None:
             return None
-        with user_call(self.run, name):
+        with user_call(self.run.task, name):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
@@ -381,13 +380,13 @@ class Batches(Dataset):
         )
 
 
-def collated(run: Run, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
+def collated(task: TaskSection, collate: Callable[[list[Any]], Any], items: list[Any]) -> Any:
     """Collate items to a batch. Errors: `RunError`."""
     try:
         return collate(items)
     except Exception as error:
-        if run.task.options.get("collate") is not None:
-            with user_call(run, "collate"):
+        if task.options.get("collate") is not None:
+            with user_call(task, "collate"):
                 raise
         raise RunError(
             "LS3220",

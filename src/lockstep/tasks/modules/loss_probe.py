@@ -148,13 +148,13 @@ class _Trial:
         (arguments, named), loss_inputs = self.calling.arguments(self.batches[name])
         model = self.fresh() if self.fresh else self.model
         seed_everything(self.run.seed, -3)
-        with dataset.user_call(self.run, "model", ": forward"):
+        with dataset.user_call(self.run.task, "model", ": forward"):
             return model(*arguments, **named), loss_inputs
 
     def loss(self, name: str) -> Any:
         """The user's loss of a batch. Errors: `RunError`."""
         outputs, loss_inputs = self.forward(name)
-        with dataset.user_call(self.run, "loss"):
+        with dataset.user_call(self.run.task, "loss"):
             return self.calling.loss(outputs, loss_inputs)
 
 
@@ -353,7 +353,7 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
     means: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
     for batch in trial.batches if means else ():
         outputs, loss_inputs = trial.forward(batch)
-        with dataset.user_call(trial.run, "metrics"):
+        with dataset.user_call(trial.run.task, "metrics"):
             values = trial.calling.metrics(outputs, loss_inputs) if trial.calling.metrics else {}
         for name in means:
             means[name][batch] = float(values[name])
@@ -376,8 +376,8 @@ def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], 
     batches, weights = {}, {}
     for name, part in parts.items():
         seed_everything(run.seed, -3)
-        batches[name] = dataset.collated(run, collate, list(part))
-        with dataset.user_call(run, "targets"):
+        batches[name] = dataset.collated(run.task, collate, list(part))
+        with dataset.user_call(run.task, "targets"):
             weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
     return batches, weights
 
@@ -408,7 +408,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
     values_by_name: dict[str, dict[str, Any]] = {}
     for batch in trial.batches:
         outputs, loss_inputs = trial.forward(batch)
-        with dataset.user_call(trial.run, "metrics"):
+        with dataset.user_call(trial.run.task, "metrics"):
             values = trial.calling.metrics(outputs, loss_inputs)
         if not isinstance(values, Mapping) or not values:
             raise RunError(

@@ -169,7 +169,7 @@ def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, t
 def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
     """Output of the user's `generate` for a batch, as JSON in a byte tensor, because strategies return only tensors."""
     assert calling.generate is not None
-    with dataset.user_call(calling.run, "generate"):
+    with dataset.user_call(calling.run.task, "generate"):
         written = calling.generate(PlainOutputs(model, forward), bundle.batch)
         text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in written], default=str)
     device = next(model.parameters()).device
