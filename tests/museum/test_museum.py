@@ -11,6 +11,7 @@ import pytest
 from museum.exhibits import FAULTS, HEALTHY
 from museum.patches import PATCHES
 from museum.reports import REPORTS
+from support.answer_cases import ANSWERS
 from support.command import Process, ended, start, start_anew
 from support.contradiction_cases import CONTRADICTIONS
 from support.forked import FORK_TRACED
@@ -37,8 +38,15 @@ def codes() -> set[str]:
 def test_every_finding_has_an_exhibit() -> None:
     assert len(codes()) > 25
     shown = {e.expected for e in FAULTS if e.reference is None}
-    in_tests = {"packed-rows", "equal-shards", "labels-without-offset", "equal-masks", "parts-overlap"}  # tests/trace
-    proved = PAIRS | PROVED | LAYERS | NOISE | STATE
+    in_tests = {
+        "packed-rows",
+        "equal-shards",
+        "labels-without-offset",
+        "equal-masks",
+        "parts-overlap",
+        "best-is-worst",
+    }  # tests/trace
+    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS
     likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 

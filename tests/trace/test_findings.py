@@ -2,18 +2,21 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas
+from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, selections
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
+from support.answer_cases import ANSWERS, NEAR_ANSWERS
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
@@ -22,9 +25,9 @@ from support.right_cases import RIGHT_ON_PURPOSE
 from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
-from support.traced_cases import RIGHT, a_stream_of_workers, no_target_that_counts
+from support.traced_cases import RIGHT, a_stream_of_workers, batches, net, no_target_that_counts, sgd
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS
 SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
@@ -60,7 +63,7 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
 
 
 @pytest.mark.parametrize(
-    "case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE], ids=lambda case: case.__name__
+    "case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS], ids=lambda case: case.__name__
 )
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
     torch.manual_seed(0)
@@ -230,3 +233,80 @@ def test_the_cause_of_zero_gradients_is_not_guessed(way: str, tmp_path: Path) ->
     assert found.code == "all-zero"
     assert ("zeroed between backward and step" in found.cause) is way.startswith("zeroed"), found.cause
     assert ("the loss does not depend on them" in found.cause) is not way.startswith("zeroed")
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "values", "proved_"),
+    [
+        ("mae", "max", (0.5, 2.0), True),
+        ("val_acc", "min", (0.5, 0.9), True),
+        ("eval_loss", "min", (0.5, 2.0), False),
+        ("neg_mae", "max", (0.5, 2.0), False),
+        ("nll", "max", (-0.5, 2.0), False),  # turned round, or a density
+        ("error_acc", "max", (0.5, 2.0), False),
+        ("reward", "min", (0.5, 2.0), False),
+    ],
+)
+def test_the_largest_error_as_the_best_is_a_finding(
+    metric: str, mode: str, values: tuple[float, ...], proved_: bool
+) -> None:
+    rank = Rank({"rank": 0, "world": 1}, Path())
+    rank.selections += [{"by": "Trainer", "metric": metric, "mode": mode, "value": v} for v in values]
+    rows = [*selections.wrong_way(Trace(Path(), {}, (rank,), 0))]
+    assert [f.code for f in proved(rows)] == (["best-is-worst"] if proved_ else [])
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["trainer", "loop"])
+def test_a_trainer_does_not_divide_a_loss_of_the_script(tmp_path: Path, own: bool) -> None:
+    """The control: a loop of one's own, which may mean the sum."""
+
+    class Own:
+        def compute_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(model(x), y, label_smoothing=0.1)
+
+    code = "def training_step(self, x, y):\n    (self.compute_loss(x, y) / 1).backward()"
+    functions: dict[str, Any] = {"__name__": "transformers.trainer" if own else "trainer"}
+    exec(code, functions)
+    model = net()
+    optimizer = sgd(model)
+    tracer.begin(Settings(str(tmp_path)))
+    for i, (x, y) in enumerate(batches()):
+        functions["training_step"](Own(), x, y)
+        if i % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    tracer.end()
+    rows = findings(read(tmp_path))
+    assert [(f.code, f.level) for f in rows] == [("accumulation-undivided", "wrong" if own else "suspicious")]
+
+
+@pytest.mark.parametrize(("ends", "whole", "level"), [(1, 1, "wrong"), (0, 1, "suspicious"), (1, 0, "suspicious")])
+def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(ends: int, whole: int, level: str) -> None:
+    """In orders of their own. The controls: a stream without end, and a worker that yields a few rows more."""
+    rank = Rank({"rank": 0, "world": 1}, Path())
+    rank.loaders.append({"loader": "1.0", "workers": 2, "streamed": True})
+    rank.passed += [{"loader": "1.0"}] * ends
+    layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
+    for number in range(16):
+        part = range(4 * (number // 2), 4 * (number // 2) + 4)
+        rows = [f"{n if number % 2 else (n + 12) % (32 if whole else 36)}" for n in part]
+        about = {"step": number, "fed": [["1.0", number]], "examples": rows, "micro": [4]}
+        rank.steps.setdefault(0, {})[number] = Step(about, layout)
+    found = [*data.whole_stream(Trace(Path(), {}, (rank,), 0))]
+    assert [(f.code, f.level) for f in found] == [("whole-stream", level)]
+
+
+@pytest.mark.parametrize(
+    ("of", "shape", "optimizers", "counts"),
+    [
+        ("MseLoss", [8], 1, True),
+        ("MseLoss", [8, 1], 1, True),
+        ("MseLoss", [8, 1], 2, False),
+        ("MseLoss", [8, 12], 1, False),
+    ],
+)
+def test_a_regression_of_one_number_has_no_noise_on_purpose(
+    of: str, shape: list[int], optimizers: int, counts: bool
+) -> None:
+    """The controls: a discriminator beside a generator, and an image."""
+    assert noise.of_numbers({"of": of, "kind": "squared error", "shape": shape}, optimizers) == counts

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
 from lockstep_trace.rules import (
+    answers,
     averages,
     checks,
     data,
@@ -24,6 +25,7 @@ from lockstep_trace.rules import (
     parameters,
     replicas,
     schedules,
+    selections,
     tokens,
     unused,
     writes,
@@ -46,6 +48,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     losses.one_class,
     losses.contrastive,
     losses.handmade,
+    answers.notes,
     schedules.direction,
     tokens.tokens,
     parameters.decay,
@@ -69,12 +72,14 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     pairs.changing,
     unused.cleared,
     unused.undivided,
+    unused.divided_twice,
     unused.repeated,
     unused.clipped,
     unused.of_nothing,
     unused.doubled,
     gradients.overflow,
     schedules.after_load,
+    schedules.anew,
     schedules.resumed,
     schedules.elsewhere,
     schedules.often,
@@ -99,6 +104,7 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     layers.repeated,
     noise.in_evaluation,
     inputs.scales,
+    selections.wrong_way,
     data.one_batch,
     data.whole_stream,
     data.unreached,
@@ -124,6 +130,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "optimizer-made-anew": ("state-not-loaded",),
     "check-tokens": ("check-one-batch",),
     "check-accumulation": ("accumulation-undivided",),
+    "divided-twice": ("check-accumulation", "check-gradient"),
 }
 
 

@@ -194,6 +194,7 @@ class Rank:
     passed: list[Mapping[str, Any]] = field(default_factory=list)  # finished passes
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)
     scores: list[Mapping[str, Any]] = field(default_factory=list)  # returned by known evaluators
+    selections: list[Mapping[str, Any]] = field(default_factory=list)  # by which score weights are chosen
     skipped: list[Mapping[str, Any]] = field(default_factory=list)
     errors: list[Mapping[str, Any]] = field(default_factory=list)
     noise: list[Mapping[str, Any]] = field(default_factory=list)  # dropout in evaluation mode
@@ -356,6 +357,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "epoch end": rank.passed,
             "evaluation": rank.evaluations,
             "scores": rank.scores,
+            "selection": rank.selections,
             "skipped": rank.skipped,
             "error": rank.errors,
             "worker": rank.workers,

@@ -99,7 +99,9 @@ def _twins(trace: Trace) -> tuple[int, int] | None:
 def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report an optimizer that holds all parameters of another one, and more, and takes turns with it.
 
-    Two losses may share a part on purpose, so it is never proved."""
+    Two losses may share a part on purpose. It is proved if its gradients of these parameters oppose those of the other
+    one nearly always: then each undoes what the other has made, as where a generator's optimizer holds the
+    discriminator."""
     rank = trace.ranks[0]
     for other in rank.steps:
         a, b = ([s for _, s in sorted(rank.steps.get(o, {}).items())] for o in (optimizer, other))
@@ -110,10 +112,37 @@ def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
         if turns and others and others < own and a[-1].raw["at"] > b[PATIENCE - 1].raw["at"]:
             what = f"optimizers {optimizer} and {other} take turns, and the first holds all {len(others)} parameters of"
             what += f" the second ({few(sorted(others))}) beside {len(own - others)} of its own: its loss trains both"
+            cosines = _cosines(a, b)
+            opposed = [c for c in cosines if c < OPPOSED]
+            proved = len(cosines) >= ENOUGH and len(opposed) >= 0.9 * len(cosines)
+            if proved:
+                what += (
+                    f"; its gradients of these oppose the second's (cosine {min(cosines):.2f} to {max(cosines):.2f})"
+                )
             cause = "give each optimizer the parameters of its own model"
             otherwise, decides = "a part that both losses are meant to train", "which loss is to train which part"
-            yield Finding("in-two-optimizers", what, cause, None, SUSPICIOUS, otherwise, decides)
+            yield weakened(Finding("in-two-optimizers", what, cause), proved, otherwise, decides)
             return
+
+
+OPPOSED, ENOUGH = -0.5, 8  # cosine; pairs of steps
+
+
+def _cosines(a: list[Step], b: list[Step]) -> list[float]:
+    """Return the cosines of the gradients of each step of `b` and the next one of `a`, of the parameters of `b`."""
+    cosines, later = list[float](), iter(a)
+    one = next(later, None)
+    for other in b:
+        while one is not None and one.raw["at"] < other.raw["at"]:
+            one = next(later, None)
+        if one is None:
+            break
+        both = ((one.grads[n].sketch, v.sketch) for n, v in other.grads.items() if n in one.grads)
+        pairs: list[tuple[Any, Any]] = [(x, y) for x, y in both if x is not None and y is not None and len(x) == len(y)]
+        sizes = sum(float(x @ x) for x, _ in pairs) * sum(float(y @ y) for _, y in pairs)
+        if sizes > 0:
+            cosines.append(sum(float(x @ y) for x, y in pairs) / sizes**0.5)
+    return cosines
 
 
 def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
+JUMP = 0.3  # share of the larger rate
 TINY = 1e-4  # of the largest rate
 MOST_OF = 20  # steps
 LEAST_OF = 8  # steps whose number is no other one by chance
@@ -96,7 +97,8 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"
             cause = "step it once an epoch, or make it for all steps of the optimizer"
             otherwise = "a rate that is meant to go up and down with this period"
-            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
+            proved = rounds > 2 and abs(count / rounds - length) >= 1
+            yield weakened(Finding("scheduler-unit", what, cause), proved, otherwise, COUNTS)
 
 
 def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -232,6 +234,36 @@ def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:
             finding = Finding("scheduler-after-load", what, cause, number)
             yield weakened(finding, proved, otherwise, "whether the run goes on with the schedule of the one it loads")
             return
+
+
+def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a schedule that begins anew after its optimizer went on with a loaded state.
+
+    Made before the state was loaded, it has set the rate of its first step, which the state's rate replaces: the first
+    step is made with that of the old schedule, and the next one with the second of the new. No correct program mixes
+    the two where it reads a checkpoint. One that goes on by an offset or `last_epoch` has a rate near the loaded one
+    next; one that begins a new phase makes its schedule, or sets its rate, after loading."""
+    for rank in trace.ranks[:1]:
+        steps = rank.steps.get(optimizer, {})
+        for number, step in sorted(steps.items()):
+            following = steps.get(number + 1)
+            loaded = step.loaded or {}
+            if not (loaded.get("earlier") and loaded.get("read")) or following is None or not step.groups:
+                continue
+            rates, now, then = step.loaded["rates"], _rates(step), _rates(following)
+            if not (following.schedulers and _near(now, rates) and len(then) == len(rates)):
+                continue
+            if all(abs(b - a) <= JUMP * max(a, b) for a, b in zip(rates, then, strict=True)):
+                continue
+            what = f"step {number} is made with the rate of the loaded state, {rates[0]:g}, and the next one with "
+            what += f"{then[0]:g}: {step.loaded['earlier']} was made before, did not load its state, and begins anew"
+            cause = "save and load the scheduler's state_dict with the optimizer's"
+            yield Finding("schedule-anew", what, cause, number, WRONG)
+            return
+
+
+def _rates(step: Step) -> list[float]:
+    return [float(group["lr"]) for group in step.groups if isinstance(group.get("lr"), int | float)]
 
 
 def _near(one: list[float], other: list[float]) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, WRONG, Finding, weakened
 
 MOST = 0.8  # share of steps
 
@@ -46,13 +46,16 @@ def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided.
 
-    It may be meant, with a rate chosen for it, and Adam does not see a factor: it is never proved."""
+    It may be meant, with a rate chosen for it, and Adam does not see a factor. In transformers' Trainer it is not: who
+    gives it a mean expects that it divides, as its documentation says, and it divides no loss of a function that takes
+    `num_items_in_batch`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items())]
     rows = [s for s in steps if (s.backwards or 0) > 1 and s.means == s.backwards and not (s.cleared or s.rewritten)]
-    rows = [s for s in rows if _distinct_examples(s) and _following(s)]
+    trainer = any("own loss of a Trainer" in (s.notes or ()) for s in steps)  # which takes the batches beforehand
+    rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s))]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
         return
     step, count = rows[0], rows[0].backwards
@@ -61,9 +64,34 @@ def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
     )
     what += f"no loss is divided: it is {count} times that of one batch of all of them"
     cause = f"divide each loss by the number of batches of a step ({count}) before backward"
+    if trainer:
+        cause = "Trainer does not divide a loss that takes num_items_in_batch: return the sum divided by that number"
     otherwise = "a rate that is chosen for a sum; Adam's updates do not see a factor, clipping and decay do"
     decides = "whether a step is meant to be that of one large batch"
-    yield Finding("accumulation-undivided", what, cause, step.step, SUSPICIOUS, otherwise, decides)
+    yield weakened(Finding("accumulation-undivided", what, cause, step.step), trainer, otherwise, decides)
+
+
+def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report means that are divided twice by the number of batches of a step.
+
+    No correct program makes the gradient k times smaller than that of the mean of k batches. Two batches and a factor
+    of 1/2 that belongs to the loss look alike."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
+    rows = [s for s in steps if (s.backwards or 0) > 1 and f"divided twice by {s.backwards}" in (s.notes or ())]
+    rows = [s for s in rows if s.notes.count(f"divided twice by {s.backwards}") == s.backwards]
+    rows = [s for s in rows if _distinct_examples(s)]
+    if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
+        return
+    step, count = rows[0], rows[0].backwards
+    what = (
+        f"step {step.step}: the mean of each of {count} batches is divided by {count} twice: the gradient is {count} "
+    )
+    what += "times smaller than that of one batch of all of them"
+    cause = f"divide by {count} once: Accelerate, Trainer and Lightning divide by themselves"
+    otherwise = "a factor that belongs to the loss"
+    finding = Finding("divided-twice", what, cause, step.step)
+    yield weakened(finding, count > 2, otherwise, "who divides the loss")
 
 
 def _distinct_examples(step: Step) -> bool:

@@ -43,7 +43,7 @@ def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
             return None if value is None else _matches(value, targets)
         name = name_of(node)
         before = [n for n, _ in node.next_functions if n is not None]
-        weighted = name in ("Mul", "Div") and len(before) < 2 and not _is_number(node)
+        weighted = name in ("Mul", "Div") and len(before) < 2 and not is_number(node)
         if node in known or weighted or (name not in ALONE and name not in TOGETHER) or len({*before}) != 1:
             return None
         known.add(node)
@@ -60,7 +60,7 @@ def _is_of_pairs(node: Any) -> bool:
     return shape_of(under) == [shape[0], 1] and name_of(under) in ("Addmm", "Mm")
 
 
-def _is_number(node: Any) -> bool:
+def is_number(node: Any) -> bool:
     """Return whether a product is with a number, and not with a tensor of weights."""
     other = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
     return all(not isinstance(value, Tensor) or value.dim() == 0 for value in other)

@@ -34,13 +34,13 @@ def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | N
     nodes = [n for n in loss_nodes(loss) if name_of(n).startswith("NllLoss")]
     if len(nodes) != 1 or len(calls) != 1 or not calls[0]:
         return None
-    looks = _attentions(loss)
+    looks = attentions(loss)
     if looks is None or any(
         not is_plain_tensor(t) for node, _ in looks for t in (*_saved(node), getattr(node, "_saved_query", loss))
     ):
         return None  # not all attentions are known, or reading one would communicate
     ids = calls[0][0]
-    rows = [_weights(node, parent, ids) for node, parent in looks]
+    rows = [weights_of(node, parent, ids) for node, parent in looks]
     weights = [w for w in rows if w is not None]
     counts = _targets(nodes[0], calls[0])
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)
@@ -64,7 +64,7 @@ def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | N
 ALL = torch.ones(())  # stands for attention without a mask
 
 
-def _attentions(loss: Any) -> list[tuple[Any, Any]] | None:
+def attentions(loss: Any) -> list[tuple[Any, Any]] | None:
     """Return (node, the one that uses it) of fused attentions and softmaxes, nearest to the loss first.
 
     None if the graph is too large, or the weights or masks of one of them."""
@@ -90,7 +90,7 @@ def _saved(node: Any) -> list[Tensor]:
     return [t for name in names if isinstance(t := getattr(node, name, None), Tensor)]
 
 
-def _weights(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
+def weights_of(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
     """Return which positions attend to which, bool [B, T, T] over all heads; `ALL` if all do to all; None if the
     node is no attention of the tokens, or cannot be read."""
     size, length = ids.shape

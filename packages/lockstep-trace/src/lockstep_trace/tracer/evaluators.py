@@ -1,6 +1,7 @@
-"""Records the scores of known evaluators.
+"""Records the scores of known evaluators, and which scores known trainers take for the best.
 
-In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate. Out: a record of the numbers.
+In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate; calls of Lightning's
+`ModelCheckpoint` and `EarlyStopping`. Out: records of the numbers.
 """
 
 from __future__ import annotations
@@ -11,15 +12,29 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+
 from .hooks import Hooks
 from .recorder import Recorder
 
 EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
+LIGHTNING = {
+    "model_checkpoint": ("ModelCheckpoint", "check_monitor_top_k"),
+    "early_stopping": ("EarlyStopping", "_evaluate_stopping_criteria"),
+}
+SELECTORS = {
+    f"{package}.callbacks.{module}": method
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for module, method in LIGHTNING.items()
+}
 TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names that are not scores
 
 
 def install(hooks: Hooks, module: str) -> None:
-    """Wrap the evaluator, after its module is imported."""
+    """Wrap the evaluator, or what selects by a score, after its module is imported."""
+    if module in SELECTORS:
+        _install_selector(hooks, getattr(sys.modules[module], SELECTORS[module][0]), SELECTORS[module][1])
+        return
     name, method = EVALUATORS[module]
     kind = getattr(sys.modules[module], name)
     original = getattr(kind, method)
@@ -30,6 +45,7 @@ def install(hooks: Hooks, module: str) -> None:
         scores = original(self, *args, **kwargs)
         if hooks.recorder is not None and isinstance(scores, Mapping):
             hooks.guarded(_write, hooks.recorder, f"{name}.{method}", scores)
+            hooks.guarded(_selects, hooks.recorder, getattr(self, "args", None), scores)
         return scores
 
     setattr(kind, method, evaluate)
@@ -41,3 +57,30 @@ def _write(recorder: Recorder, by: str, scores: Mapping[str, Any]) -> None:
     if values:
         recorder.end_evaluation()
         recorder.write("scores", by=by, scores=values, steps=list(recorder.steps))
+
+
+def _selects(recorder: Recorder, options: Any, scores: Mapping[str, Any]) -> None:
+    """Record by which score a Trainer chooses the weights that it loads at the end."""
+    metric = getattr(options, "metric_for_best_model", None)
+    if getattr(options, "load_best_model_at_end", False) and isinstance(metric, str):
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        if isinstance(scores.get(name), numbers.Real):
+            mode = "max" if options.greater_is_better else "min"
+            recorder.write("selection", by="Trainer", metric=metric, mode=mode, value=float(scores[name]))
+
+
+def _install_selector(hooks: Hooks, kind: Any, method: str) -> None:
+    original = getattr(kind, method, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor | float)), None)
+        recorder = hooks.recorder
+        if recorder is not None and value is not None:
+            about = {"by": kind.__name__, "metric": str(self.monitor), "mode": str(self.mode)}
+            hooks.guarded(lambda: recorder.write("selection", **about, value=float(value)))
+        return original(self, *args, **kwargs)
+
+    setattr(kind, method, select)

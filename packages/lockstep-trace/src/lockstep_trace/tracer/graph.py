@@ -229,12 +229,33 @@ def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
     return [f"spread {n}"] if kind in ("Pow", "Abs") and layer else []
 
 
-def is_mean(loss: Any) -> bool:
-    """Return whether a loss is a mean that nothing divides or multiplies: a loss function's, or one written by hand."""
-    node = getattr(loss, "grad_fn", None)
-    if node is None:
-        return False
+def is_mean(node: Any) -> bool:
+    """Return whether a node returns a mean: that of a loss function, or one written by hand."""
+    before = [n for n, _ in node.next_functions if n is not None]
+    if name_of(node) == "Add" and len(before) == 2 and all(name_of(n) == "Mul" for n in before):  # smoothed labels
+        other = before[1].next_functions[0][0]
+        node = before[0]
+        share = getattr(node, "_saved_other", None)
+        node = node.next_functions[0][0]
+        if not isinstance(share, float) or not 0 < share < 1 or other is None or name_of(other) not in ("Div", "Mean"):
+            return False
+        return node is not None and name_of(node).startswith("NllLoss") and getattr(node, "_saved_reduction", 0) == 1
     return name_of(node) == "Mean" or (name_of(node) in KINDS and getattr(node, "_saved_reduction", None) == 1)
+
+
+def divisors(loss: Any) -> tuple[bool, list[float]]:
+    """Return whether a loss is a mean, and the numbers other than 1 that it is divided by, the last one first."""
+    node, numbers = getattr(loss, "grad_fn", None), list[float]()
+    while node is not None and name_of(node) in ("Div", "Mul") and len(node.next_functions) < 3:
+        before = [n for n, _ in node.next_functions if n is not None]
+        number = getattr(node, "_saved_other", None)
+        if isinstance(number, Tensor) and number.dim() == 0 and number.device.type == "cpu":
+            number = float(number)
+        if len(before) != 1 or not isinstance(number, float | int) or not number:
+            break
+        numbers.append(float(number) if name_of(node) == "Div" else 1 / float(number))
+        node = before[0]
+    return node is not None and is_mean(node), [n for n in numbers if n != 1]
 
 
 def shape_of(node: Any) -> list[int]:

@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from .evaluators import EVALUATORS
+from .evaluators import EVALUATORS, SELECTORS
 from .evaluators import install as install_evaluator
 from .hooks import Hooks
 
@@ -55,7 +55,7 @@ def install(hooks: Hooks, module: str) -> None:
 
 def watch(hooks: Hooks) -> None:
     """Install the wrappers of each module now, or when it is imported."""
-    for name in (ENGINE, *EVALUATORS):
+    for name in (ENGINE, *EVALUATORS, *SELECTORS):
         module = sys.modules.get(name)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             hooks.at_first_call.append(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import fsdp1, placement, ratios, sequences, workers
 from .all_pairs import compares_all
+from .answers import answer_notes, floats_of
 from .attention import attention_counts
 from .averages import Averages
 from .check.checker import Checker
@@ -24,11 +25,12 @@ from .evaluations import Evaluation, Setting
 from .frozen_norms import FrozenNorms
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse
-from .graph import handmade, is_mean, objectives, unmasked_attention
+from .graph import divisors, handmade, objectives, unmasked_attention
 from .input_ranges import EVALUATED, TRAINED, ranges
 from .inputs import CallInputs, call_inputs, token_numbers
 from .layers import UNITS_AT, Born, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
+from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import ModelModes
 from .optimizer_state import shared_with_gradients, unread_rate
@@ -38,7 +40,7 @@ from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, pac
 from .resumes import Resumes
 from .schedules import Schedules
 from .settings import Settings
-from .state_loads import StateLoads
+from .state_loads import StateLoads, own_loss_of_a_trainer
 from .strays import Strays
 from .unused_norms import UnusedNorms
 from .versions import watch_foreach, written
@@ -100,6 +102,7 @@ class Recorder:
         self.cast_at = self.stepped_at = -1  # `cleared` at the last forward under autocast, and at a step after it
         self.packed_looks = self.token_looks = self.loss_looks = 0
         self.saved_hooks = False  # hooks on saved tensors were in use, as a checkpoint's
+        self.floats: list[Tensor] = []  # inputs of calls since the last backward, as `called`
         self.called: list[list[Tensor]] = []  # token numbers of calls since the last backward, at first losses
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
 
@@ -140,6 +143,7 @@ class Recorder:
             self.inside(module)
         if self.loss_looks < TOKEN_LOOKS:
             self.called.append(token_numbers(args, kwargs))
+            self.floats += floats_of([*args, *kwargs.values()])
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
@@ -238,7 +242,7 @@ class Recorder:
         if loss is not None and placement.is_plain_tensor(loss) and loss.numel() == 1:
             self.since.losses.append((loss.detach().reshape(()).clone(), scaled))
             self.since.objectives += objectives(loss)
-            self.since.means += is_mean(loss)
+            self._divided(loss)
             if self.ratio_looks > 0 and not self.saved_hooks:
                 one = ratios.all_one(loss)
                 self.ratio_looks -= 1 if one is None else 1 / ratios.MOST
@@ -246,15 +250,32 @@ class Recorder:
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
                 self.since.notes += handmade(loss)
-                pairs = compares_all(loss, self.columns) if self.columns else None
-                self.since.pairs += [] if pairs is None else [pairs]
+                self._look(loss)
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
                     self.since.attention.append(look)
-        self.called = []
+        self.called, self.floats = [], []
         if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
+
+    def _divided(self, loss: Tensor) -> None:
+        """Take note of what a mean is divided by."""
+        mean, numbers = divisors(loss)
+        self.since.means += mean and not numbers
+        if mean and len(numbers) > 1 and numbers[0] == numbers[1] > 1:
+            self.since.notes.append(f"divided twice by {numbers[0]:g}")
+
+    def _look(self, loss: Tensor) -> None:
+        """Take note of what a loss compares with what, at first losses."""
+        self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
+        pairs = compares_all(loss, self.columns) if self.columns else None
+        rows = [] if pairs is None else [("spread over targets", pairs)]
+        if not self.saved_hooks:
+            notes = [*logits_notes(loss), *answer_notes(loss, self.floats)]
+            self.since.notes += [note for note, holds in notes if holds is None]
+            rows += [(note, holds) for note, holds in notes if holds is not None]
+        self.since.noted += rows
 
     def after_backward(self) -> None:
         """Record that `backward` has returned."""
@@ -405,7 +426,7 @@ class Recorder:
             record["resume"] = here["resume"]
         record |= {"idle": self.schedules.idle(optimizer), "schedulers": self.schedules.since(optimizer, number)}
         if (loaded := self.schedules.pop_loaded(optimizer)) is not None:
-            record["loaded"] = loaded
+            record["loaded"] = loaded | {"read": self.resumes.from_file}
         if self.cast_at == self.cleared:
             self.stepped_at = self.cleared
         vectors: dict[str, list[Tensor]] = {}

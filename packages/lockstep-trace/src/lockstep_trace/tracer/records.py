@@ -39,7 +39,7 @@ class Since:
     ratios: list[Tensor] = field(default_factory=list)  # `ratios.all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
-    pairs: list[Tensor] = field(default_factory=list)  # `all_pairs.compares_all`
+    noted: list[tuple[str, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
     clips: list[dict[str, Any]] = field(default_factory=list)
@@ -103,7 +103,7 @@ OF_STEP = (  # of `numbers_of`
     "alike",
     "averages",
     "ratios",
-    "pairs",
+    "noted",
     "ranges",
     "losses",
     "scale",
@@ -127,7 +127,7 @@ def numbers_of(since: Since, groups: list[dict[str, Any]]) -> dict[str, list[Ten
         "alike": list(since.alike.values()),
         "averages": [numbers.view(torch.int64) for _, numbers in since.averages],
         "ratios": since.ratios,
-        "pairs": since.pairs,
+        "noted": [holds.reshape(1).long() for _, holds in since.noted],
         "ranges": [numbers.view(torch.int64) for numbers in since.ranges],
         "losses": [bits_of(value) for value, _ in since.losses],
         "scale": [] if since.scale is None else [bits_of(since.scale)],
@@ -156,8 +156,7 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
         record.setdefault("averages", []).append([name, *pair.view(torch.float64).tolist()])
     if numbers["ratios"]:
         record["ratios"] = [bool(n) for n in numbers["ratios"]]
-    if any(bool(n) for n in numbers["pairs"]):
-        record["notes"].append("spread over targets")
+    record["notes"] += [note for (note, _), n in zip(since.noted, numbers["noted"], strict=True) if bool(n)]
     if numbers["ranges"]:
         record["ranges"] = [n.view(torch.float64).tolist() for n in numbers["ranges"]]
     if numbers["alike"]:

@@ -45,6 +45,11 @@ class Resumes:
             self.model_loads = 0
             self._saved[f"file {i}"] = SavedState(_count(state["param_groups"]), _steps(state["state"]), None)
 
+    @property
+    def from_file(self) -> bool:
+        """Whether a checkpoint with an optimizer's state was read."""
+        return any(state.by is None for state in self._saved.values())
+
     def loads(self, optimizer: Any) -> None:
         """Record that an optimizer loaded a state."""
         if optimizer.state:

@@ -12,6 +12,8 @@ from typing import Any
 
 from .wrappers import inside, parameters_of
 
+FROM_BASE = ("LambdaLR", "OneCycleLR", "CyclicLR")  # their rates do not depend on the rate before
+
 
 @dataclass
 class Scheduler:
@@ -39,6 +41,7 @@ class Loaded:
     scheduler: str | None = None
     set_to: list[float] | None = None
     resumed: list[float] | None = None
+    earlier: str | None = None  # a scheduler that was made before, has made no step and loaded no state
 
 
 class Schedules:
@@ -159,6 +162,12 @@ class Schedules:
         if loaded is None:
             return None
         del self._loaded[id(optimizer)]
+        members = inside(optimizer)
+        own = [s for s in self.schedulers if members & inside(s.optimizer())]
+        if loaded.scheduler is None and len(own) == 1 and not (own[0].counts or own[0].resumed or own[0].foreign):
+            known = own[0].ref()
+            fresh = known is not None and getattr(known, "last_epoch", 1) == 0
+            loaded.earlier = own[0].name if fresh and own[0].name in FROM_BASE else None
         return dict(vars(loaded))
 
 

@@ -7,6 +7,7 @@ is called with weights that nobody has written to since.
 from __future__ import annotations
 
 import dis
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,3 +82,16 @@ def is_dropped(frame: FrameType) -> bool:
     rows = iter(dis.get_instructions(frame.f_code))
     after = next((r for r in rows if r.offset > frame.f_lasti and r.opname not in ("CACHE", "EXTENDED_ARG")), None)
     return after is not None and after.opname == "POP_TOP"
+
+
+def own_loss_of_a_trainer() -> bool:
+    """Return whether transformers' Trainer calls backward on a loss that the script computes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "training_step" and frame.f_globals.get("__name__") == "transformers.trainer":
+            trainer = frame.f_locals.get("self")
+            own = getattr(trainer, "compute_loss_func", None) or getattr(type(trainer), "compute_loss", None)
+            code = getattr(own, "__code__", None)
+            return code is not None and "site-packages" not in code.co_filename
+        frame = frame.f_back
+    return False
