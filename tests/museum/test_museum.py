@@ -11,7 +11,7 @@ import pytest
 from museum.exhibits import FAULTS, HEALTHY
 from museum.patches import PATCHES
 from museum.reports import REPORTS
-from support.answer_cases import ANSWERS
+from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED
 from support.command import Process, ended, start, start_anew
 from support.contradiction_cases import CONTRADICTIONS
 from support.forked import FORK_TRACED
@@ -47,7 +47,9 @@ def test_every_finding_has_an_exhibit() -> None:
         "best-is-worst",
     }  # tests/trace
     proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS
-    likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
+    likely = (
+        SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED | ANSWERS_SUSPECTED
+    )
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 

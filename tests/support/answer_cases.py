@@ -167,7 +167,7 @@ def factor(i: int) -> float:
     return min((i + 1) / 10, 1) * (1 - i / 60)
 
 
-def go_on_from_a_file(by: str) -> None:
+def go_on_from_a_file(by: str, steps: int = 12) -> None:
     """Resume with optimizer and schedule. `by`: what is restored of the schedule."""
     shift, file = [0], io.BytesIO()
 
@@ -177,7 +177,7 @@ def go_on_from_a_file(by: str) -> None:
         return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: factor(i + shift[0]))
 
     def go(model: nn.Module, optimizer: Any, schedule: Any) -> None:
-        for x, y in [*batches(2)][:12]:
+        for x, y in [*batches(2)][:steps]:
             step(model, optimizer, x, y)
             schedule.step()
 
@@ -189,12 +189,12 @@ def go_on_from_a_file(by: str) -> None:
     model, optimizer, schedule = begun()
     model.load_state_dict(states[0])
     if by == "last_epoch":
-        schedule.last_epoch = 12
+        schedule.last_epoch = steps
     if by == "state":
         schedule.load_state_dict(states[2])
     optimizer.load_state_dict(states[1])
     if by == "shift":
-        shift[0] = 12
+        shift[0] = steps
     if by == "rate":
         optimizer.param_groups[0]["lr"] = 0.01
     if by == "phase":
@@ -214,6 +214,30 @@ ANSWERS: dict[Callable[[bool], None], str] = {
     a_generator_with_its_discriminator: "in-two-optimizers",
 }
 
+
+# -- reported under --verbose ------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """By the names of peft."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.lora_A, self.head = nn.ModuleDict({"default": nn.Linear(12, 4, bias=False)}), nn.Linear(4, 3)
+        self.lora_A.requires_grad_(trains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lora_A["default"](x))
+
+
+def an_adapter_that_was_loaded_for_inference(wrong: bool) -> None:
+    model = nn.Sequential(Adapted(not wrong))
+    optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+
+
+ANSWERS_SUSPECTED: dict[Callable[[bool], None], str] = {an_adapter_that_was_loaded_for_inference: "adapter-frozen"}
 
 # -- correct programs that come close ----------------------------------------------------------------------------------
 
@@ -280,6 +304,7 @@ def features_like_the_target() -> None:
 def schedules_that_go_on_by_hand() -> None:
     for by in ("last_epoch", "shift", "rate", "phase"):
         go_on_from_a_file(by)
+    go_on_from_a_file("shift", 4)  # within the warm-up
 
 
 def a_schedule_that_restarts_in_each_cycle() -> None:
@@ -324,6 +349,20 @@ def losses_with_weights_of_their_own() -> None:
             optimizer.zero_grad()
 
 
+def gradients_of_functions_and_sparse_inputs() -> None:
+    """What the tracer cannot read is left out."""
+    model, other = nn.Linear(12, 3), nn.Linear(96, 3)
+
+    def loss_of(_: int) -> Tensor:
+        weights = dict(model.named_parameters())
+        taken = torch.func.grad(lambda w: torch.func.functional_call(model, w, (X,)).square().mean())(weights)
+        moved = {name: weights[name] - 0.1 * taken[name] for name in weights}
+        graph = functional.cross_entropy(other(torch.eye(96).to_sparse()), Y)
+        return graph + functional.cross_entropy(torch.func.functional_call(model, moved, (X,)), Y)
+
+    trained(nn.ModuleList([model, other]), loss_of)
+
+
 NEAR_ANSWERS: tuple[Callable[[], None], ...] = (
     classes_that_are_split_off_or_places,
     pairs_of_embeddings,
@@ -334,4 +373,5 @@ NEAR_ANSWERS: tuple[Callable[[], None], ...] = (
     two_losses_that_share_a_judge,
     a_part_that_is_unlearned_by_an_optimizer_of_its_own,
     losses_with_weights_of_their_own,
+    gradients_of_functions_and_sparse_inputs,
 )

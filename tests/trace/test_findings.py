@@ -16,7 +16,7 @@ from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, V
 from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, selections
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
-from support.answer_cases import ANSWERS, NEAR_ANSWERS
+from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
@@ -28,7 +28,7 @@ from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, batches, net, no_target_that_counts, sgd
 
 PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS
-SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
+SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED | ANSWERS_SUSPECTED
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
@@ -70,7 +70,9 @@ def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: 
     tracer.begin(Settings(str(tmp_path)))
     case()
     tracer.end()
-    assert proved(findings(read(tmp_path))) == []
+    trace = read(tmp_path)
+    assert [e["text"] for e in trace.ranks[0].errors] == []
+    assert proved(findings(trace)) == []
 
 
 def test_a_nan_in_each_step_is_not_said_to_be_zeroed(tmp_path: Path) -> None:

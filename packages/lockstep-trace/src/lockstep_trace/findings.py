@@ -102,6 +102,7 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     parameters.self_loads,
     parameters.empty_loads,
     layers.repeated,
+    layers.adapters,
     noise.in_evaluation,
     inputs.scales,
     selections.wrong_way,

@@ -110,3 +110,19 @@ def repeated(trace: Trace) -> Iterator[Finding]:
                 otherwise, decides = "weights that are shared over depth on purpose", "how many layers are meant"
                 yield Finding("one-layer", what, cause, None, SUSPICIOUS, otherwise, decides)
                 return
+
+
+def adapters(trace: Trace) -> Iterator[Finding]:
+    """Report a model with low-rank adapters none of which is trained, where other parts of it are.
+
+    Adapters may stay as they are while a head is trained, so it is never proved."""
+    for rank in trace.ranks[:1]:
+        for model in rank.models:
+            count, trained = model.get("adapters") or (0, 0)
+            if count and not trained and model["training"]:
+                what = f"{count} matrices of adapters of {model['name']} are frozen, and other "
+                what += "parts of it are trained"
+                cause = "load the adapter with is_trainable=True: peft loads it for inference"
+                otherwise, decides = "a head that is trained on a finished adapter", "what is to be trained"
+                yield Finding("adapter-frozen", what, cause, None, SUSPICIOUS, otherwise, decides)
+                return

@@ -13,7 +13,7 @@ from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, w
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
-JUMP = 0.3  # share of the larger rate
+JUMP, LEAST_GAP = 0.1, 0.05  # shares of the distance of two rates, and of the larger one
 TINY = 1e-4  # of the largest rate
 MOST_OF = 20  # steps
 LEAST_OF = 8  # steps whose number is no other one by chance
@@ -241,25 +241,32 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
     Made before the state was loaded, it has set the rate of its first step, which the state's rate replaces: the first
     step is made with that of the old schedule, and the next one with the second of the new. No correct program mixes
-    the two where it reads a checkpoint. One that goes on by an offset or `last_epoch` has a rate near the loaded one
-    next; one that begins a new phase makes its schedule, or sets its rate, after loading."""
+    the two where it reads a checkpoint. One that goes on by an offset or `last_epoch` has rates that follow the
+    loaded one; one that begins a new phase makes its schedule, or sets its rate, after loading."""
     for rank in trace.ranks[:1]:
         steps = rank.steps.get(optimizer, {})
         for number, step in sorted(steps.items()):
-            following = steps.get(number + 1)
+            following = [steps[n] for n in (number + 1, number + 2) if n in steps]
             loaded = step.loaded or {}
-            if not (loaded.get("earlier") and loaded.get("read")) or following is None or not step.groups:
+            if not (loaded.get("earlier") and loaded.get("read")) or len(following) < 2 or not step.groups:
                 continue
-            rates, now, then = step.loaded["rates"], _rates(step), _rates(following)
-            if not (following.schedulers and _near(now, rates) and len(then) == len(rates)):
+            rates, (then, later) = loaded["rates"], map(_rates, following)
+            if not all(each.schedulers for each in following) or not _near(_rates(step), rates):
                 continue
-            if all(abs(b - a) <= JUMP * max(a, b) for a, b in zip(rates, then, strict=True)):
+            sizes = {len(each) for each in (rates, then, later, loaded["begun"])}
+            if len(sizes) > 1 or not all(map(_begins, loaded["begun"], rates, then, later)):
                 continue
             what = f"step {number} is made with the rate of the loaded state, {rates[0]:g}, and the next one with "
             what += f"{then[0]:g}: {step.loaded['earlier']} was made before, did not load its state, and begins anew"
             cause = "save and load the scheduler's state_dict with the optimizer's"
             yield Finding("schedule-anew", what, cause, number, WRONG)
             return
+
+
+def _begins(begun: float, rate: float, then: float, later: float) -> bool:
+    """Return whether two rates, drawn on backwards, follow the one that a schedule began with, not a loaded one."""
+    gap = abs(begun - rate)
+    return gap > LEAST_GAP * max(begun, rate) and abs(2 * then - later - begun) < JUMP * gap
 
 
 def _rates(step: Step) -> list[float]:

@@ -108,5 +108,5 @@ def _directly(attention: Any, embedding: Any, size: tuple[int, ...]) -> bool:
 
 def floats_of(values: Any) -> list[Tensor]:
     """Return the inputs [N, F] of a call that are no token numbers."""
-    rows = [v for v in values if isinstance(v, Tensor) and is_plain_tensor(v) and v.dim() == 2]
+    rows = [v for v in values if is_plain_tensor(v) and v.dim() == 2 and v.layout == torch.strided]
     return [v.detach() for v in rows if v.is_floating_point() and not v.requires_grad and v.numel() <= 1 << 20]

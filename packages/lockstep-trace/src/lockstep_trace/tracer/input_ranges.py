@@ -1,10 +1,12 @@
-"""Mean, deviation, least and greatest number of the inputs of first training calls, and of first evaluations.
+"""Mean, deviation, least and greatest number of inputs of first training calls, and of first evaluations; the state of
+the generator.
 
 In: inputs of a call. Out: float64 [4] on their device.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +24,16 @@ def ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]:
         if not tensor.is_floating_point() or tensor.dim() < 2 or wrapped(tensor) or tensor.requires_grad:
             continue
-        if tensor.numel() >= WIDE * len(tensor) > WIDE:
+        if tensor.layout == torch.strided and tensor.numel() >= WIDE * len(tensor) > WIDE:
             values = tensor.detach().float()
             deviation, mean = torch.std_mean(values)
             return torch.stack([mean, deviation, *values.aminmax()]).double()
     return None
+
+
+def random_state() -> list[int]:
+    """Return a hash of the state of torch's generator; nothing inside of vmap or grad of torch.func, which hide it."""
+    try:
+        return [zlib.crc32(torch.get_rng_state().numpy().tobytes())]
+    except RuntimeError:
+        return []

@@ -110,3 +110,9 @@ def units_alike(models: Iterable[nn.Module]) -> dict[str, Tensor]:
                 plain = placement.plain_name(f"{name}.weight" if name else "weight")
                 rows[plain] = torch.stack([torch.eq(v, v[:1]).all() for v in values]).all().reshape(1).long()
     return rows
+
+
+def adapters(root: nn.Module) -> list[int]:
+    """Return how many low-rank adapters a model has, by their names in peft, and how many of these are trained."""
+    rows = [p for n, p in root.named_parameters() if ".lora_A." in n or ".lora_B." in n]
+    return [len(rows), sum(p.requires_grad for p in rows)]

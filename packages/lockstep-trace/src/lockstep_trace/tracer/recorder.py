@@ -7,7 +7,6 @@ error, end. Never communicates. Device data is copied once per step and written 
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,9 @@ from .frozen_norms import FrozenNorms
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse
 from .graph import divisors, handmade, objectives, unmasked_attention
-from .input_ranges import EVALUATED, TRAINED, ranges
+from .input_ranges import EVALUATED, TRAINED, random_state, ranges
 from .inputs import CallInputs, call_inputs, token_numbers
-from .layers import UNITS_AT, Born, repeated, units_alike
+from .layers import UNITS_AT, Born, adapters, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
@@ -136,7 +135,7 @@ class Recorder:
         if self.since.mode is None:
             self.since.mode = self.modes.mode(module)
             if min(self.steps, default=0) < DRAWS:
-                self.since.drawn.append(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+                self.since.drawn += random_state()
             if norms := self.modes.norms(module):
                 self.since.mode["frozen"] = self.norms.undone(module, norms)
         if self.since.autocast is None and next(module.children(), None) is None:
@@ -183,6 +182,7 @@ class Recorder:
                 stochastic=placement.has_stochastic(module),
                 dropout=placement.has_dropout(module),
                 repeated=repeated(module),
+                adapters=adapters(module),
                 number=len(self.roots) - 1,
                 group=placement.replicas_of(module, self.wrappers),
             )
@@ -227,7 +227,7 @@ class Recorder:
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         if len(self.since.drawn) == 1:
-            self.since.drawn.append(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+            self.since.drawn += random_state()
         self.gradients.before_backward(self.steps)
         cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
         self.since.cleared += cleared

@@ -27,6 +27,7 @@ class Scheduler:
     fresh: bool = False  # stepped since the last step of any optimizer
     length: int | None = None  # steps that it is made for
     number: int | None = None  # of its optimizer
+    begun: list[float] = field(default_factory=list)  # rates when it was made
     resumed: bool = False  # its state was loaded, or it began later than at its first step
     counts: dict[str, int] = field(default_factory=dict)  # caller -> number of steps
     watched: dict[str, Any] = field(default_factory=dict)  # of ReduceLROnPlateau: mode, scores, rates after each
@@ -42,6 +43,7 @@ class Loaded:
     set_to: list[float] | None = None
     resumed: list[float] | None = None
     earlier: str | None = None  # a scheduler that was made before, has made no step and loaded no state
+    begun: list[float] | None = None  # the rates that it began with
 
 
 class Schedules:
@@ -57,6 +59,7 @@ class Schedules:
         optimizer = scheduler.optimizer
         name = type(scheduler).__name__
         self.schedulers.append(Scheduler(weakref.ref(scheduler), weakref.ref(optimizer), name, foreign))
+        self.schedulers[-1].begun = rates_of(optimizer)
         if (loaded := self.loaded_of(optimizer)) is not None and not foreign:
             loaded.scheduler, loaded.set_to, loaded.resumed = name, rates_of(optimizer), None
 
@@ -168,6 +171,7 @@ class Schedules:
             known = own[0].ref()
             fresh = known is not None and getattr(known, "last_epoch", 1) == 0
             loaded.earlier = own[0].name if fresh and own[0].name in FROM_BASE else None
+            loaded.begun = own[0].begun
         return dict(vars(loaded))
 
 
