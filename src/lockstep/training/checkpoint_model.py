@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import broken, folder_of, read_manifest
 from lockstep.config.run import Run, RunError, load
-from lockstep.config.sections import OptimSection
 from lockstep.data import hub
 from lockstep.data.cache import cached
 from lockstep.data.job import Job
-from lockstep.strategies.optimizers import optimizer as optimizers
 from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.task import make_task
 
@@ -84,16 +82,15 @@ def exported_checkpoint(output: Path, checkpoint: Path, trusted: bool = False) -
         # the moving average of a weight, if there is one, as in an export
         of = {name: f"ema.{name}" if f"ema.{name}" in files else f"model.{name}" for name in saved}
         weights = {name: files.whole(each) for name, each in of.items()}
-        names = _under_all_names(task.model(empty=True), evaluated(run.optim, files, weights))
+        names = _under_all_names(task.model(empty=True), evaluated(job.rule, files, weights))
         aside.mkdir(parents=True)
         task.write(aside, names)
 
     return cached(hub.of_checkpoint(checkpoint), make)
 
 
-def evaluated(optim: OptimSection, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights used for evaluation, if the optimizer keeps an average of the trained ones."""
-    rule = optimizers.rule(optim)
+def evaluated(rule: Any, files: Files, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights used for evaluation, if the optimizer `rule` keeps an average of the trained ones."""
     state: dict[str, dict[str, Tensor]] = {}
     for whole in (each for each in files.names if rule.averages and each.startswith("optimizer.")):
         _, key, name = whole.split(".", 2)

@@ -22,7 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.config.written import naming_defaults, naming_lowered
-from lockstep.data.job import OWN_ATTENTION, Job, Scope, WeightFormats, with_compile
+from lockstep.data.job import OWN_ATTENTION, Job, Scope, with_compile
 from lockstep.distributed.hardware import gpus_of
 
 if TYPE_CHECKING:
@@ -190,12 +190,11 @@ def _refuse_strategy(job: Job) -> None:
 
     run, strategy = job.run, job.strategy
     _refuse_features(job)
-    formats = strategy.weight_formats
-    optimizers.check(run, strategy.flat_parts)
-    held_state.check_masters(run, WeightFormats.BFLOAT16 in formats, WeightFormats.BFLOAT16_ALONE in formats)
+    optimizers.check(job)
+    held_state.check_masters(job)
     if run.model.quantization is not None:
-        quantized.check(run, WeightFormats.FOUR_BITS in formats)
-    averaging.check(run, strategy.flat_parts)
+        quantized.check(job)
+    averaging.check(job)
     strategy.check(job)
     if run.strategy.exact and (keys := strategy.inexact_options(run)):
         raise RunError(

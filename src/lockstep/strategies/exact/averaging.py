@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job
 from lockstep.distributed.sharded import Saved, local
-from lockstep.strategies.optimizers import optimizer as optimizers
 
 if TYPE_CHECKING:
     from lockstep.strategies.strategy import Strategy
@@ -84,10 +84,10 @@ class Averaged:
                     local(mean).copy_(local(first[name]))
 
 
-def check(run: Run, flat_parts: bool) -> None:
-    """Refuse averages that cannot be computed, or a second average. `flat_parts`: the strategy's engine hides the
-    tensors that it updates. Errors: `RunError`."""
-    if run.average.summary and optimizers.rule(run.optim).averages:
+def check(job: Job) -> None:
+    """Refuse averages that cannot be computed, or a second average. Errors: `RunError`."""
+    run = job.run
+    if run.average.summary and job.optimizer.averages:
         raise RunError(
             "LS4150",
             f"average: {run.optim.name} evaluates and exports its own average; remove average, or use another "
@@ -95,7 +95,7 @@ def check(run: Run, flat_parts: bool) -> None:
         )
     if run.average.ema is None:
         return
-    if flat_parts:
+    if job.strategy.flat_parts:  # its engine hides the tensors that it updates
         raise RunError(
             "LS4151",
             f"average.ema: DeepSpeed does not expose the weights that {run.strategy.name} updates; use "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import Job, WeightFormats
 from lockstep.distributed.sharded import Saved
 from lockstep.strategies.exact.loss_scale import LossScale
 from lockstep.strategies.exact.stepper import Stepper
@@ -57,9 +58,9 @@ def sums_in_float32(parameters: Iterable[Tensor]) -> None:
         parameter.grad_dtype = torch.float32
 
 
-def check_masters(run: Run, trains_bfloat16: bool, without_masters: bool) -> None:
-    """Refuse conflicting options of bfloat16 weights. `trains_bfloat16`: the strategy supports them; `without_masters`:
-    also without master weights. Errors: `RunError`."""
+def check_masters(job: Job) -> None:
+    """Refuse conflicting options of bfloat16 weights. Errors: `RunError`."""
+    run, formats = job.run, job.strategy.weight_formats
     if not run.model.trained_in_bfloat16:
         if not run.optim.master_weights:
             raise RunError(
@@ -74,7 +75,7 @@ def check_masters(run: Run, trains_bfloat16: bool, without_masters: bool) -> Non
             "LS4161",
             f"model.dtype: bfloat16 weights need precision=bf16, and precision is {run.precision}; set precision=bf16",
         )
-    if not trains_bfloat16:
+    if WeightFormats.BFLOAT16 not in formats:
         raise RunError(
             "LS4162",
             f"model.dtype: {name} supports float32 weights only with these options; use strategy.name=ddp or "
@@ -86,7 +87,7 @@ def check_masters(run: Run, trains_bfloat16: bool, without_masters: bool) -> Non
             "strategy.exact: with strategy.exact=false the gradients of bfloat16 weights would be summed in "
             "bfloat16; set strategy.exact=true",
         )
-    if not run.optim.master_weights and not without_masters:
+    if not run.optim.master_weights and WeightFormats.BFLOAT16_ALONE not in formats:
         raise RunError(
             "LS4164",
             f"optim.master_weights: {name} always keeps master weights with these options; set it to true, or "

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import OptimSection
-from lockstep.data.job import OptimizerRules
+from lockstep.data.job import Job, OptimizerRules
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class Optimizer(OptimizerRules, ABC):
     """Whether warm-up starts at 1 / warmup_steps and reaches the full rate in its last step, as in the optimizer's
     library."""
 
-    def check(self, run: Run) -> None:
+    def check(self, optim: OptimSection) -> None:
         """Refuse conflicting options. Errors: `RunError`."""
 
     def kind(self, weight: Weight) -> str:
@@ -93,15 +93,14 @@ def rule(section: OptimSection) -> Optimizer:
     return cls(cls.Options.model_validate(section.options))
 
 
-def check(run: Run, flat: bool) -> None:
-    """Refuse unsupported combinations before any process starts. `flat`: the strategy's engine passes only shards of
-    flattened tensors. Errors: `RunError`."""
-    cls, name = rule(run.optim), run.optim.name
+def check(job: Job) -> None:
+    """Refuse unsupported combinations before any process starts. Errors: `RunError`."""
+    run, cls, name = job.run, rule(job.run.optim), job.run.optim.name
     plugins.require(cls.packages, f"optim.name: {name}", cls.extra)
-    cls.check(run)
+    cls.check(run.optim)
     if "." in name:  # a user-defined class
         _refuse_wrong_keys(cls, run.optim)
-    if flat and (not cls.any_part or cls.averages):
+    if job.strategy.flat_parts and (not cls.any_part or cls.averages):
         why = "exports averaged weights" if cls.any_part else "updates whole tensors"
         raise RunError(
             "LS4220",

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Decay, Section
+from lockstep.config.run import RunError
+from lockstep.config.sections import Decay, OptimSection, Section
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, zeros
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class ScheduleFree(Optimizer):
         )
 
     @override
-    def check(self, run: Run) -> None:
-        if run.optim.schedule != "constant":
+    def check(self, optim: OptimSection) -> None:
+        if optim.schedule != "constant":
             raise RunError(
                 "LS4230",
                 "optim.schedule: schedule_free uses an average instead of a schedule; set "

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
+from lockstep.data.job import Job, WeightFormats
 
 BLOCK = 64  # weights that share a scale, as in the QLoRA paper
 BYTES = 0.5 + 4 / BLOCK  # bytes per weight
@@ -26,9 +27,9 @@ BYTES = 0.5 + 4 / BLOCK  # bytes per weight
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def check(run: Run, possible: bool) -> None:
-    """Refuse unsupported combinations with quantization. `possible`: whether the strategy supports it. Errors:
-    `RunError`."""
+def check(job: Job) -> None:
+    """Refuse unsupported combinations with quantization. Errors: `RunError`."""
+    run = job.run
     if run.model.quantization is None:
         return
     adapter = run.model.adapter
@@ -50,7 +51,7 @@ def check(run: Run, possible: bool) -> None:
             f"model.quantization: only adapters of type lora are supported, not {kind}, which reads the "
             "weights; set model.adapter.type: lora",
         )
-    if not possible:
+    if WeightFormats.FOUR_BITS not in job.strategy.weight_formats:
         raise RunError(
             "LS3173",
             f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, or fsdp2 "
