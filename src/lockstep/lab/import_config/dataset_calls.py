@@ -22,7 +22,7 @@ from lockstep.lab.import_config.script import (
     code_of,
 )
 from lockstep.lab.import_config.table import NAMES, RunDraft
-from lockstep.lab.import_config.text_blocks import block_length
+from lockstep.lab.import_config.text_blocks import block_length, is_limited
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
@@ -58,6 +58,9 @@ def load(call: Call, at: Reading) -> None:
         at.set(call, "data.revision", arguments.known["revision"])
     if arguments.known.get("streaming"):
         at.set(call, "data.stream", True)
+    if path == "text" and arguments.known.pop("keep_linebreaks", False):
+        why = "a text ends with its newline there (keep_linebreaks=True), here without"
+        at.draft.notes.append(f"difference: {why}")
     read = _reading(str(path), arguments.known, call, at)
     read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
     for name, value in arguments.known.items():
@@ -184,6 +187,8 @@ def mapped(call: Call, at: Reading) -> None:
             f"task.packing concatenates all texts, each followed by the tokenizer's end token; line {call.line} "
             "concatenates batches of rows without it, and drops the rest of each batch"
         )
+        if is_limited(at.script, function):
+            at.draft.at_end.append(lambda draft: loss_means.note_length(draft, f"line {call.line}"))
         at.draft.set("task.packing", True, f"line {call.line}")
         at.read(call, "task.block_size, task.packing")
         return
@@ -287,17 +292,27 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
         why = f"the column of these texts is unknown: {_WHOLE}"
         at.draft.unclear(f"line {call.line}: {call.name}({code})", why, f"task.{key}")
         return
-    at.set(call, f"task.{key}", column.language or at.renamed.get(column.name, column.name))
+    ours = column.language or at.renamed.get(column.name, column.name)
+    at.set(call, f"task.{key}", ours)
+    if isinstance(node, ast.Subscript) and text_columns.usual_name(at.script, node.slice) is not None:
+        at.draft.at_end.append(lambda draft: _first_column(draft, call, f"task.{key}", ours))
     if column.prefix and key == "source":
         at.set(call, "task.prefix", column.prefix)
     elif column.prefix:
         at.draft.lacks(f"line {call.line}: the prefix {column.prefix!r}", _WHOLE, "data.source", "data.train")
 
 
+def _first_column(draft: RunDraft, call: Call, key: str, name: str) -> None:
+    """Add a gap if the data lack the column that a script takes by its name, or else by its place."""
+    if draft.keys.get(key) not in (name, None):
+        draft.unclear(str(call), f"the data have no column {name!r}, so it takes the first one", key)
+
+
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
     language = task in ("language_modeling", "masked_language_modeling")
     if language:  # one text per row, unless a later function packs them into blocks
-        at.draft.at_end.append(lambda draft: loss_means.note_end(draft, f"line {call.line}"))
+        truncates = bool(known.get("truncation")) or "truncation" in unknown
+        at.draft.at_end.append(lambda draft: loss_means.note_end(draft, f"line {call.line}", truncates))
         at.draft.keys.setdefault("task.packing", False)
     key = (
         "task.target_length"

@@ -212,6 +212,9 @@ class DecayGroups:
             decays[name] = holding[0]
         largest = sorted({decay for name, decay in decays.items() if decay})
         more = [name for name, decay in decays.items() if not decay and name not in exempt]
+        if not largest:
+            draft.set("optim.weight_decay", 0.0, self.line)
+            return
         if len(largest) > 1 or len(more) > _MOST or _WEIGHT in more:
             wide = (
                 f"{len(more)} weights without decay are neither biases nor norms, for example {more[0]}" if more else ""

@@ -20,7 +20,16 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.lab.import_config import axolotl, command_line, loops, project_files, torchtune, trainer, trainer_script
+from lockstep.lab.import_config import (
+    axolotl,
+    command_line,
+    decided_branches,
+    loops,
+    project_files,
+    torchtune,
+    trainer,
+    trainer_script,
+)
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, NAMES, Gap, RunDraft, decides, only_its_own, read_keys
 from lockstep.lab.init import columns, detect_layout, init, questions
@@ -486,7 +495,7 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
-    unread = project_files.imported(of)
+    unread, of = project_files.imported(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
             return Read(*result, unread)

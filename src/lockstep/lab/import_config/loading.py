@@ -214,7 +214,8 @@ def _attention(call: Call, at: Reading, name: str, value: Any) -> None:
 
 
 def _same_key(call: Call, at: Reading, name: str, value: Any) -> None:
-    at.set(call, f"model.{name}", value)
+    if (name, value) != ("revision", "main"):  # the default
+        at.set(call, f"model.{name}", value)
 
 
 def _problem_type(call: Call, at: Reading, name: str, value: Any) -> None:

@@ -75,6 +75,7 @@ class Statements:
     walked: bool = False  # whether the loop over batches was visited
     trained: bool = False  # whether the statements visited are repeated by the loop over epochs, or follow training
     divisor: Any = None  # of the loss
+    every_is_known: bool = True  # whether the condition around a step was understood
     loss_is_known: bool = False  # whether backward() is called on a loss that was understood
     guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
 
@@ -406,7 +407,9 @@ class Statements:
             return
         every = self._every(node.test)
         if every is None or self.accumulated not in (None, every):
-            self._gap(node.test, "the batches per step are unknown", "micro_batches")
+            why = "how many batches a step has is not known; read is `(i + 1) % N == 0` with i counted from 0"
+            self._gap(node.test, why, "micro_batches")
+            self.every_is_known = False
         else:
             self.accumulated = every
             self.guard = f"line {node.lineno}: if {code_of(node.test)}", isinstance(node.test, ast.BoolOp)
@@ -663,7 +666,7 @@ class Statements:
             self.draft.unclear(f"line {self.events[zero][1]}: zero_grad()", "gradients are not cleared once per step")
         if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
             self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
-        if self.loss_is_known:
+        if self.loss_is_known and self.every_is_known:
             self._check_divisor(line)
 
     def _check_divisor(self, line: int) -> None:

@@ -74,17 +74,19 @@ def _shifts(model: Any) -> bool:
     return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss  # type: ignore[arg-type]
 
 
-def note_end(draft: RunDraft, where: str) -> None:
-    """Note that lockstep splits and ends texts differently than the script. `where`: the line that tokenizes them."""
+def note_end(draft: RunDraft, where: str, truncates: bool) -> None:
+    """Note that lockstep splits and ends texts differently than the script. `where`: the line that tokenizes them, and
+    whether it truncates."""
     if draft.keys.get("task.packing") is not False:
         return
-    if draft.task == "masked_language_modeling":
+    if draft.task == "masked_language_modeling" and truncates:
         note_cut(draft, "data.max_length")
     if draft.task != "language_modeling":
         return
     if draft.keys.keys() & {"task.prompt", "task.messages"}:
         return
-    note_cut(draft)
+    if truncates:
+        note_cut(draft)
     source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
     ends = f"the tokenizer's end token, which is learned; a text of {where} has it only if the tokenizer writes it"
     try:
@@ -96,6 +98,21 @@ def note_end(draft: RunDraft, where: str) -> None:
     except Exception:  # planning says why
         pass
     draft.notes.append(f"difference: a text ends with {ends}")
+
+
+def note_length(draft: RunDraft, where: str) -> None:
+    """Add a gap if the tokenizer's own length is below the blocks of a script that takes the smaller one; note it if
+    the tokenizer is not here. `where`: the line that makes the blocks."""
+    source, length = draft.keys.get("tokenizer.source") or draft.keys.get("model.source"), draft.keys["task.block_size"]
+    try:
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source)
+    except Exception:
+        why = f"at {where}, blocks are no longer than the tokenizer's model_max_length"
+        draft.notes.append(f"task.block_size is {length}; {why}: compare it")
+        return
+    if tokenizer.model_max_length < length:
+        why = f"blocks have the tokenizer's model_max_length, {tokenizer.model_max_length}, which is less"
+        draft.lacks(f"{where}: task.block_size {length}", why, "task.block_size")
 
 
 def note_positions(draft: RunDraft, where: str) -> None:

@@ -60,7 +60,7 @@ class MappedFunction:
                 self._statement(line)
         elif isinstance(node, ast.For) and self.task == "token_classification":
             self._aligned(node)
-        elif isinstance(node, ast.If) and self._only_masks(node):
+        elif isinstance(node, ast.If) and (self._only_masks(node) or self._only_labels(node)):
             return
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             pass
@@ -75,7 +75,7 @@ class MappedFunction:
         if isinstance(target, ast.Name):
             if self._is_tokens(value):
                 self.results.add(target.id)
-            elif not self._is_plain(value) and self._is_used(target.id, node):
+            elif not self._is_plain(value) and not self._are_columns(value) and self._is_used(target.id, node):
                 self.gap(node, f"it changes the rows: {_WHOLE}", *_TEXTS)
             return
         if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
@@ -206,6 +206,27 @@ class MappedFunction:
         return not node.orelse and all(
             isinstance(line, ast.Assign) and self._masks_padding(line.value) and not isinstance(line.value, ast.Name)
             for line in node.body
+        )
+
+    def _only_labels(self, node: ast.stmt) -> bool:
+        """Return whether every branch only sets labels, each of them those of a column."""
+        if isinstance(node, ast.If):
+            return all(map(self._only_labels, [*node.body, *node.orelse]))
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or self.task in _BY_WORDS:
+            return False
+        target = node.targets[0]
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return False
+        labels = target.value.id in self.results and self.script.known(target.slice) in _LABELS
+        return labels and self._is_labels(node.value)
+
+    def _are_columns(self, node: ast.expr) -> bool:
+        """Return whether a value is a tuple of columns, whichever branch makes it."""
+        if isinstance(node, ast.IfExp):
+            return self._are_columns(node.body) and self._are_columns(node.orelse)
+        own = self.function.args.args[0].arg if self.function.args.args else ""
+        return isinstance(node, ast.Tuple) and all(
+            isinstance(each, ast.Subscript) and ast.unparse(each.value) == own for each in node.elts
         )
 
     def _masks_padding(self, node: ast.expr) -> bool:

@@ -83,6 +83,8 @@ class QuietCode:
         text = self.script.origin_of(target)
         if text.startswith(("os.environ[", "torch.backends.")):
             return True
+        if isinstance(target, ast.Attribute) and self.script.is_option(target):
+            return True  # where it is read later, its value is unknown
         holder = target.value if isinstance(target, ast.Subscript) else target
         if isinstance(holder, ast.Attribute) and isinstance(holder.value, ast.Name) and holder.value.id == self.itself:
             return self.itself is not None
@@ -119,6 +121,8 @@ class QuietCode:
                 return self._function(call.func.id)
             if call.func.id in self.script.classes:
                 return not any(kind_of(self.script, a) == "model" or root_of(a) == "model" for a in call.args)
+        if origin.startswith("random.") and origin in NAMES["quiet_draws"]:
+            return True  # of Python's own generator, from which no step draws
         if any(word.arg in ("out", "inplace") for word in call.keywords):
             return False
         if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):

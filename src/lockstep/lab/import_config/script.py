@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.run import RunError
+from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
+from lockstep.lab.import_config.value_bounds import Unknown as Unknown
 
 _PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_json_file", "parse_yaml_file")
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
+CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
 LONGEST = 76  # characters of a piece of code in a message
-
-
-class Unknown(Exception):
-    """A value that is only known when the script runs."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Script:
         self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: unknown
         self.scopes: dict[int, Scope | None] = {}  # node -> its enclosing function
         self.order: dict[int, int] = {}  # node -> its position in the tree
-        self._set_later: set[str] = set()  # attributes that the script sets: args.lr
+        self.set_later: set[str] = set()  # attributes that the script sets: args.lr
         self.started: Scope | None = None  # the function that fire turns into a command
         self._parsed: dict[str, Any] = {}  # options of argparse and their defaults
         self._declared: set[str] = set()  # options as a command line spells them
@@ -119,6 +117,7 @@ class Script:
         self._dataclasses: set[str] = set()  # names that hold options parsed into dataclasses
         self._evaluating: set[int] = set()
         self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
+        self.here: dict[str, Any] | None = None  # at one place: name or args.name -> its value, or `Unknown`
         self._bind(self.tree, None, True)
         self._parse_options()
         self._values.clear()  # values cached before the options were known
@@ -164,7 +163,7 @@ class Script:
             self._target(node.target, node.value, scope, sure)
         elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
             self._target(node.target, None, scope, sure)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
             self._target(node.func.value, None, scope, sure)  # a mapping or list that is changed
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._target(node.optional_vars, node.context_expr, scope, sure)
@@ -186,7 +185,7 @@ class Script:
                 holder = holder.value
             self._target(holder, None, scope, sure)
         elif isinstance(target, ast.Attribute):
-            self._set_later.add(ast.unparse(target))
+            self.set_later.add(ast.unparse(target))
 
     def _add(self, name: str, scope: Scope | None, value: ast.expr | None) -> None:
         scope = None if "." in name else scope  # an attribute in inlined code
@@ -228,8 +227,8 @@ class Script:
         if id(node) not in self._values:
             self._evaluating.add(id(node))
             try:
-                self._values[id(node)] = _bounded(self._value(node))
-            except (*_FAULTS, Unknown):
+                self._values[id(node)] = bounded(self._value(node))
+            except (*FAULTS, Unknown):
                 self._values[id(node)] = Unknown
             finally:
                 self._evaluating.discard(id(node))
@@ -244,6 +243,14 @@ class Script:
             return otherwise if node is None else self.value(node)
         except Unknown:
             return otherwise
+
+    def known_here(self, node: ast.expr) -> Any:
+        """Return the value of an expression with the values of names in `here`, or `Unknown`."""
+        before, self._values = self._values, {}
+        try:
+            return self.known(node, Unknown)
+        finally:
+            self._values = before
 
     def _value(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
@@ -261,10 +268,8 @@ class Script:
             return whole
         if isinstance(node, ast.UnaryOp):
             return _UNARY[type(node.op)](self.value(node.operand))
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            left, right = self.value(node.left), self.value(node.right)
-            _affordable(node.op, left, right)
-            return OPERATORS[type(node.op)](left, right)
+        if isinstance(node, ast.BinOp):
+            return self._of_two(node)
         if isinstance(node, ast.BoolOp):
             return self._of_several(node)
         if isinstance(node, ast.IfExp):
@@ -275,9 +280,28 @@ class Script:
             return "".join(map(self._formatted, node.values))
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)) in FUNCTIONS:
+        if isinstance(node, ast.Call):
+            return self._computed(node)
+        raise Unknown
+
+    def _of_two(self, node: ast.BinOp) -> Any:
+        if isinstance(node.op, ast.Mod) and self.value(node.right) == 1:
+            return 0  # of a whole number
+        if type(node.op) not in OPERATORS:
+            raise Unknown
+        left, right = self.value(node.left), self.value(node.right)
+        affordable(node.op, left, right)
+        return OPERATORS[type(node.op)](left, right)
+
+    def _computed(self, node: ast.Call) -> Any:
+        """Evaluate a call of a plain function, or of a method of a text."""
+        if (name := ast.unparse(node.func)) in FUNCTIONS:
             keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
             return FUNCTIONS[name](*(self.value(each) for each in node.args), **keywords)
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _OF_TEXTS:
+            text = self.value(node.func.value)
+            if isinstance(text, str) and not node.keywords:
+                return getattr(text, node.func.attr)(*map(self.value, node.args))
         raise Unknown
 
     def _formatted(self, part: ast.expr) -> str:
@@ -309,6 +333,10 @@ class Script:
     def _named(self, node: ast.Name) -> Any:
         if node.id == "__name__":
             return "__main__"
+        if self.here is not None and node.id in self.here:
+            if (here := self.here[node.id]) is Unknown:
+                raise Unknown
+            return here
         if self.started is not None and self._is_argument(node, self.started):
             return self._default(self.started, node.id)
         if (value := self.bound(node)) is None:
@@ -329,7 +357,12 @@ class Script:
         return self.value(defaults[name])
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        if ast.unparse(node) in self._set_later:
+        text = ast.unparse(node)
+        if self.here is not None and text in self.here:
+            if (here := self.here[text]) is Unknown:
+                raise Unknown
+            return here
+        if text in self.set_later and self.here is None:
             raise Unknown
         origin = self.origin_of(node)
         if origin.startswith("torch.") and node.attr in DTYPES:
@@ -355,6 +388,14 @@ class Script:
             if any(isinstance(line, ast.AnnAssign) and ast.unparse(line.target) == name for line in kind.body):
                 return self._of_class(kind, name, None)
         raise Unknown
+
+    def is_option(self, node: ast.Attribute) -> bool:
+        """Return whether an attribute is an option that argparse has parsed."""
+        return isinstance(node.value, ast.Name) and self._is_options(node.value, self.bound(node.value))
+
+    def is_parsed(self, node: ast.expr) -> bool:
+        """Return whether a name holds options that were parsed into a dataclass."""
+        return isinstance(node, ast.Name) and node.id in self._dataclasses
 
     def _is_options(self, name: ast.Name, holder: ast.expr | None) -> bool:
         """Return whether a name holds options parsed by argparse; so does a function argument of the same name."""
@@ -482,41 +523,6 @@ class Script:
         return arguments
 
 
-_FAULTS = (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, SyntaxError, MemoryError, OverflowError)
-_MOST = 10_000  # entries of a list or mapping, including nested ones; characters of a text; bits of a number
-
-
-def _bounded(value: Any) -> Any:
-    """Return the value. Errors: `Unknown` if it has more than `_MOST` entries, characters or bits."""
-    count, waiting = 0, [value]
-    while waiting:
-        each = waiting.pop()
-        count += 1
-        if isinstance(each, str | bytes):
-            count += len(each)
-        elif isinstance(each, int):
-            count += each.bit_length() // 8
-        elif isinstance(each, dict):
-            waiting += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple | set | range):
-            count += len(each)
-            waiting += list(each)[:_MOST]
-        if count + len(waiting) > _MOST:
-            raise Unknown
-    return value
-
-
-def _affordable(operator_: ast.operator, left: Any, right: Any) -> None:
-    """Check the size of a product or power before computing it. Errors: `Unknown` above `_MOST`."""
-    whole = isinstance(left, int) and isinstance(right, int)
-    if isinstance(operator_, ast.Pow) and whole and abs(right) * left.bit_length() > _MOST:
-        raise Unknown
-    for one, times in ((left, right), (right, left)):
-        repeats = isinstance(operator_, ast.Mult) and isinstance(one, str | list) and isinstance(times, int)
-        if repeats and len(one) * times > _MOST:
-            raise Unknown
-
-
 def _within(inner: ast.AST, outer: ast.AST) -> bool:
     return any(node is inner for node in ast.walk(outer))
 
@@ -536,6 +542,7 @@ _UNARY: dict[type, Any] = {
     ast.Invert: operator.invert,
 }
 FUNCTIONS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min}
+_OF_TEXTS = ("split", "rsplit", "lower", "upper", "strip", "startswith", "endswith", "replace", "isdigit")
 FUNCTIONS |= {"Path": str, "pathlib.Path": str, "os.path.join": lambda *parts: "/".join(parts), "dict": dict}
 ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH means epoch
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
@@ -614,7 +621,7 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
         return "trainer"
     if name.endswith("TrainingArguments") or name in ("SFTConfig", "DPOConfig", "RewardConfig", "CPOConfig"):
         return "arguments"
-    if isinstance(node.func, ast.Attribute):
+    if isinstance(node.func, ast.Attribute) and name != "unique":  # a list of values
         kind = kind_of(script, node.func.value, depth + 1)
         return kind if kind in ("rows", "model") else None
     function = script.functions.get(name) if isinstance(node.func, ast.Name) else None

@@ -21,7 +21,7 @@ def block_length(script: Script, function: Scope) -> int | None:
     spec = function.args
     if isinstance(function, ast.Lambda | ast.AsyncFunctionDef) or len(spec.args) != 1:
         return None
-    reader = _Reader(script, {spec.args[0].arg: ("rows", None)})
+    reader = _Reader(_Lengths(script), {spec.args[0].arg: ("rows", None)})
     for line in function.body:
         if isinstance(line, ast.Return) and line is function.body[-1]:
             role = reader.role(line.value)
@@ -31,9 +31,32 @@ def block_length(script: Script, function: Scope) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Lengths:
+    """A script in which `min(N, tokenizer.model_max_length)` is N, which the caller compares with the tokenizer."""
+
+    script: Script
+
+    def origin_of(self, node: ast.expr) -> str:
+        return self.script.origin_of(node)
+
+    def known(self, node: ast.expr | None) -> Any:
+        value = self.script.bound(node) if isinstance(node, ast.Name) else node
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "min" and len(value.args) == 2:
+            rest = [each for each in value.args if not ast.unparse(each).endswith(".model_max_length")]
+            value = rest[0] if len(rest) == 1 else value
+        return self.script.known(value)
+
+
+def is_limited(script: Script, function: Scope) -> bool:
+    """Return whether a block is no longer than the tokenizer's own length."""
+    names = [script.bound(each) for each in ast.walk(function) if isinstance(each, ast.Name)]
+    return any(value is not None and ".model_max_length" in ast.unparse(value) for value in names)
+
+
 @dataclass
 class _Reader:
-    script: Script
+    script: _Lengths
     roles: dict[str, Role] = field(default_factory=dict)
 
     def statement(self, line: ast.stmt) -> bool:

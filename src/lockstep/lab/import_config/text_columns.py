@@ -28,7 +28,7 @@ def column_of(script: Script, node: ast.expr | None, depth: int = 0) -> Column |
     if isinstance(node, ast.Name):
         return column_of(script, script.bound(node, last=True), depth + 1)
     if isinstance(node, ast.Subscript):
-        name = script.known(node.slice)
+        name = script.known(node.slice, usual_name(script, node.slice))
         if not isinstance(name, str):
             return None
         outer = column_of(script, node.value, depth + 1) if isinstance(node.value, ast.Subscript) else None
@@ -61,3 +61,13 @@ def _of_comprehension(script: Script, node: ast.ListComp, depth: int) -> Column 
         if element.value.id == generator.target.id and isinstance(language, str):
             return Column(whole.name, prefix, language)
     return None
+
+
+def usual_name(script: Script, node: ast.expr) -> str | None:
+    """Return NAME of `NAME if NAME in columns else columns[0]`, as run_clm.py of transformers has it."""
+    value = script.bound(node) if isinstance(node, ast.Name) else node
+    if not isinstance(value, ast.IfExp) or not isinstance(value.test, ast.Compare):
+        return None
+    name, columns = script.known(value.body), ast.unparse(value.test.comparators[0])
+    usual = isinstance(name, str) and ast.unparse(value.test) == f"{name!r} in {columns}"
+    return name if usual and ast.unparse(value.orelse) == f"{columns}[0]" else None

@@ -95,7 +95,8 @@ def read_call(call: Call, at: Reading) -> None:
     handler = _handler(call, at)
     if handler is None:
         return
-    if call.condition is not None and not is_trainer(at.script, call.name):
+    grows = call.name == "resize_token_embeddings" and "len(tokenizer) >" in (call.condition or "")
+    if call.condition is not None and not grows and not is_trainer(at.script, call.name):
         moves = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
         handler(call, at)
         if (len(at.draft.gaps), at.draft.keys, at.arguments) != moves:
@@ -287,6 +288,8 @@ def trainer_call(call: Call, at: Reading) -> None:
                 at.arguments.setdefault(name, arguments.known[name])
             else:
                 at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
+        elif name == "args" and at.script.is_parsed(node):
+            continue  # from the command line
         elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
             at.draft.unclear(
                 f"line {call.line}: args={code_of(node)}",

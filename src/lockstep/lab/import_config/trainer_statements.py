@@ -140,11 +140,15 @@ class TrainerStatements:
         )
 
     def _is_result(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.IfExp):
+            return all(self._is_result(each) or not self._touches(each) for each in (node.body, node.orelse))
+        while isinstance(node, ast.Attribute):  # trainer.train().metrics
+            node = node.value
         if not isinstance(node, ast.Call):
             return False
         if isinstance(node.func, ast.Attribute) and kind_of(self.script, node.func.value) == "trainer":
             return True
-        return ast.unparse(node.func) in ("len", "int", "float", "str", "sum", "round")
+        return ast.unparse(node.func) in ("len", "int", "float", "str", "sum", "round", "min", "max")
 
     def _unclear(self, node: ast.AST, why: str, *by: str) -> None:
         line = getattr(node, "lineno", 0)
