@@ -16,8 +16,8 @@ from lockstep.lab.import_config.script import CHANGING, Script, Unknown
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
-_READERS = ("datasets", "transformers", "peft", "accelerate", "tokenizers")  # their calls change no argument
-_READERS += ("print", "len", "logger", "logging")
+# their calls change no argument
+_READERS = ("datasets", "transformers", "peft", "accelerate", "tokenizers", "print", "len", "logger", "logging")
 _PLAIN = (str, int, float, bool, type(None))
 
 
