@@ -110,7 +110,7 @@ def test_a_sampler_that_leaves_out_rows(here: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_condition_that_is_not_the_last_batch(condition: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "how many batches a step has is not known" in refused("acc.py", accumulating(condition), capsys)
+    assert "the batches per step are unknown" in refused("acc.py", accumulating(condition), capsys)
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

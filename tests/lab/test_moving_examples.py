@@ -174,7 +174,7 @@ def test_the_style_of_run_clm(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (run.task.options["block_size"], run.task.options["packing"], run.optim.learning_rate) == (16, True, 1e-3)
     shown = capsys.readouterr().out
     assert "not understood" not in shown
-    assert "drops the rest" not in shown
+    assert "truncates texts" not in shown
     (here / "moved.yaml").unlink()
     why = refused("run.sh", command(here, CLM, options), capsys)  # the tokenizer's own length, which is not here
     assert mentions(why, "LS8209", "group_texts of")
@@ -192,7 +192,7 @@ def test_the_style_of_run_glue_no_trainer(here: Path, capsys: pytest.CaptureFixt
     (here / "moved.yaml").unlink()
     text = command(here, GLUE, "--train_file t.json --every 4")
     shown = refused("run.sh", text, capsys)
-    assert "how many batches a step has is not known" in shown
+    assert "the batches per step are unknown" in shown
     assert "divided by" not in shown
 
 

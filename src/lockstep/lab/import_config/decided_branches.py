@@ -159,7 +159,8 @@ class _Reader:
         value = Unknown if entry else self._value(node.test, env)
         if value is not Unknown:
             self.changed = True
-            return self.body(node.body if value else node.orelse, env) if value or node.orelse else []
+            chosen = node.body if value else node.orelse
+            return self.body(chosen, env) if chosen else []
         one, other = (env, {}) if entry else (dict(env), dict(env))
         self._fill(node.test, env)
         node.body = self.body(node.body, one)

@@ -407,7 +407,7 @@ class Statements:
             return
         every = self._every(node.test)
         if every is None or self.accumulated not in (None, every):
-            why = "how many batches a step has is not known; read is `(i + 1) % N == 0` with i counted from 0"
+            why = "the batches per step are unknown; read is `(i + 1) % N == 0` with i counted from 0"
             self._gap(node.test, why, "micro_batches")
             self.every_is_known = False
         else:

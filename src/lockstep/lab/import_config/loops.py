@@ -594,8 +594,8 @@ class Loop(Reading):
             draft.keys.setdefault("optim.schedule", "constant")
         if not self.optimizers:
             draft.unclear("the optimizer", "no torch optimizer was found", "optim.name")
-        said = any({"epochs", "steps"} & set(gap.by) for gap in draft.gaps)
-        if not said and not {"epochs", "steps"} & draft.keys.keys():
+        listed = any({"epochs", "steps"} & set(gap.by) for gap in draft.gaps)
+        if not listed and not {"epochs", "steps"} & draft.keys.keys():
             draft.unclear("how long it trains", "no loop over epochs or steps was found", "epochs", "steps")
 
     def ends(self, statements: Statements | None) -> None:
