@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import torch
 import torch.distributed as dist
 
+from lockstep.strategies.exact.exchange import Exchange
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
-from lockstep.strategies.exact.reduction_tree import Exchange, layout_of
+from lockstep.strategies.exact.reduction_tree import layout_of
 
 PORT = 29511
 

@@ -10,7 +10,7 @@ from support.assumed_ranks import OCTETS, RANKS, bits, facts
 pytestmark = pytest.mark.processes
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py", "src/lockstep/strategies/strategy.py")
+@rests_on_it("src/lockstep/strategies/exact/exchange.py", "src/lockstep/strategies/strategy.py")
 def test_all_ranks_have_the_bits_of_a_sum() -> None:
     """all_reduce gives every rank the same bits, at odd sizes too."""
     first, *others = facts()["sum_at_odd_sizes"]
@@ -53,7 +53,7 @@ def test_a_broadcast_keeps_bits() -> None:
     assert all(each == first for each in others)
 
 
-@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/exchange.py")
 def test_pieces_of_all_to_all_are_in_the_order_of_ranks() -> None:
     """all_to_all_single with unequal pieces concatenates them in the order of the sending ranks."""
     for rank, seen in enumerate(facts()["uneven_all_to_all"]):

@@ -9,8 +9,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.distributed.membership import MemberAddress, Roster
-from lockstep.launchers.processes import watch_ranks
-from lockstep.launchers.processes.watch_ranks import Machines, RanksAmongMachines, Word, lives
+from lockstep.launchers.processes import surviving_ranks
+from lockstep.launchers.processes.surviving_ranks import Machines, RanksAmongMachines, Word, lives
 from support.members import Ended
 
 LOST_S = 10.0
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(watch_ranks, "time", made)
+    monkeypatch.setattr(surviving_ranks, "time", made)
     return made
 
 
@@ -234,7 +234,7 @@ def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: 
     clock.sleep = sleep  # type: ignore[method-assign]
     assert first.leave(True, lambda: told.append("over"))
     assert told == ["over"]
-    assert clock.now < watch_ranks.LEAVE_S
+    assert clock.now < surviving_ranks.LEAVE_S
     assert not first._machines.live()
 
 

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 
 from lockstep.distributed import membership
 from lockstep.distributed.membership import Generation, MemberAddress, Membership, Roster
-from lockstep.launchers.processes.watch_ranks import Ranks
+from lockstep.launchers.processes.surviving_ranks import Ranks
 from lockstep.training.recovery.recovery import membership_message
 from support.members import Ended
 

@@ -51,7 +51,7 @@ ROOMS = (
 ADAPTERS = (
     "strategies/engines/",
     "launchers/processes/elastic",
-    "launchers/processes/watch_ranks.py",
+    "launchers/processes/surviving_ranks.py",
     "distributed/torch_internals.py",
     "tasks/models/masks.py",
     "tasks/models/repeatable.py",
@@ -334,7 +334,7 @@ def test_tasks_know_nothing_of_ranks() -> None:
 
 
 SUBMITTING = ("config/", "launchers/", "commands/", "cli.py")
-ELASTIC = ("launchers/processes/elastic", "launchers/processes/watch_ranks.py")  # runs on machines that train
+ELASTIC = ("launchers/processes/elastic", "launchers/processes/surviving_ranks.py")  # runs on machines that train
 
 
 def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:

@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction_tree import (
-    Exchange,
     ReductionTree,
     Shares,
-    buckets,
     even,
     layout_of,
     most_held,

@@ -12,8 +12,9 @@ import torch
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.exchange import Exchange
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, Node, ReduceSchedule, merged
-from lockstep.strategies.exact.reduction_tree import Exchange, ReductionTree, layout_of, share
+from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, share
 from support.brackets import bracket, leaf
 from support.own_modules import job
 from support.places import ROOT

@@ -18,7 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
-from lockstep.strategies.exact import reduction_tree
+from lockstep.strategies.exact import exchange
 from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
@@ -150,14 +150,14 @@ _now: Striking | None = None
 
 def _after(name: str, phase: str) -> None:
     """Reach a phase after some of the exchange has begun."""
-    plain = getattr(reduction_tree.Scatter if name == "submit" else reduction_tree.Exchange, name)
+    plain = getattr(exchange.Scatter if name == "submit" else exchange.Exchange, name)
 
     def told(self: Any, *arguments: Any, **named: Any) -> Any:
         found = plain(self, *arguments, **named)
         _come_to(phase)
         return found
 
-    setattr(reduction_tree.Scatter if name == "submit" else reduction_tree.Exchange, name, told)
+    setattr(exchange.Scatter if name == "submit" else exchange.Exchange, name, told)
 
 
 def _before_meeting() -> None:

@@ -6,7 +6,7 @@ pickled.
 
 A training step waits only for the copy into a buffer. A thread on each rank hashes and writes the buffer, without
 collectives. At step boundaries the ranks check whether all have finished; then rank 0 writes the manifest and renames
-the folder.
+the folder (`folder.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
     for file in files:
         if (size := (aside / file.name).stat().st_size) != file.bytes:
             raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
-    final = placed(run.folder, manifest, aside)
+    final = rename_into_place(run.folder, manifest, aside)
     with suppress(OSError):  # a convenience; some file systems (buckets, Windows shares) have no links
         link = final.parent / ".latest.partial"
         link.unlink(missing_ok=True)
@@ -43,7 +43,7 @@ def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_u
     prune(run, final, in_use)
 
 
-def placed(output: Path, manifest: Manifest, aside: Path) -> Path:
+def rename_into_place(output: Path, manifest: Manifest, aside: Path) -> Path:
     """Write the manifest into a folder and rename it to its checkpoint's name in OUTPUT, replacing what is there.
     Errors: `OSError`."""
     from lockstep.checkpoint.shard_files import write

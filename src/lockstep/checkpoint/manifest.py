@@ -398,7 +398,7 @@ def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manif
         notes.append(f"{name} was written with another version of {', '.join(files)}")
     now = facts_of(world)
     then = {"device": manifest.device, "threads": manifest.threads, **manifest.versions}
-    if INSTRUCTIONS in now["versions"]:  # older checkpoints lack it
+    if INSTRUCTIONS in now["versions"]:  # a checkpoint from a GPU has none
         then.setdefault(INSTRUCTIONS, now["versions"][INSTRUCTIONS])
     return notes + [
         f"{key} was {then.get(key)} when the checkpoint was written and is {value} now: results may "

@@ -214,7 +214,7 @@ class RemoteSync:
             self._damaged.add(name)
             (self._there or {}).pop(manifest.step, None)
             return fault
-        folder.placed(self.run.folder, manifest, aside)
+        folder.rename_into_place(self.run.folder, manifest, aside)
         return None
 
     # -- copying -----------------------------------------------------------------------------------------------------

@@ -57,6 +57,6 @@ DONE = 0
 FAILED = 1  # a launcher may restart the job
 BAD = 2  # bad usage or run file: a restart would not help
 STOPPED = 75  # stopped on request, resumable; EX_TEMPFAIL of sysexits.h, on which schedulers requeue
-# Used only between a rank and its launcher, when `guard` detects wrong arithmetic:
+# Used only between a rank and its launcher, when `sdc_check` detects wrong arithmetic:
 HALTED = 76  # end the job: an automatic restart would use the same machine
 EXCLUDED = 77  # exclude this rank's machine (on a single machine, this rank) and continue

@@ -38,7 +38,6 @@ from lockstep.config.sections import (
     CheckpointSection,
     DataSection,
     FingerprintSection,
-    GuardSection,
     HubSection,
     LaunchSection,
     ModelSection,
@@ -48,6 +47,7 @@ from lockstep.config.sections import (
     Positive,
     Precision,
     ProfileSection,
+    SdcCheckSection,
     Section,
     StrategySection,
     TaskSection,
@@ -105,7 +105,7 @@ class Run(Section):
     )
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)  # type: ignore[arg-type]
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)  # type: ignore[arg-type]
-    sdc_check: GuardSection = Field(default_factory=GuardSection)  # type: ignore[arg-type]
+    sdc_check: SdcCheckSection = Field(default_factory=SdcCheckSection)  # type: ignore[arg-type]
     fingerprint: FingerprintSection = Field(default_factory=FingerprintSection)  # type: ignore[arg-type]
     verify: VerifySection = Field(default_factory=VerifySection)  # type: ignore[arg-type]
     average: AverageSection = Field(default_factory=AverageSection)  # type: ignore[arg-type]

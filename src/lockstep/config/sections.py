@@ -651,7 +651,7 @@ class FingerprintSection(Section):
     )
 
 
-class GuardSection(Section):
+class SdcCheckSection(Section):
     every: Steps = Field(
         0,
         description="steps between checks, each of which recomputes one micro-batch on another rank and compares "

@@ -8,7 +8,7 @@ This requires each prefix to be a prefix of the next. Templates of reasoning mod
 once a later one exists (they drop the thinking): such conversations are refused, naming the turn, or each turn is
 trained as rendered when it is the last.
 
-Chats of preference pairs are rendered by `_spoken` in `tasks/answer_pairs.py`.
+Chats of preference pairs are rendered by `_rendered_tokens` in `tasks/answer_pairs.py`.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def rendered(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: 
 def _marked(
     tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
 ) -> list[RenderedText]:
-    """`written` for a template with marks. `text`: renders the first messages. Errors: `RunError`."""
+    """`rendered` for a template with marks. `text`: renders the first messages. Errors: `RunError`."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     examples = [(place, place + 1) for place in places] if how.each else [(places[0], len(messages))]
     turns = []

@@ -3,7 +3,7 @@
 In: the launchers' store, and this process's member name. Out: the members of the newest generation, in rank order; and
 the abort of everything this process waits for in a generation that lost a member.
 docs/how-to/faults.md describes the protocol; `training/recovery/recovery.py` is the ranks' side of it,
-`launchers/processes/watch_ranks.py` the launchers'.
+`launchers/processes/surviving_ranks.py` the launchers'.
 
 A generation never changes: the next one has the next number, and the store accepts each number once. Ranks join the
 newest generation they can see; a rank in an older one follows when it sees the newer one. Membership comes from the

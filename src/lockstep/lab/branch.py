@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.folder import placed
+from lockstep.checkpoint.folder import rename_into_place
 from lockstep.checkpoint.manifest import (
     Manifest,
     averaged,
@@ -215,7 +215,7 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
         for manifest in (*begun.needed, begun.manifest):
             source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
             _linked(source, folder_of(run.folder) / aside, manifest.hashes)
-            placed(run.folder, _own(manifest, run, ours, begun.scored), folder_of(run.folder) / aside)
+            rename_into_place(run.folder, _own(manifest, run, ours, begun.scored), folder_of(run.folder) / aside)
     except OSError as caught:
         raise RunError(
             "LS8061", f"output: cannot write to {run.folder}: {caught.strerror or caught}; choose another output"

@@ -11,8 +11,8 @@ from typing_extensions import override
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.strategies.abilities import WholeStateRecovery
+from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 

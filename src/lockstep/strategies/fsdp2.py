@@ -46,19 +46,12 @@ from lockstep.strategies.engines.fsdp import (
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact.exchange import Scatter, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
-from lockstep.strategies.exact.reduction_tree import (
-    ReductionTree,
-    Scatter,
-    buckets,
-    layout_of,
-    most_held,
-    most_held_in_turns,
-    share,
-)
+from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks

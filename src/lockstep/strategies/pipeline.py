@@ -42,10 +42,11 @@ from lockstep.strategies.engines.pipelining import (
 )
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import Exchange, all_reduce_flat, buckets, most_held, share
+from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, all_reduce_in

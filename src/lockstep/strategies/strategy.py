@@ -34,7 +34,8 @@ from lockstep.strategies.exact.finite_check import NotFinite as NotFinite
 from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
-from lockstep.strategies.exact.statistics import Statistics, StepTotals
+from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.step_totals import StepTotals
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.exact.update import WeightUpdate
@@ -198,7 +199,7 @@ class Strategy(StrategyRules):
         """Generate tokens, int64 [B, N]. Each rank passes its own inputs. Collective."""
         from lockstep.tasks.models import inference
 
-        assert (how.beams, how.temperature) == (1, 0), "`checked` refuses what is not greedy"
+        assert (how.beams, how.temperature) == (1, 0), "`resolve` refuses what is not greedy"
         return inference.by_forward(
             self.forward, lambda count: self.data_parallel.all_reduce(count.float()), inputs, how
         )

@@ -1,7 +1,8 @@
 """Causal language modelling with any model that `AutoModelForCausalLM` knows: predict each token from those before it.
 
 In: texts (a column, or plain .txt files), prompts with responses, or conversations. Out: loss and perplexity per token,
-per byte and per word of the text, all from sums.
+per byte and per word of the text, all from sums. The loss is in `per_token.py`, and `data/lm_documents.py` and
+`data/conversations.py` make the documents.
 """
 
 from __future__ import annotations

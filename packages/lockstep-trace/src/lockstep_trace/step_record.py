@@ -1,6 +1,6 @@
 """The record of a training step, and the first difference between two: lockstep's definition of equal steps.
 
-In: numbers and tensors of a step, from any source. Out: `StepRecord`, one JSON object a line; `differences` and
+In: numbers and tensors of a step, from any source. Out: `StepRecord`, one JSON object a line; `record_differences` and
 `compare_records`, in the order of `causes.ORDER`. A record holds as much as its level: `losses` (loss, gradient norm,
 hashes of the whole state), `gradients` (every gradient and weight), `modules` (every value that a micro-batch
 computes). Values that only one record holds are not compared.

@@ -3,7 +3,7 @@
 In: a run, the number of ranks on this machine, the rendezvous. Out: an exit status, the same on every machine. If a
 rank or a machine fails, the job stops and restarts from its last checkpoint, up to `max_restarts` times. A new machine
 joins after a checkpoint. With `launch.on_rank_failure: continue` the job continues without failed ranks and machines
-(`watch_ranks.py`).
+(`surviving_ranks.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lockstep.distributed.signals import Interrupts, handled
 from lockstep.launchers.launcher import LaunchPlan
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.launchers.processes.out_of_memory import Memory
-from lockstep.launchers.processes.watch_ranks import Machines, Ranks, RanksAmongMachines, lives
+from lockstep.launchers.processes.surviving_ranks import Machines, Ranks, RanksAmongMachines, lives
 from lockstep.track.console import error
 from lockstep_trace.plurals import quantity
 

@@ -32,8 +32,9 @@ from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
 from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact.exchange import Exchange, Scatter
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import Exchange, ReductionTree, Scatter, share
+from lockstep.strategies.exact.reduction_tree import ReductionTree, share
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:

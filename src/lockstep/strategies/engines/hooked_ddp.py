@@ -30,8 +30,9 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
+from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.exact.reduction_tree import Exchange, buckets, layout_of
+from lockstep.strategies.exact.reduction_tree import layout_of
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 

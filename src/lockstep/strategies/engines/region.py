@@ -40,7 +40,7 @@ from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.statistics import LossOutput
+from lockstep.strategies.exact.step_totals import LossOutput
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
 from lockstep_trace.tracer.fingerprint import hash_text

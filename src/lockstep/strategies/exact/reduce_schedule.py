@@ -1,7 +1,7 @@
 """The communication schedule of partial sums: who sends what to whom, stage by stage, for any number of ranks.
 
 In: the partial sums that each rank holds, and each rank's host. Out: a `ReduceSchedule`, which the strategies execute
-(`reduction_tree.py`) and `benchmarks/exchange_table.py` counts; and buckets that go through its stages while the caller
+(`exchange.py`) and `benchmarks/exchange_table.py` counts; and buckets that go through its stages while the caller
 keeps computing, in the same order between any two ranks.
 
 Ranks are grouped like the leaves of the tree: neighbours first, within a host, then hosts. A vector is divided into

@@ -1,8 +1,6 @@
-"""Per-step reductions other than the gradient: running statistics of the model, the loss of each micro-batch and of
-each source of a mixture, and how many micro-batches gave each weight a gradient.
+"""Running statistics of a model, such as BatchNorm's: one update per step, the same at any number of processes.
 
-In: the micro-batches of a step, on any rank. Out: one update per step of buffers such as BatchNorm's; sums over ranks.
-All are bitwise equal at any number of processes.
+In: the statistics after each micro-batch of a step, on any rank. Out: the buffers after the step.
 
 Each micro-batch starts from the statistics before the step, so it does not matter where it runs. The step's result is
 the mean of the micro-batches' statistics, weighted by examples: a step counts as one batch, however it is divided.
@@ -10,16 +8,12 @@ the mean of the micro-batches' statistics, weighted by examples: a step counts a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.data.batch import IGNORED, MicroBatch
-from lockstep.strategies.observer import StepObserver
-from lockstep.tasks.task import Task
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -83,86 +77,3 @@ class Statistics:
         with torch.no_grad():
             for buffer, part in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-
-class LossOutput(NamedTuple):
-    """What a model returns that computes the task's loss itself (`strategies/engines/region.py`)."""
-
-    loss: Tensor  # loss sum: a scalar with its graph
-    each: Tensor | None  # loss of each example [B], without gradient, if losses of several sources are recorded
-
-
-class StepTotals:
-    """What ranks sum in a step beside the gradient: losses, and counts."""
-
-    def __init__(self, device: torch.device, sources: int) -> None:
-        self._device, self._sources = device, sources
-        self._by_source: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
-        self.loss_sums_of: Tensor | None = None  # float64 [S], set by `all_reduce`; None without per-example losses
-        self.switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
-
-    def start(self, count: int) -> Tensor:
-        """Return zeros for all `count` micro-batches of a step [M]; each rank fills in the losses of its own."""
-        self._by_source = {}
-        return torch.zeros(count, dtype=torch.float64, device=self._device)
-
-    def loss_sum(self, task: Task, outputs: Any, micro: MicroBatch, observer: StepObserver | None = None) -> Tensor:
-        """Return the loss sum of one micro-batch from the model's outputs: a scalar with its graph. Records its sums by
-        source."""
-        loss = self._loss_sum(task, outputs, micro)
-        if observer is not None:
-            observer.loss(micro.index, loss)
-        return loss
-
-    def _loss_sum(self, task: Task, outputs: Any, micro: MicroBatch) -> Tensor:
-        if isinstance(outputs, LossOutput):
-            self._note(micro, outputs.each)
-            return outputs.loss
-        if micro.sources is None or not task.reports_example_losses:
-            return task.loss_sum(outputs, micro.targets)
-        loss, each = task.loss_each(outputs, micro.targets)
-        self._note(micro, each)
-        return loss
-
-    def _note(self, micro: MicroBatch, each: Tensor | None) -> None:
-        """Record the losses of a micro-batch's examples [B], if there are any."""
-        if each is not None and micro.sources is not None and each.shape == micro.sources.shape:
-            mine = micro.sources == torch.arange(self._sources, device=each.device)[:, None]  # [S, B]
-            self._by_source[micro.index] = torch.where(mine, each.double(), 0.0).sum(1)
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """A context whose micro-batches belong to no step."""
-        before = dict(self._by_source)
-        try:
-            yield
-        finally:
-            self._by_source = before
-
-    def all_reduce(
-        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[int]]:
-        """Sum the losses of the step's micro-batches [M] and other counts over ranks; the last count returned is
-        `switched`. Each rank fills in its own micro-batches and zeros elsewhere, so that adding is exact; losses by
-        source are then added in the same order on every rank. Collective."""
-        losses, counts = self._in_one_message(losses, [*counts, self.switched, len(self._by_source)], all_reduce)
-        self.loss_sums_of = None
-        if counts.pop() == len(losses):  # every micro-batch has per-example losses
-            table = losses.new_zeros(len(losses), self._sources)  # [M, S]
-            for index, sums in self._by_source.items():
-                table[index] = sums
-            self.loss_sums_of = all_reduce(table).sum(0)
-        self._by_source = {}
-        return losses, counts
-
-    def _in_one_message(
-        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[int]]:
-        """Sum losses and counts over ranks. The counts stay in host memory, so there is no device synchronization.
-        Collective."""
-        numbers = torch.tensor(counts, dtype=torch.float64)
-        if losses.device.type == "cpu":  # in one message
-            losses, numbers = all_reduce(torch.cat([losses, numbers])).split([len(losses), len(numbers)])
-        else:
-            losses, numbers = all_reduce(losses), all_reduce(numbers)
-        return losses, [int(number) for number in numbers.tolist()]
