@@ -20,6 +20,8 @@ from support.harness import TINY
 from support.marks import slow
 from support.messages import raises
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 EPOCH = 2  # steps
 # A learning rate at which the validation loss is best after a few epochs and then rises.
 EARLY = TINY | {

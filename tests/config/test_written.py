@@ -22,6 +22,8 @@ from support.messages import mentions, raises
 from support.mistakes import RUN, prepare
 from support.written_keys import accused, keys_written
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 # What a person wrote: little, so that much is a default.
 SMALL: dict[str, Any] = {
     "data": {"train": "train.csv"},

@@ -15,6 +15,8 @@ from support.messages import raises
 from support.rows import run_of
 from support.task_runs import TASKS, rows_of, write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 GOOD: dict[str, list[dict]] = {
     "classification": [{"text": f"word {i}", "label": "joy" if i % 2 else "anger"} for i in range(40)],
     "pairs": [{"text": f"word {i}", "other": f"another {i}", "label": i % 2} for i in range(40)],

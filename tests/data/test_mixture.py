@@ -30,6 +30,8 @@ from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import mentions, raises
 from support.mixtures import mixed, texts
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 # -- the order -------------------------------------------------------------------------------------------------------
 
 SIZES = st.lists(st.integers(1, 120), min_size=1, max_size=5)

@@ -19,6 +19,8 @@ from support.stream_runs import FORMATS, LM, examples_of, feed_of, rows_of, shar
 from support.task_runs import TASKS, TEMPLATE
 from support.task_runs import rows_of as rows_of_kind
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

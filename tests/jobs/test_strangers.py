@@ -22,6 +22,8 @@ from lockstep.training.evaluate_export import finished
 from support.messages import mentions, raises
 from support.saving import run_in, trained
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps": 4}
 
 

@@ -47,6 +47,8 @@ from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 from support.stream_runs import LM, shards, streamed
 from support.task_runs import MARIAN, TASKS, make, sentence, write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 FILES = sorted(Path(lockstep.plain.__file__).parent.glob("**/*.py"))
 ALLOWED = {"torch", "transformers", "peft", "numpy", "pyarrow", "datasets", "trl", "sentence_transformers", "sacrebleu"}
 ALLOWED |= {"PIL", "sklearn", "scipy", "seqeval", "rouge_score", "torchmetrics", "huggingface_hub"}

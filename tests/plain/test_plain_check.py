@@ -47,6 +47,8 @@ from support.own_modules import MEAN, NET, NET_FUNCTIONS, TOY, job
 from support.saving import trained
 from support.task_runs import TASKS, make
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 ONE = ("strategy.name=single", "launch.processes=1")
 
 

@@ -22,6 +22,8 @@ from support.messages import mentions, raises
 from support.strategy_runs import NAMES, steps_of
 from support.tensor_writes import Written
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 AGAIN = "model.checkpoint_activations=true"
 FAMILIES = {
     "gpt2": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32},

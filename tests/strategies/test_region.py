@@ -28,6 +28,8 @@ from support.own_modules import NET, NET_FUNCTIONS, job
 from support.strategy_runs import steps_of
 from support.task_runs import make
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 WHOLE = "model.compile=whole"
 PLAIN = tuple(f"model.config.{name}_pdrop=0.0" for name in ("resid", "embd", "attn"))  # no dropout
 LIMIT_S = 900

@@ -18,6 +18,8 @@ from support.browser import CHROMIUM, browser
 from support.label_runs import make
 from support.predictions import numbers
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=20", "optim.learning_rate=1e-2")
 KINDS = ("lists", "two", "number", "numbers")
 

@@ -22,6 +22,8 @@ from support.messages import raises
 from support.own_modules import TOY, job
 from support.task_runs import BERT, MARIAN, TASKS, make, rows_of, write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 # kind -> the function that is given its predictions, and what its numbers are called by the task itself
 TOKENS = ("tokens", {"own_accuracy": "accuracy"})
 REWARDS = ("rewards", {"own_accuracy": "accuracy", "own_margin": "margin"})

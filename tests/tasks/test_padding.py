@@ -24,6 +24,8 @@ from support.harness import build_with_feed, digest, run_on, tiny
 from support.messages import raises
 from support.task_runs import MARIAN, make
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 MARIAN_CONFIG = MARIAN["config"] | {"max_position_embeddings": 64, "decoder_vocab_size": 60}
 DEBERTA = BERT | {"pooler_hidden_size": 32}
 T5 = {"num_layers": 2, "d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2}

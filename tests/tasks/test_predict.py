@@ -21,6 +21,8 @@ from support.messages import mentions, raises
 from support.predictions import numbers
 from support.task_runs import BERT, make, write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 KINDS = ["classification", "documents", "prompts", "messages", "translation", "token_classification"]
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
 

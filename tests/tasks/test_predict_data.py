@@ -19,6 +19,8 @@ from support.harness import TINY
 from support.messages import mentions, raises
 from support.task_runs import write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 ONE = ("launch.processes=1", "strategy=single", "micro_batches=2")
 TEXTS = ["i feel wonderful", "so sad, really sad today", "", 'he said "no", and left', "a"] * 8
 

@@ -29,6 +29,8 @@ from support.harness import build, tiny
 from support.messages import mentions, raises
 from support.task_runs import GPT2, TEMPLATE, make, write
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=4")
 PAIR = {"prompt": "the dog", "chosen": "sees a cat", "rejected": "runs"}
 
