@@ -260,7 +260,7 @@ def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Pat
     job = Job.of(run).with_data()
     train(run, 5)
     (folder / "export").mkdir()
-    (folder / "export" / "config.json").write_text("{}")
+    (folder / "export" / "config.json").write_text('{"a": 1}')
     (folder / "export.json").write_text('{"config.json": ""}')
     assert not finished(run, check_resumable(job))
     train(run, 6)

@@ -111,7 +111,7 @@ def test_json_that_transformers_cannot_read_is_one_message(
     name: str, output: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Users may edit these files, so their hashes are not compared."""
-    (output / "export" / name).write_text("{}")
+    (output / "export" / name).write_text('{"no": "model"}')
     assert main(["predict", str(output), "some text"]) == 2
     error = capfd.readouterr().err
     assert mentions(error, "LS3430", str(output / "export"))

@@ -111,7 +111,7 @@ def test_a_process_that_another_user_names_is_not_stopped(
 
 def test_code_of_the_folder_s_model_runs_only_if_asked_for(theirs: Path) -> None:
     (theirs / "export").mkdir()
-    (theirs / "export/config.json").write_text("{}")
+    (theirs / "export/config.json").write_text('{"a": 1}')
     (theirs / "export.json").write_text('{"config.json": ""}')
     asking = RUN | {"model": {"source": "gpt2", "trust_remote_code": True}}
     (theirs / "run.yaml").write_text(yaml.safe_dump(asking))

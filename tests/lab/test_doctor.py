@@ -290,7 +290,7 @@ def test_a_machine_on_which_ranks_cannot_meet_is_a_problem(monkeypatch: pytest.M
     assert machine_info.several_processes() == {"several": "yes"}
     monkeypatch.setattr(machine_info, "LOOPBACK", "192.0.2.1")  # no address of any machine
     problem = doctor.problems({"processes": machine_info.several_processes()})[0]
-    assert problem.startswith("processes: 192.0.2.1 cannot be reached")
+    assert mentions(problem, "LS7532", "processes: 192.0.2.1", "cannot be reached")
 
 
 def test_facts_are_told_in_words_with_their_units() -> None:

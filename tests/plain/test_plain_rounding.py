@@ -194,7 +194,7 @@ def test_a_score_that_one_side_lacks_differs(
     monkeypatch.setattr(against_plain, "_examples", lambda *_: [])
     monkeypatch.setattr(against_plain, "scores", lambda *_: next(scores))
     held: Any = SimpleNamespace(evaluated=[0], evaluation_masked={}, scores={"f1": ours})
-    lines = against_plain._evaluation(SimpleNamespace(precision="fp32"), None, held, None, names)  # type: ignore[arg-type]
+    lines = against_plain._evaluation(SimpleNamespace(precision="fp32", launch=None), None, held, None, names)  # type: ignore[arg-type]
     assert bool(lines) == differs
 
 

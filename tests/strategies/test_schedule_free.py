@@ -10,7 +10,7 @@ from lockstep.training.checkpoint_model import evaluated
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
 from support.harness import digest
-from support.saving import Job, run_in
+from support.saving import Job, job_of, run_in
 
 WORDS = ("optim=schedule_free", "optim.learning_rate=1e-2")
 
@@ -27,7 +27,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
     names = [p.name for p in (tmp_path / "out/checkpoints/step-000002").glob("*.safetensors")]
     files = Files(tmp_path / "out/checkpoints/step-000002", [*names, ".metadata"])
     weights = {name: files.whole(f"model.{name}") for name, _ in job.strategy.model.named_parameters()}
-    found = evaluated(run.optim, files, weights)
+    found = evaluated(job_of(run).rule, files, weights)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], exported[name]) for name in found)
     assert all(torch.equal(weights[name], trained[name]) for name in weights)

@@ -333,7 +333,7 @@ PAIRS: dict[Callable[[bool], None], str] = {
     padding_that_is_read: "check-padding",
     padding_that_is_learned: "check-padding",
     accumulated: "check-accumulation",
-    divided_twice: "check-accumulation",
+    divided_twice: "divided-twice",
     means_of_unequal_parts: "check-tokens",
     scaled_by_hand: "check-gradient",
     left_by_another_loss: "check-gradient",

@@ -20,7 +20,7 @@ from lockstep.config.run import Run
 _ABOUT = re.compile(
     r"(?:lockstep: |note: |this would fail: )*([a-z_]+(?:\.[a-z_]\w*)*)(?::| \(|,? has | is | cannot | needs )"
 )
-_SAYS_SO = ("default", "missing", "is not set", "placeholder")
+_SAYS_SO = ("default", "missing", "is not set", "sets no key of", "placeholder")
 _SHORT = {"task": "name", "data": "source", "model": "source", "tokenizer": "source", "optim": "name"}
 _SHORT |= {"strategy": "name", "launch": "name", "track": "to"}
 

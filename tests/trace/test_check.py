@@ -54,7 +54,7 @@ def test_a_fault_is_named_and_what_looks_like_it_is_not(
 ) -> None:
     rows = checked(lambda: case(wrong), tmp_path)
     assert [f.code for f in proved(rows) if f.code != "unchanged"] == []
-    codes = {f.code for f in rows if f.level == "suspicious" and f.code.startswith("check-")}
+    codes = {f.code for f in rows if f.level == "suspicious" and f.code.startswith(("check-", "divided-"))}
     assert codes == ({PAIRS[case]} if wrong else set())
     assert all(f.otherwise and f.decides for f in rows if f.level == "suspicious")
 

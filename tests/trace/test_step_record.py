@@ -164,7 +164,7 @@ def test_what_proves_nothing() -> None:
     assert StepRecord.of_numbers(1, math.inf, 1.0).fault(skips=True) is None
     assert "was changed" in str(record(loss=0.1).fault())
     assert "was changed" in str(record(loss="0.5").fault())
-    assert "weights that are not finite" in str(record(finite=False).fault())
+    assert "weights are not finite" in str(record(finite=False).fault())
     masked = {"mask": torch.tensor([-math.inf])}
     assert record(after=prints_of(masked)).fault() is None  # a mask holds infinities
     assert "mask is not finite" in str(record(gradients=prints_of(masked)).fault())

@@ -51,7 +51,7 @@ def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, said = pasted(tiny("strategy.exact=false", "launch.processes=2", output="out"), 2, "verify")
-    assert "same training" in said
+    assert "on a single process" in said
     run = tiny("launch.name=slurm", output="my out")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert the_same_elsewhere(Job.of(run), World(run))[0] == "lockstep evaluate 'my out'"

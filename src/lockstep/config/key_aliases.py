@@ -87,5 +87,6 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
 def close_file(path: Path, files: Iterable[Path]) -> Path | None:
     """Return the file whose name without its ending is closest to that of a missing `path`, or None."""
     stems = {file.stem: file for file in files}
-    close = difflib.get_close_matches(path.stem, list(stems), 1, cutoff=CLOSE)
+    cutoff = 0.66 if 3 <= len(path.stem) <= 4 else CLOSE  # one letter of a short name is a quarter of it or more
+    close = difflib.get_close_matches(path.stem, list(stems), 1, cutoff=cutoff)
     return path.with_name(stems[close[0]].name) if close else None
