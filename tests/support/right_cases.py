@@ -56,6 +56,44 @@ def a_head_that_begins_at_zero_under_signs() -> None:
         optimizer.step()
 
 
+def a_layer_that_is_perturbed() -> None:
+    """Adversarial weights of the first layer, by an optimizer of its own."""
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
+    up, down = sgd(model[0], 0.01), sgd(model, 0.05)
+    for x, y in batches(2):
+        up.zero_grad()
+        (-functional.cross_entropy(model(x), y)).backward()
+        up.step()
+        step(model, down, x, y)
+
+
+class Averaged(nn.Module):
+    """Averages several draws in evaluation, without a word on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.relu(self.layer(x))
+        return torch.stack([self.head(functional.dropout(hidden, 0.3)) for _ in range(1 if self.training else 8)]).mean(
+            0
+        )
+
+
+def a_regression_that_averages_draws() -> None:
+    model = Averaged()
+    optimizer = sgd(model, 0.01)
+    for x, _ in batches(2):
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), x[:, :1]).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for x, _ in batches(1):
+            model(x)
+
+
 class Views(nn.Module):
     """Two views of each example, with as many positions as examples."""
 
@@ -229,6 +267,8 @@ def networks_that_are_frozen_in_turn() -> None:
 
 
 RIGHT_ON_PURPOSE: tuple[Callable[[], None], ...] = (
+    a_layer_that_is_perturbed,
+    a_regression_that_averages_draws,
     averages_with_a_ramp,
     noise_on_dark_pixels,
     a_head_that_begins_at_zero_under_signs,

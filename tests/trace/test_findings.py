@@ -247,6 +247,9 @@ def test_the_cause_of_zero_gradients_is_not_guessed(way: str, tmp_path: Path) ->
         ("nll", "max", (-0.5, 2.0), False),  # turned round, or a density
         ("error_acc", "max", (0.5, 2.0), False),
         ("reward", "min", (0.5, 2.0), False),
+        ("1-acc", "min", (0.5, 0.9), False),
+        ("forget_accuracy", "min", (0.5, 0.9), False),  # what is to be unlearned
+        ("recall@10", "min", (0.5, 0.9), True),
     ],
 )
 def test_the_largest_error_as_the_best_is_a_finding(
@@ -282,11 +285,17 @@ def test_a_trainer_does_not_divide_a_loss_of_the_script(tmp_path: Path, own: boo
     assert [(f.code, f.level) for f in rows] == [("accumulation-undivided", "wrong" if own else "suspicious")]
 
 
-@pytest.mark.parametrize(("ends", "whole", "level"), [(1, 1, "wrong"), (0, 1, "suspicious"), (1, 0, "suspicious")])
-def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(ends: int, whole: int, level: str) -> None:
-    """In orders of their own. The controls: a stream without end, and a worker that yields a few rows more."""
+@pytest.mark.parametrize(
+    ("ends", "whole", "size", "level"),
+    [(1, 1, 32, "wrong"), (0, 1, 32, "suspicious"), (1, 0, 32, "suspicious"), (1, 1, 64, "suspicious")],
+)
+def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(
+    ends: int, whole: int, size: int, level: str
+) -> None:
+    """In orders of their own. The controls: a stream without end, a worker that yields a few rows more, and a stream
+    that is to yield all rows twice."""
     rank = Rank({"rank": 0, "world": 1}, Path())
-    rank.loaders.append({"loader": "1.0", "workers": 2, "streamed": True})
+    rank.loaders.append({"loader": "1.0", "workers": 2, "streamed": True, "size": size})
     rank.passed += [{"loader": "1.0"}] * ends
     layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
     for number in range(16):
@@ -296,19 +305,3 @@ def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(ends: i
         rank.steps.setdefault(0, {})[number] = Step(about, layout)
     found = [*data.whole_stream(Trace(Path(), {}, (rank,), 0))]
     assert [(f.code, f.level) for f in found] == [("whole-stream", level)]
-
-
-@pytest.mark.parametrize(
-    ("of", "shape", "optimizers", "counts"),
-    [
-        ("MseLoss", [8], 1, True),
-        ("MseLoss", [8, 1], 1, True),
-        ("MseLoss", [8, 1], 2, False),
-        ("MseLoss", [8, 12], 1, False),
-    ],
-)
-def test_a_regression_of_one_number_has_no_noise_on_purpose(
-    of: str, shape: list[int], optimizers: int, counts: bool
-) -> None:
-    """The controls: a discriminator beside a generator, and an image."""
-    assert noise.of_numbers({"of": of, "kind": "squared error", "shape": shape}, optimizers) == counts

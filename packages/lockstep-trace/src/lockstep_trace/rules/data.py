@@ -126,8 +126,8 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
     """Report a stream that every data loader worker yields completely, so that each batch comes once per worker.
 
     No correct program repeats each batch immediately, as many times as there are workers. In other orders it is proved
-    if a pass ends after each worker has given all of the same examples once: a stream that is drawn from without end
-    may be shuffled by each worker, and one that ends is one pass over the data, whatever the number of workers."""
+    if a pass ends after each worker has given all of the same examples once, and the stream says that it has so many: a
+    stream may be shuffled by each worker on purpose, so that a pass is several epochs, and then has another length."""
     for optimizer, rank in itertools.product(trace.optimizers, trace.ranks[:1]):
         begun = {r["loader"]: r for r in rank.loaders}
         for name, batches in batches_of_passes(rank, optimizer).items():
@@ -151,6 +151,7 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
                 otherwise, decides = "workers that shuffle all rows each, on purpose", "how long a pass is meant to be"
                 at = first_step(rank, name, optimizer)
                 proved = any(r["loader"] == name for r in rank.passed) and all(set(each) == both for each in lists)
+                proved = proved and begun[name].get("size") == len(both)
                 yield weakened(Finding("whole-stream", what, cause, at), proved, otherwise, decides)
                 return
 

@@ -5,8 +5,7 @@ Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules.finding import SUSPICIOUS, WRONG, Finding, weakened
@@ -20,9 +19,9 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
     torch's function is on unless its argument `training` says otherwise, and fused attention drops whatever the mode.
     A right program that wants random predictions (Monte Carlo dropout) says so, and predicts each example several times
     to average; noise that is part of a model (a prenet that always drops) says training=True, and a model of images
-    or sounds may say nothing. So it is proved of attention, and of models trained by
-    cross entropy, or by one optimizer to one number for each example, if nothing is said and no example is predicted
-    twice by the same weights."""
+    or sounds, one that averages several draws inside of its forward, or one whose draws are an exploration, may say
+    nothing. So it is proved of attention, and of models trained by cross entropy, if nothing is said and no example is
+    predicted twice by the same weights."""
     for rank in trace.ranks[:1]:
         rows = [r for r in rank.noise if r["of"] in ("dropout", "attention")]
         if not rows or _repeats(rank):
@@ -37,18 +36,9 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
         finding = Finding("dropout-in-evaluation", what, cause)
         otherwise = "random outputs on purpose" + ("" if silent else ": its argument training is stated")
         objectives = [o for steps in rank.steps.values() for s in steps.values() for o in s.objectives or ()]
-        certain = row["of"] == "attention" or any(of_numbers(o, len(rank.steps)) for o in objectives)
+        certain = row["of"] == "attention" or any(o["kind"] == "cross entropy" for o in objectives)
         yield weakened(finding, bool(silent) and certain, otherwise, "whether predictions are meant to be random")
         return
-
-
-def of_numbers(objective: Mapping[str, Any], optimizers: int) -> bool:
-    """Return whether a loss is over classes, or a regression of one number for each example; a discriminator's is, too,
-    beside a generator with an optimizer of its own."""
-    shape = objective.get("shape") or [0]
-    one = shape[0] > 1 and (len(shape) == 1 or shape[1:] == [1])
-    regression = objective["of"] in ("MseLoss", "SmoothL1Loss", "HuberLoss")
-    return objective["kind"] == "cross entropy" or (one and regression and optimizers == 1)
 
 
 def _repeats(rank: Rank) -> bool:

@@ -100,8 +100,8 @@ def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report an optimizer that holds all parameters of another one, and more, and takes turns with it.
 
     Two losses may share a part on purpose. It is proved if its gradients of these parameters oppose those of the other
-    one nearly always: then each undoes what the other has made, as where a generator's optimizer holds the
-    discriminator."""
+    one nearly always, and several models are called: then each undoes what the other has made, as where a generator's
+    optimizer holds the discriminator. Layers of one model may be perturbed against its training on purpose."""
     rank = trace.ranks[0]
     for other in rank.steps:
         a, b = ([s for _, s in sorted(rank.steps.get(o, {}).items())] for o in (optimizer, other))
@@ -114,7 +114,7 @@ def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += f" the second ({few(sorted(others))}) beside {len(own - others)} of its own: its loss trains both"
             cosines = _cosines(a, b)
             opposed = [c for c in cosines if c < OPPOSED]
-            proved = len(cosines) >= ENOUGH and len(opposed) >= 0.9 * len(cosines)
+            proved = len(a[-1].layout.models) > 1 and len(cosines) >= ENOUGH and len(opposed) >= 0.9 * len(cosines)
             if proved:
                 what += (
                     f"; its gradients of these oppose the second's (cosine {min(cosines):.2f} to {max(cosines):.2f})"

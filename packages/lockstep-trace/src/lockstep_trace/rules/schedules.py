@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "the schedule may be as long as that"
 COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
+ENDED = 0.1  # share of the maximum below which a schedule may be at its end
 JUMP, LEAST_GAP = 0.1, 0.05  # shares of the distance of two rates, and of the larger one
 TINY = 1e-4  # of the largest rate
 MOST_OF = 20  # steps
@@ -240,9 +241,10 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a schedule that begins anew after its optimizer went on with a loaded state.
 
     Made before the state was loaded, it has set the rate of its first step, which the state's rate replaces: the first
-    step is made with that of the old schedule, and the next one with the second of the new. No correct program mixes
-    the two where it reads a checkpoint. One that goes on by an offset or `last_epoch` has rates that follow the
-    loaded one; one that begins a new phase makes its schedule, or sets its rate, after loading."""
+    step is made with that of the old schedule, and the next one with the second of the new. One that goes on by an
+    offset or `last_epoch` has rates that follow the loaded one; one that begins a new phase makes its schedule, or sets
+    its rate, after loading. A new phase may do neither, as one step at another rate does no harm: so it is proved where
+    the schedules have one maximum, and the old one has not come to its end."""
     for rank in trace.ranks[:1]:
         steps = rank.steps.get(optimizer, {})
         for number, step in sorted(steps.items()):
@@ -259,7 +261,13 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"step {number} is made with the rate of the loaded state, {rates[0]:g}, and the next one with "
             what += f"{then[0]:g}: {step.loaded['earlier']} was made before, did not load its state, and begins anew"
             cause = "save and load the scheduler's state_dict with the optimizer's"
-            yield Finding("schedule-anew", what, cause, number, WRONG)
+            otherwise, decides = (
+                "a new phase with its own schedule",
+                "whether the run goes on with the schedule it loads",
+            )
+            one = loaded["peaks"] == loaded["own_peaks"] and bool(loaded["peaks"])
+            unfinished = one and all(r > ENDED * p for r, p in zip(rates, loaded["peaks"], strict=False))
+            yield weakened(Finding("schedule-anew", what, cause, number), unfinished, otherwise, decides)
             return
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from lockstep_trace.read import Trace
-from lockstep_trace.rules.finding import WRONG, Finding
+from lockstep_trace.rules.finding import Finding, weakened
 
 ERRORS = {
     "loss",
@@ -40,19 +40,26 @@ OTHER = {
     "improvement",
     "scale",
 }
+# leave the meaning of a name as it is, if it does not begin with a number ("1-acc")
+NEUTRAL = {"eval", "val", "valid", "validation", "dev", "test", "rate", "mean", "avg", "average", "macro", "micro"}
+NEUTRAL |= {"weighted", "balanced", "top", "at", "k", "word", "char", "character", "token", "epoch", "step", "score"}
 
 
 def wrong_way(trace: Trace) -> Iterator[Finding]:
     """Report an error of which the largest value counts as the best, or a score of which the smallest does.
 
     What the name means is known for a few names alone, without a word that turns it round. Values below 0 may be turned
-    round, too, and are left out. Nobody keeps the weights with the largest error."""
+    round, too, and are left out. Nobody keeps the weights with the largest error of the model itself; that of an
+    adversary, or on what is to be forgotten, may be wanted: other words in a name, and a loss that is maximized, weaken
+    it."""
+    raised = any(g.get("maximize") for r in trace.ranks[:1] for s in r.steps.values() for g in s[max(s)].groups)
     rows: dict[tuple[str, str, str], list[float]] = {}
     for rank in trace.ranks[:1]:
         for row in rank.selections:
             rows.setdefault((row["by"], row["metric"], row["mode"]), []).append(row["value"])
     for (by, metric, mode), values in rows.items():
-        words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+        parts = [w for w in re.split(r"[^a-z0-9]+", metric.lower()) if w]
+        words = set(parts)
         is_error, is_score = bool(words & ERRORS), bool(words & SCORES)
         if is_error == is_score or words & OTHER or min(values) < 0 or len(set(values)) < 2:
             continue
@@ -64,4 +71,9 @@ def wrong_way(trace: Trace) -> Iterator[Finding]:
         what += f"{best(values):.4g} in {len(values)} evaluations"
         usual = f"mode='{'min' if is_error else 'max'}'"
         cause = f"set {f'greater_is_better={not is_error}' if by == 'Trainer' else usual}"
-        yield Finding("best-is-worst", what, cause, None, WRONG)
+        rest = [w for w in parts if w not in NEUTRAL]
+        plain = all(w in ERRORS | SCORES or (i and w.isdigit()) for i, w in enumerate(rest))
+        otherwise = "a score of something that is to get worse, as an adversary"
+        yield weakened(
+            Finding("best-is-worst", what, cause), plain and not raised, otherwise, "what the name stands for"
+        )

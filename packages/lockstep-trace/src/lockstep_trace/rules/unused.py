@@ -74,12 +74,15 @@ def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report means that are divided twice by the number of batches of a step.
 
-    No correct program makes the gradient k times smaller than that of the mean of k batches. Two batches and a factor
-    of 1/2 that belongs to the loss look alike."""
+    No correct program makes the gradient k times smaller than that of the mean of k batches. A weight of the loss may
+    be 1/k by chance: so it is proved of two divisions by an integer, and not of two batches."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
-    rows = [s for s in steps if (s.backwards or 0) > 1 and f"divided twice by {s.backwards}" in (s.notes or ())]
-    rows = [s for s in rows if s.notes.count(f"divided twice by {s.backwards}") == s.backwards]
+    ways = ("divided twice", "weighted")
+    steps = [s for s in steps if s.backwards]
+    counts = {w: [s for s in steps if (s.notes or []).count(f"{w} by {s.backwards}") == s.backwards > 1] for w in ways}
+    way = max(ways, key=lambda w: len(counts[w]))
+    rows = counts[way]
     rows = [s for s in rows if _distinct_examples(s)]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
         return
@@ -91,7 +94,7 @@ def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     cause = f"divide by {count} once: Accelerate, Trainer and Lightning divide by themselves"
     otherwise = "a factor that belongs to the loss"
     finding = Finding("divided-twice", what, cause, step.step)
-    yield weakened(finding, count > 2, otherwise, "who divides the loss")
+    yield weakened(finding, count > 2 and way != "weighted", otherwise, "who divides the loss")
 
 
 def _distinct_examples(step: Step) -> bool:

@@ -5,6 +5,7 @@ In: a loss before backward, and the inputs of the call that it is of. Out: (note
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ LEAST = 8  # targets
 MOVES = 0.3  # share of tokens that differ from the one before them
 # move positions, or mix them
 MOVING = ("Cat", "Slice", "Roll", "ConstantPadNd", "Index", "IndexSelect", "Gather", "Flip", "Convolution", "Stack")
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")
 MIXING = ("Bmm", "Baddbmm", "Mean", "Sum", "Max", "CopySlices", "SliceScatter", "IndexPut", *SOFTMAX)
 
 
-def answer_notes(loss: Any, floats: Sequence[Tensor]) -> list[Note]:
-    """Return the notes on answers among the inputs. `floats`: inputs [N, F] of the calls since the last backward."""
+def answer_notes(loss: Any, floats: Sequence[Tensor], drawn: bool) -> list[Note]:
+    """Return the notes on answers among the inputs. `floats`: inputs [N, F] of the calls since the last backward;
+    `drawn`: random numbers may have been drawn since the forward began."""
     nodes = loss_nodes(loss)
     notes: list[Note] = []
     for node in nodes:
@@ -34,7 +37,7 @@ def answer_notes(loss: Any, floats: Sequence[Tensor]) -> list[Note]:
         if classes and isinstance(target, Tensor) and is_plain_tensor(target):
             notes += _columns(target, floats)
     of_tokens = [n for n in nodes if name_of(n).startswith("NllLoss")]
-    return notes + (_decoded(loss, of_tokens[0]) if len(of_tokens) == 1 else [])
+    return notes + (_decoded(loss, of_tokens[0], drawn) if len(of_tokens) == 1 else [])
 
 
 def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
@@ -48,11 +51,12 @@ def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
             yield "answer in a column", equal & (flat != flat[0]).any()
 
 
-def _decoded(loss: Any, node: Any) -> list[Note]:
+def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
     """Return whether a causal decoder reads the targets themselves, each at its own position.
 
     A decoder that shifts its input, inside or outside of the model, reads other tokens there, or moves their
-    embeddings. An autoencoder reads the targets with an encoder, which nothing hides later tokens from."""
+    embeddings. An autoencoder reads the targets with an encoder, which nothing hides later tokens from, or on a way
+    that is narrower than the embedding. A denoiser adds numbers to the embeddings; a tagger changes some tokens."""
     if not is_plain_tensor(node._saved_target):
         return []
     target = node._saved_target.detach().reshape(-1)
@@ -62,12 +66,34 @@ def _decoded(loss: Any, node: Any) -> list[Note]:
     looks = attentions(loss) if same else None
     for embedding in same if looks else ():
         ids = embedding._saved_indices
-        causal = [_is_causal(each, ids) for each in looks or () if _directly(each[0], embedding, ids.shape)]
-        if causal:
+        reads = [each for each in looks or () if _directly(each[0], embedding, ids.shape, drawn)]
+        if reads and _is_wide(node, embedding, ids.shape):
+            causal = torch.stack([_is_causal(each, ids) for each in reads]).any()
             equal = ((ids.reshape(-1) == target) | ~counted).all() & (counted.sum() >= LEAST)
             moves = (ids[:, 1:] != ids[:, :-1]).float().mean() > MOVES
-            return [("answer at its position", equal & moves & torch.stack(causal).any())]
+            return [("answer at its position", equal & moves & causal), ("another at its position", causal & ~equal)]
     return []
+
+
+def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
+    """Return whether a way from the logits' layer to an embedding has everywhere half of its width or more."""
+    width = shape_of(embedding)[-1]
+    waiting: list[tuple[Any, bool]] = [(loss, False)]
+    known: set[Any] = set()
+    while waiting and len(known) < NODES:
+        node, below = waiting.pop()
+        if node is embedding:
+            return True
+        if node is None or node in known:
+            continue
+        known.add(node)
+        shape = shape_of(node)
+        of_tokens = len(shape) in (2, 3) and math.prod(shape[:-1]) == math.prod(size)
+        if below and of_tokens and 2 * shape[-1] < width:
+            continue
+        below = below or name_of(node) in LAYERS
+        waiting += [(n, below) for n, _ in node.next_functions]
+    return False
 
 
 def _is_causal(look: tuple[Any, Any], ids: Tensor) -> Tensor:
@@ -84,9 +110,9 @@ def _fits(node: Any, target: Tensor) -> bool:
     return fits and is_plain_tensor(ids)
 
 
-def _directly(attention: Any, embedding: Any, size: tuple[int, ...]) -> bool:
+def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool) -> bool:
     """Return whether an attention reads an embedding, position by position, on a way that no other attention, shift or
-    pooling is on."""
+    pooling is on, nor a sum with numbers that may have been drawn."""
     waiting: list[Any] = [n for n, _ in attention.next_functions]
     known: set[Any] = set()
     if name_of(attention) in SOFTMAX:
@@ -101,6 +127,8 @@ def _directly(attention: Any, embedding: Any, size: tuple[int, ...]) -> bool:
         if node is None or node in known or name in (*MOVING, *MIXING) or name.startswith("ScaledDotProduct"):
             continue
         known.add(node)
+        if drawn and name == "Add" and any(n is None for n, _ in node.next_functions):
+            continue
         if any(n in (size[1], size[0] * size[1]) for n in shape_of(node)):  # it still has positions
             waiting += [n for n, _ in node.next_functions]
     return False

@@ -244,16 +244,17 @@ def is_mean(node: Any) -> bool:
 
 
 def divisors(loss: Any) -> tuple[bool, list[float]]:
-    """Return whether a loss is a mean, and the numbers other than 1 that it is divided by, the last one first."""
+    """Return whether a loss is a mean, and the numbers other than 1 that it is divided by, the last one first: integers
+    where it is divided by integers."""
     node, numbers = getattr(loss, "grad_fn", None), list[float]()
     while node is not None and name_of(node) in ("Div", "Mul") and len(node.next_functions) < 3:
         before = [n for n, _ in node.next_functions if n is not None]
         number = getattr(node, "_saved_other", None)
         if isinstance(number, Tensor) and number.dim() == 0 and number.device.type == "cpu":
-            number = float(number)
+            number = number.item()
         if len(before) != 1 or not isinstance(number, float | int) or not number:
             break
-        numbers.append(float(number) if name_of(node) == "Div" else 1 / float(number))
+        numbers.append(number if name_of(node) == "Div" else 1 / float(number))
         node = before[0]
     return node is not None and is_mean(node), [n for n in numbers if n != 1]
 

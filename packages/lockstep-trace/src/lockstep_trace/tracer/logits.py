@@ -78,6 +78,11 @@ def _axes(softmax: Any) -> Iterator[Note]:
             return
         if name in ("View", "UnsafeView", "ReshapeAlias"):
             before, after = [int(n) for n in node._saved_self_sym_sizes], shape_of(node)
+            if len(before) == 2 and before[-1] == after[-1] and name_of(_only(node) or node) in ("Addmm", "Mm"):
+                # a layer of several axes, which it puts together beforehand
+                if text and axis != len(after) - 1 and after[-1] == classes:
+                    yield f"classes of {text}", None
+                return
             here = None if axis is None else place(before, after, axis)
             if here is None and axis is not None and is_union(before, after, axis):
                 return  # of positions, as of a heat map
@@ -140,7 +145,8 @@ def _twice(node: Any, softmax: Any) -> Iterator[Note]:
     rows = target.clamp(min=0).unsqueeze(1)
     own, spread = result.gather(1, rows), result.std(1, keepdim=True)
     near = ((result - own).abs() <= CLOSE * spread).sum(1) - 1
-    yield "positive among negatives", ((near >= 1) & (near <= shape[1] // 4) & (spread[:, 0] > 1e-3)).all()
+    again = (result.sort(1).values.diff(dim=1) <= 0).float().mean() > 0.25  # candidates come twice, not positives alone
+    yield "positive among negatives", ((near >= 1) & (near <= shape[1] // 4) & (spread[:, 0] > 1e-3)).all() & ~again
 
 
 def _self(node: Any, softmax: Any) -> Iterator[Note]:
@@ -156,8 +162,16 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
     if one is None or other is None or one is not _over_moves(other):
         return
     own = torch.arange(shape[0], device=target.device)
-    result = softmax._saved_result.detach().diagonal()
-    yield "itself among candidates", (target != own).all() & (result > -50).all()
+    result = softmax._saved_result.detach()
+    holds = (target != own).all() & (result.diagonal() > -50).all()
+    rows = next((r for r in (product._saved_self, product._saved_mat2) if isinstance(r, Tensor)), None)
+    if rows is None or not is_plain_tensor(rows):
+        return
+    rows = rows.detach() if rows.shape[0] == shape[0] else rows.detach().t()
+    lengths = rows.float().norm(dim=1)
+    unit = (lengths - lengths.mean()).abs().max() <= 1e-3 * lengths.mean()
+    yield "itself among candidates", holds & unit
+    yield "itself among products", holds & ~unit
 
 
 def _scaled(node: Any) -> Any:

@@ -264,7 +264,8 @@ class Recorder:
         mean, numbers = divisors(loss)
         self.since.means += mean and not numbers
         if mean and len(numbers) > 1 and numbers[0] == numbers[1] > 1:
-            self.since.notes.append(f"divided twice by {numbers[0]:g}")
+            how = "divided twice" if all(isinstance(n, int) for n in numbers[:2]) else "weighted"
+            self.since.notes.append(f"{how} by {numbers[0]:g}")
 
     def _look(self, loss: Tensor) -> None:
         """Take note of what a loss compares with what, at first losses."""
@@ -272,7 +273,8 @@ class Recorder:
         pairs = compares_all(loss, self.columns) if self.columns else None
         rows = [] if pairs is None else [("spread over targets", pairs)]
         if not self.saved_hooks:
-            notes = [*logits_notes(loss), *answer_notes(loss, self.floats)]
+            drawn = loss.device.type != "cpu" or len(set(self.since.drawn)) != 1
+            notes = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
             self.since.notes += [note for note, holds in notes if holds is None]
             rows += [(note, holds) for note, holds in notes if holds is not None]
         self.since.noted += rows

@@ -44,6 +44,8 @@ class Loaded:
     resumed: list[float] | None = None
     earlier: str | None = None  # a scheduler that was made before, has made no step and loaded no state
     begun: list[float] | None = None  # the rates that it began with
+    peaks: list[float] = field(default_factory=list)  # rates that the loaded state's schedule multiplies
+    own_peaks: list[float] = field(default_factory=list)  # and those of the scheduler made before
 
 
 class Schedules:
@@ -144,7 +146,8 @@ class Schedules:
     def loads(self, optimizer: Any) -> None:
         """Record that an optimizer's state was loaded, unless it is empty: of an optimizer without steps."""
         if optimizer.state:
-            row = weakref.ref(optimizer), Loaded(rates_of(optimizer))
+            peaks = [float(g["initial_lr"]) for g in optimizer.param_groups if "initial_lr" in g]
+            row = weakref.ref(optimizer), Loaded(rates_of(optimizer), peaks=peaks)
             self._loaded[id(optimizer)] = row
 
     def resumes(self, scheduler: Any) -> None:
@@ -172,6 +175,7 @@ class Schedules:
             fresh = known is not None and getattr(known, "last_epoch", 1) == 0
             loaded.earlier = own[0].name if fresh and own[0].name in FROM_BASE else None
             loaded.begun = own[0].begun
+            loaded.own_peaks = [float(rate) for rate in getattr(known, "base_lrs", None) or []]
         return dict(vars(loaded))
 
 
