@@ -164,14 +164,20 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
     own = torch.arange(shape[0], device=target.device)
     result = softmax._saved_result.detach()
     holds = (target != own).all() & (result.diagonal() > -50).all()
-    rows = next((r for r in (product._saved_self, product._saved_mat2) if isinstance(r, Tensor)), None)
-    if rows is None or not is_plain_tensor(rows):
+    unit = _equally_long(product, shape[0])
+    if unit is None:
         return
-    rows = rows.detach() if rows.shape[0] == shape[0] else rows.detach().t()
-    lengths = rows.float().norm(dim=1)
-    unit = (lengths - lengths.mean()).abs().max() <= 1e-3 * lengths.mean()
     yield "itself among candidates", holds & unit
     yield "itself among products", holds & ~unit
+
+
+def _equally_long(node: Any, count: int) -> Tensor | None:
+    """Return whether the embeddings that a product is of have one length; None if they are not kept."""
+    rows = next((r for r in (node._saved_self, node._saved_mat2) if isinstance(r, Tensor)), None)
+    if rows is None or not is_plain_tensor(rows):
+        return None
+    lengths = (rows if rows.shape[0] == count else rows.t()).detach().float().norm(dim=1)
+    return (lengths - lengths.mean()).abs().max() <= 1e-3 * lengths.mean()
 
 
 def _scaled(node: Any) -> Any:
