@@ -230,7 +230,9 @@ def test_a_seed_through_a_function_and_labels_that_are_numbered(here: Path, caps
     shown = capsys.readouterr().out
     assert "seeded(SEED) -> seed" in shown
     assert "manual_seed" not in shown
-    assert "class_encode_column('label') -> nothing: labels are numbered by their sorted texts" in shown
+    assert (
+        "class_encode_column('label') -> nothing: texts are numbered in sorted order here, too, but integers" in shown
+    )
 
 
 @pytest.mark.parametrize(("name", "text"), [("pl.py", LIGHTNING), ("nano.py", NANO)])

@@ -91,7 +91,7 @@ def test_a_trial_that_fails_is_a_line_with_its_reason(tmp_path: Path, cache: Pat
         (["--over", "launch.processes=1,9"], "trial processes-9: launch.processes: 9 processes cannot share"),
         (["--over", "strategy.name=ddp,pipeline", "launch.processes=1"], "trial name-pipeline"),
         (["--over", "optim.learning_rate=1e-5..1e-3"], "needs a search"),
-        (["--over", "optim.learning_rate=1e-3..1e-5", "--search", "3"], "must be below"),
+        (["--over", "optim.learning_rate=1e-3..1e-5", "--search", "3"], ":log: low (0.001) must be below"),
         (["--over", "optim.learning_rate=0..1:log", "--search", "3"], "above 0"),
         (["--over", "output=a,b"], "sets it for every trial"),
         (["--over", "seed=1,2", "--over", "seed=3"], "given twice"),

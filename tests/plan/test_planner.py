@@ -173,8 +173,8 @@ def test_a_device_file_says_what_is_wrong_with_it(run_file: Path, capsys: pytest
     good = yaml.safe_load((devices.FOLDER / "h100.yaml").read_text())
     assert Device.model_validate(good).name == "NVIDIA H100 SXM, 80 GB"
     for changed, said in (
-        ({"flops": {"fp8": 1.0}}, "flops.fp8"),
-        ({"memory_bytes": -1}, "memory_bytes"),
+        ({"flops": {"fp8": 1.0}}, "flops: invalid value 'fp8'; expected"),
+        ({"memory_bytes": -1}, "memory_bytes: invalid value -1; expected"),
         ({"sources": {}}, "missing memory_bytes"),
         ({"flops": {"bf16": 1.0}}, "has no flops for precision=fp32"),
     ):

@@ -159,6 +159,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
     parser.add_argument("--yes", action="store_true", help="ask no questions; accept the guesses")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def run_init(args: argparse.Namespace) -> int:

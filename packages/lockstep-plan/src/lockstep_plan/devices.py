@@ -14,7 +14,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from lockstep.config.errors import InvalidValue
+from lockstep.config import error_messages as messages
+from lockstep.config.errors import InvalidValue, uncoded
 from lockstep.config.run import RunError
 
 FOLDER = Path(__file__).parent / "devices"
@@ -139,11 +140,12 @@ def load(name: str) -> Device:
             f"--device: unknown device {name!r}; expected {', '.join(sorted(shipped))} or a YAML file of rates; "
             "docs/how-to/plan.md shows such a file",
         )
+    lines: dict[str, int] = {}
     try:
-        return Device.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        values, lines = messages.read_yaml_with_lines(path.read_text(encoding="utf-8"))
+        return Device.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RunError("LS8314", f"--device: {path}: {place}: {first['msg']}".replace(": : ", ": ")) from None
+        reason = uncoded(str(messages.explain(error, Device, str(path), lines, {})))
+        raise RunError("LS8314", f"--device: {reason.removeprefix(': ')}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RunError("LS8313", f"--device: {path} cannot be read: {' '.join(str(error).split())[:200]}") from None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import loss_means, script, text_columns
+from lockstep.lab.import_config import label_order, loss_means, script, text_columns
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
@@ -174,6 +174,7 @@ def mapped(call: Call, at: Reading) -> None:
         _labels(function, at)
         checked = MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at))
         checked.read()
+        label_order.note(at.script, function, at.draft)
         if checked.drops_blank:
             at.set(call, "data.drop_missing", True)
         for one in tokenising:
@@ -401,8 +402,9 @@ def of_trainer(call: Call, at: Reading) -> None:
 
 
 def encoded(call: Call, at: Reading) -> None:
-    """Read `class_encode_column`, which numbers the labels in the order of their texts, as lockstep does."""
-    at.read(call, "nothing: labels are numbered by their sorted texts here, too")
+    """Read `class_encode_column`, which numbers the labels in the order of their texts, as lockstep does, and integers
+    in that of their texts, too: 10 before 2."""
+    at.read(call, "nothing: texts are numbered in sorted order here, too, but integers by value, 2 before 10")
 
 
 HANDLERS = {

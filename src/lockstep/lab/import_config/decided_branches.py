@@ -26,11 +26,15 @@ def taken(script: Script) -> Script:
     tree = deepcopy(script.tree)
     reader = _Reader(Script(script.path, script.text, script.options, tree))
     try:
-        tree.body = reader.body(tree.body, {})
+        functions = [each for each in ast.walk(tree) if isinstance(each, _Function)]
+        reader.outside = {name for each in functions for name in _attributes(each)}
+        tree.body = reader.body(tree.body, dict.fromkeys(reader.outside, Unknown))
         for function in [each for each in ast.walk(tree) if isinstance(each, _Function)]:
             names = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             more = [each for each in (function.args.vararg, function.args.kwarg) if each is not None]
-            outside = dict.fromkeys(reader.attributes_outside(function), Unknown)
+            reader.outside = reader.attributes_outside(function)
+            reader.forget_all()
+            outside = dict.fromkeys(reader.outside, Unknown)
             function.body = reader.body(function.body, outside | {each.arg: Unknown for each in (*names, *more)})
             reader.drop_last_break(function)
     except RecursionError:
@@ -47,9 +51,15 @@ class _Reader:
     script: Script
     changed: bool = False
     elsewhere: set[str] = field(default_factory=set)  # names that an inner function changes
+    outside: set[str] = field(default_factory=set)  # attributes that functions set, except the one that is read
+    at_loop: dict[int, dict[str, tuple[int, str, int]]] = field(default_factory=dict)  # id of a loop -> `whole` there
     products: dict[str, tuple[int, str]] = field(default_factory=dict)  # code -> (number, code) whose product it is
-    batches: dict[str, str] = field(default_factory=dict)  # code of a number of batches -> its loader
-    whole: dict[str, tuple[int, str]] = field(default_factory=dict)  # code of epochs * batches -> epochs and loader
+    batches: dict[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # code of a number of steps -> loader, batches a step
+    whole: dict[str, tuple[int, str, int]] = field(
+        default_factory=dict
+    )  # code of all steps -> epochs, and of `batches`
 
     def __post_init__(self) -> None:
         for function in (each for each in ast.walk(self.script.tree) if isinstance(each, _Inner)):
@@ -84,8 +94,12 @@ class _Reader:
                     continue
                 count, total = test.left, ast.unparse(test.comparators[0])
                 stores = [each for each in ast.walk(function) if isinstance(each, ast.Name) and _is_set(each, count)]
-                steps = [each for each in loop.body[:place] if isinstance(each, ast.AugAssign) and _is_one(each, count)]
-                last = total in self.whole and self.whole[total] == around
+                counted = [each for node in loop.body[:place] for each in _of_a_step(node)]
+                steps = [each for each in counted if isinstance(each, ast.AugAssign) and _is_one(each, count)]
+                *whole, every = self.at_loop.get(id(loop), {}).get(total, (0, "", 1))
+                last = tuple(whole) == around and (
+                    every == 1 or (self._accumulates(every) and steps[0] not in loop.body)
+                )
                 if last and len(stores) == 2 and len(steps) == 1 and self._starts(function, count):
                     del loop.body[place]
                     self.changed = True
@@ -107,6 +121,13 @@ class _Reader:
         loader = loader if loader.isidentifier() else ast.unparse(node)
         return (last, loader) if first == 0 and isinstance(last, int) else None
 
+    def _accumulates(self, every: int) -> bool:
+        """Return whether Accelerate makes a step of so many batches, and of those left in an epoch."""
+        calls = [each for each in ast.walk(self.script.tree) if isinstance(each, ast.Call)]
+        makers = [each for each in calls if ast.unparse(each.func).rpartition(".")[2] == "Accelerator"]
+        words = [word.value for each in makers for word in each.keywords if word.arg == "gradient_accumulation_steps"]
+        return len(makers) == len(words) == 1 and self.script.known(words[0]) == every
+
     def _starts(self, function: ast.AST, count: ast.expr) -> bool:
         """Return whether a counter is set to 0, once."""
         lines = [each for each in ast.walk(function) if isinstance(each, ast.Assign)]
@@ -116,22 +137,36 @@ class _Reader:
     def _product(self, line: ast.Assign, env: dict[str, Any]) -> None:
         """Record `total = epochs * batches`, and `batches = math.ceil(len(loader) / 1)`."""
         text, value = ast.unparse(line.targets[0]), line.value
-        for name in [each for each, (_, batches) in self.products.items() if text in (each, batches)]:
-            del self.products[name]
-        self.batches.pop(text, None)
-        self.whole.pop(text, None)
         inside = value.args[0] if isinstance(value, ast.Call) and ast.unparse(value.func) == "math.ceil" else value
-        if isinstance(inside, ast.BinOp) and isinstance(inside.op, ast.Div) and self._value(inside.right, env) == 1:
-            inside = inside.left
-        if isinstance(inside, ast.Call) and ast.unparse(inside.func) == "len" and isinstance(inside.args[0], ast.Name):
-            self.batches[text] = inside.args[0].id
+        every = 1
+        if isinstance(inside, ast.BinOp) and isinstance(inside.op, ast.Div):
+            every, divided = self._value(inside.right, env), inside.left
+            inside = divided if every == 1 or (inside is not value and isinstance(every, int)) else inside
+        if (of := _of_length(inside)) is not None:
+            self.batches[text] = of, every
         if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
             for one, other in ((value.left, value.right), (value.right, value.left)):
                 times = self._value(one, env)
                 if isinstance(times, int) and self._value(other, env) is Unknown:
                     self.products[text] = times, ast.unparse(other)
-                    if (loader := self.batches.get(ast.unparse(other))) is not None:
-                        self.whole[text] = times, loader
+                    direct = _of_length(other)
+                    steps = self.batches.get(ast.unparse(other)) if direct is None else (direct, 1)
+                    if steps is not None:
+                        self.whole[text] = times, *steps
+
+    def forget_all(self) -> None:
+        self.products, self.batches, self.whole = {}, {}, {}
+
+    def _forget(self, node: ast.AST) -> None:
+        """Forget the numbers of batches and steps that a statement changes, or whose loader it assigns, unless it is
+        prepared by Accelerate."""
+        changed = _stored(node) | set(_changed_in(node)) | _attributes(node)
+        value = node.value if isinstance(node, ast.Assign) else None
+        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
+            changed -= {ast.unparse(each) for each in value.args}
+        self.products = {k: v for k, v in self.products.items() if not {k, v[1]} & changed}
+        self.batches = {k: v for k, v in self.batches.items() if not {k, v[0]} & changed}
+        self.whole = {k: v for k, v in self.whole.items() if not {k, v[1]} & changed}
 
     def body(self, lines: list[ast.stmt], env: dict[str, Any]) -> list[ast.stmt]:
         """Return the statements to read. `env` is brought up to date."""
@@ -145,11 +180,13 @@ class _Reader:
             elif isinstance(line, ast.For | ast.While | ast.With | ast.Try | ast.AsyncFor | ast.AsyncWith):
                 out.append(self._block(line, env))
             elif isinstance(line, ast.Match | ast.TryStar):
+                self._forget(line)
                 env |= dict.fromkeys(_stored(line) | set(_changed_in(line)) | _attributes(line), Unknown)
                 out.append(line)
             else:
                 env |= dict.fromkeys(self._passed(line, env), Unknown)
                 self._fill(line, env)
+                self._forget(line)
                 self._leaf(line, env)
                 out.append(line)
         return out or [ast.Pass()]
@@ -163,9 +200,14 @@ class _Reader:
             return self.body(chosen, env) if chosen else []
         one, other = (env, {}) if entry else (dict(env), dict(env))
         self._fill(node.test, env)
+        before = dict(self.products), dict(self.batches), dict(self.whole)
         node.body = self.body(node.body, one)
+        if not entry:
+            self.products, self.batches, self.whole = before
         if node.orelse:
             node.orelse = self.body(node.orelse, other)
+        if not entry:
+            self._forget(node)
         for name in set() if entry else one.keys() | other.keys():
             a, b = one.get(name, Unknown), other.get(name, Unknown)
             env[name] = a if a is not Unknown and b is not Unknown and repr(a) == repr(b) else Unknown
@@ -177,6 +219,8 @@ class _Reader:
             self._fill(node.iter, env)
         if not isinstance(node, ast.With | ast.AsyncWith):
             env |= dict.fromkeys(stored, Unknown)
+            self._forget(node)
+        self.at_loop[id(node)] = dict(self.whole)
         for part in ("body", "orelse", "finalbody"):
             if getattr(node, part, None):
                 setattr(node, part, self.body(getattr(node, part), env))
@@ -184,6 +228,7 @@ class _Reader:
             handler.body = self.body(handler.body, dict(env))
         if not isinstance(node, ast.With | ast.AsyncWith):
             env |= dict.fromkeys(stored, Unknown)
+            self._forget(node)
         return node
 
     def _passed(self, line: ast.stmt, env: dict[str, Any]) -> list[str]:
@@ -218,7 +263,9 @@ class _Reader:
         else:
             env |= dict.fromkeys(_stored(line), Unknown)
             env |= dict.fromkeys(_changed_in(line), Unknown)
-        env |= dict.fromkeys((*passed, *self.elsewhere), Unknown)
+        own = self.script.functions
+        called = any(isinstance(each, ast.Call) and ast.unparse(each.func) in own for each in ast.walk(line))
+        env |= dict.fromkeys((*passed, *self.elsewhere, *(self.outside if called else ())), Unknown)
 
     def _value(self, node: ast.expr, env: dict[str, Any]) -> Any:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "math.ceil" and isinstance(node.args[0], ast.BinOp):
@@ -269,6 +316,18 @@ class _Reader:
         new.written = text  # type: ignore[attr-defined]  # messages show the script's own name
         self.changed = True
         return new
+
+
+def _of_a_step(node: ast.stmt) -> list[ast.stmt]:
+    """Return a statement, or those that `if accelerator.sync_gradients:` keeps for the last batch of a step."""
+    guarded = isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test).endswith(".sync_gradients")
+    return node.body if isinstance(node, ast.If) and guarded else [node]
+
+
+def _of_length(node: ast.expr) -> str | None:
+    """Return X of `len(X)`."""
+    is_length = isinstance(node, ast.Call) and ast.unparse(node.func) == "len" and len(node.args) == 1
+    return node.args[0].id if isinstance(node, ast.Call) and is_length and isinstance(node.args[0], ast.Name) else None
 
 
 def _is_set(node: ast.Name, count: ast.expr) -> bool:

@@ -76,6 +76,10 @@ class ScheduleEnd:
                 why += f"{quantity(every, 'batch')}: {epochs / every:g}; here it ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
+        if (other := self._other_loader(self.node)) is not None:
+            why = f"the schedule's length is counted in batches of {other}, which is not the loader of the training; "
+            draft.lacks(f"{self.where}: num_training_steps={code}", f"{why}here it ends with the run", "optim.schedule")
+            return
         steps = _steps(draft)
         if isinstance(length, int) and steps is not None:
             if length != steps:
@@ -108,8 +112,33 @@ class ScheduleEnd:
                 return count / factor
         return None
 
-    def _is_loader(self, node: ast.expr) -> bool:
+    def _other_loader(self, node: ast.expr | None, depth: int = 0) -> str | None:
+        """Return the code of a DataLoader whose length is a part of an expression and which is not the training's."""
+        if depth > 20 or node is None or self.loader is None:
+            return None
+        for each in ast.walk(node):
+            if isinstance(each, ast.Call) and ast.unparse(each.func) == "len" and each.args:
+                value = self._unprepared(each.args[0])
+                is_loader = isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "DataLoader"
+                if is_loader and value is not self.loader:
+                    return code_of(each.args[0])
+            value = self.script.bound(each) if isinstance(each, ast.Name) else None
+            if value is not None and (inner := self._other_loader(value, depth + 1)) is not None:
+                return inner
+        return None
+
+    def _unprepared(self, node: ast.expr) -> ast.expr | None:
+        """Return what a name is assigned from, without Accelerate's `prepare`."""
         value = self.script.bound(node, last=True) if isinstance(node, ast.Name) else None
+        prepared = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(
+            (".prepare", ".prepare_data_loader")
+        )
+        if prepared and isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name):
+            return self.script.bound(value.args[0], last=True) or value
+        return value
+
+    def _is_loader(self, node: ast.expr) -> bool:
+        value = self._unprepared(node)
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
             return True
         return value is not None and self.loader is not None and value is self.loader

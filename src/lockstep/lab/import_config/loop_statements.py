@@ -245,7 +245,9 @@ class Statements:
         if not is_range or self.epoch_loop is not None or node.orelse:
             self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
         self.epoch_loop, self.trained = node, True
+        before, self.quiet.repeated = self.quiet.repeated, True
         self._around_loop(node.body)
+        self.quiet.repeated = before
 
     def _check_modes(self) -> None:
         """Each batch is computed in training mode, or all without dropout, which the model's config can say."""
@@ -299,7 +301,9 @@ class Statements:
         self._unpack(target, ("batch", "whole"), node.target)
         if node.orelse:
             self._gap(node.orelse[0])
+        before, self.quiet.repeated = self.quiet.repeated, True
         self._body(node.body, 0)
+        self.quiet.repeated = before
 
     def _loaders(self, node: ast.expr | None) -> set[str]:
         """Code of a loop's iterable, without enumerate and tqdm."""

@@ -581,7 +581,8 @@ class Loop(Reading):
         if self.batch is not None:
             batches(draft, self.batch, self.accumulated, self.processes, ("batch_size", "accumulation"))
         else:
-            draft.unclear("the batch size", "no DataLoader with one was found", "batch_size")
+            if not any("batch_size" in gap.by for gap in draft.gaps):
+                draft.unclear("the batch size", "no DataLoader with one was found", "batch_size")
         if "optim.max_grad_norm" not in draft.keys:
             draft.set("optim.max_grad_norm", 0.0, "a script without clipping")
         if not self.scheduled:

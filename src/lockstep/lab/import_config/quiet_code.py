@@ -15,6 +15,8 @@ from lockstep.lab.import_config.script import Script, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES
 
 _MODEL = "its effect on model, data or optimizer is unknown"
+_PARTLY = "the loop does not go through all of its batches"
+_EXITS = ("exit", "quit", "sys.exit", "os._exit")
 
 
 @dataclass
@@ -27,6 +29,9 @@ class QuietCode:
     is_read: Callable[[ast.Call], bool]
     looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
     itself: str | None = None  # in a method of the script: the name of its object, whose attributes may be set
+    repeated: bool = False  # whether the statements are in the loop that trains, or called from it
+    inner: bool = False  # whether the statements are in a loop that does not train
+    called: str | None = None  # the function of the script whose statements these are; None: the one that trains
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
         """Check a statement. `fixed`: names that must not be assigned."""
@@ -36,8 +41,14 @@ class QuietCode:
         if isinstance(node, ast.For | ast.If | ast.With | ast.Try | ast.While):
             self._block(node, fixed)
             return
-        if isinstance(node, ast.Break | ast.Continue):
-            self.gap(node, "the loop does not go through all of its batches", "steps", "epochs")
+        inside = self.repeated and self.called is None
+        ends = isinstance(node, ast.Break | ast.Continue) and not self.inner
+        if (
+            ends
+            or (inside and isinstance(node, ast.Return))
+            or (self.repeated and isinstance(node, ast.Raise) and _ends_program(node.exc))
+        ):
+            self.gap(node, _PARTLY, "steps", "epochs")
         elif isinstance(node, ast.Expr | ast.Return | ast.Assert | ast.Raise):
             self._expression(node)
         elif isinstance(node, ast.Delete):
@@ -57,11 +68,11 @@ class QuietCode:
         if taken is not Unknown:
             body = node.body if taken else node.orelse
         body = [*body, *(line for handler in getattr(node, "handlers", ()) for line in handler.body)]
-        inner = isinstance(node, ast.For | ast.While)  # their break ends only the inner loop
+        before = self.inner
+        self.inner = self.inner or isinstance(node, ast.For | ast.While)  # their break ends only the inner loop
         for line in body:
-            if inner and isinstance(line, ast.Break | ast.Continue):
-                continue
             self.statement(line, fixed)
+        self.inner = before
 
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -107,6 +118,8 @@ class QuietCode:
         for each in ast.walk(node):
             if isinstance(each, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await):
                 self.gap(node, _MODEL)
+            elif isinstance(each, ast.Call) and self.repeated and _ends_program(each):
+                self.gap(each, _PARTLY, "steps", "epochs")
             elif isinstance(each, ast.Call) and not self.is_quiet(each):
                 self.gap(each, _MODEL)
 
@@ -179,11 +192,13 @@ class QuietCode:
 
     def _quiet_body(self, name: str, function: Any, itself: Sequence[ast.arg] = ()) -> bool:
         """Check the statements of a function. `itself`: the object whose attributes a method may set."""
+        name = f"{name}, repeated" if self.repeated else name
         if name not in self.looked_at:
             self.looked_at[name] = True  # for recursive functions
             gaps: list[ast.AST] = []
             own = itself[0].arg if itself else None
             inner = QuietCode(self.script, lambda n, *more: gaps.append(n), self.is_read, self.looked_at, own)
+            inner.repeated, inner.called = self.repeated, name
             for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
                 inner.statement(line, frozenset())
             self.looked_at[name] = not gaps
@@ -191,7 +206,21 @@ class QuietCode:
 
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_NO_EFFECT = _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal
+_NO_EFFECT = (
+    _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal | ast.Break | ast.Continue
+)
+
+
+def _ends_program(node: ast.expr | None) -> bool:
+    """Return whether code ends the program without an error: `sys.exit()`, `raise SystemExit`, but not `sys.exit(1)`
+    of a loss that is not a number."""
+    function = node.func if isinstance(node, ast.Call) else node
+    name = ast.unparse(function) if function is not None else ""
+    if name not in (*_EXITS, "SystemExit", "KeyboardInterrupt", "StopIteration"):
+        return False
+    status = node.args[0] if isinstance(node, ast.Call) and node.args else ast.Constant(None)
+    fails = status.value if isinstance(status, ast.Constant) else isinstance(status, ast.JoinedStr)
+    return not fails
 
 
 def _last(call: ast.Call) -> str:

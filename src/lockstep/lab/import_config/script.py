@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.run import RunError
+from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
 from lockstep.lab.import_config.value_bounds import Unknown as Unknown
 
-_PARSERS = ("parse_args_into_dataclasses", "parse_args_and_config", "parse_json_file", "parse_yaml_file")
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
 LONGEST = 76  # characters of a piece of code in a message
@@ -114,12 +114,18 @@ class Script:
         self._parsed: dict[str, Any] = {}  # options of argparse and their defaults
         self._declared: set[str] = set()  # options as a command line spells them
         self._namespaces: set[str] = set()  # names that hold parsed options
-        self._dataclasses: set[str] = set()  # names that hold options parsed into dataclasses
+        self.dataclasses: set[str] = set()  # names that hold options parsed into dataclasses
+        self.holders: set[str] = set()  # names that are assigned parsed options, in any function
+        self.settings: set[str] = set()  # names that hold parsed TrainingArguments
+        self.replaced: set[str] = set()  # names of parsed options that are assigned something else, too
+        self.opaque: set[str] = set()  # names whose attributes are set in a way that is not followed
         self._evaluating: set[int] = set()
         self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
         self.here: dict[str, Any] | None = None  # at one place: name or args.name -> its value, or `Unknown`
         self._bind(self.tree, None, True)
-        self._parse_options()
+        parsed = options_of(self)
+        self._parsed, self._declared = parsed.values, parsed.declared
+        self.started = self.functions.get(ast.unparse(parsed.command)) if parsed.command is not None else None
         self._values.clear()  # values cached before the options were known
         self.calls: list[Call] = list(self._calls(self.tree.body, None))
 
@@ -156,15 +162,17 @@ class Script:
                 self._target(target, node.value, scope, sure)
                 if isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith(".parse_known_args"):
                     self._namespaces.add(ast.unparse(getattr(target, "elts", [target])[0]))
-                parsed = node.value.value if isinstance(node.value, ast.Subscript) else node.value
-                if isinstance(parsed, ast.Call) and ast.unparse(parsed.func).endswith(_PARSERS):
-                    self._dataclasses |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+                record_assigned(self, target, node.value, scope)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._target(node.target, node.value, scope, sure)
         elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
             self._target(node.target, None, scope, sure)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
-            self._target(node.func.value, None, scope, sure)  # a mapping or list that is changed
+            self._target(
+                ast.Subscript(node.func.value, ast.Constant(0)), None, scope, sure
+            )  # a mapping that is changed
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            record_set(self, node)
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             self._target(node.optional_vars, node.context_expr, scope, sure)
 
@@ -178,11 +186,14 @@ class Script:
             same = len(values) == len(target.elts)
             for index, inner in enumerate(target.elts):
                 self._target(inner, values[index] if same else None, scope, sure)
-
         elif isinstance(target, ast.Subscript):
             holder = target.value
             while isinstance(holder, ast.Subscript):  # settings["optimizer"]["lr"] = ...
                 holder = holder.value
+            if isinstance(holder, ast.Attribute) and holder.attr == "__dict__":
+                self.opaque.add(ast.unparse(holder.value))
+            elif isinstance(holder, ast.Call) and ast.unparse(holder.func) == "vars" and holder.args:
+                self.opaque.add(ast.unparse(holder.args[0]))
             self._target(holder, None, scope, sure)
         elif isinstance(target, ast.Attribute):
             self.set_later.add(ast.unparse(target))
@@ -364,12 +375,16 @@ class Script:
             return here
         if text in self.set_later and self.here is None:
             raise Unknown
+        if isinstance(node.value, ast.Name) and set_elsewhere(self, node):
+            raise Unknown
         origin = self.origin_of(node)
         if origin.startswith("torch.") and node.attr in DTYPES:
             return DTYPES[node.attr]
         if origin.split(".")[-2].endswith(ENUMERATIONS):
             return node.attr.lower()
-        if isinstance(node.value, ast.Name) and node.value.id in self._dataclasses:
+        if isinstance(node.value, ast.Name) and node.value.id in self.dataclasses:
+            if node.value.id in self.replaced:
+                raise Unknown
             return self._of_dataclasses(node.attr)
         if isinstance(node.value, ast.Name):
             holder = self.bound(node.value)
@@ -395,7 +410,7 @@ class Script:
 
     def is_parsed(self, node: ast.expr) -> bool:
         """Return whether a name holds options that were parsed into a dataclass."""
-        return isinstance(node, ast.Name) and node.id in self._dataclasses
+        return isinstance(node, ast.Name) and node.id in self.dataclasses
 
     def _is_options(self, name: ast.Name, holder: ast.expr | None) -> bool:
         """Return whether a name holds options parsed by argparse; so does a function argument of the same name."""
@@ -427,39 +442,9 @@ class Script:
                 return self.value(value)
         raise Unknown
 
-    def _parse_options(self) -> None:
-        """Collect the defaults of argparse, replaced by options of the command line; for fire, those of its
-        function."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.Call):
-                continue
-            if ast.unparse(node.func) in ("fire.Fire", "Fire") and node.args and isinstance(node.args[0], ast.Name):
-                self.started = self.functions.get(node.args[0].id)
-            if not ast.unparse(node.func).endswith(".add_argument"):
-                continue
-            words = [self.known(each) for each in node.args]
-            flags = [word for word in words if isinstance(word, str) and word.startswith("-")]
-            if not flags:
-                continue
-            keywords = {word.arg: word.value for word in node.keywords}
-            longest = max(flags, key=len).lstrip("-").replace("-", "_")
-            self._declared.add(longest)
-            name = self.known(keywords.get("dest"), longest)
-            if longest in self.options:
-                self._parsed[name] = self.options[longest]
-                continue
-            action = self.known(keywords.get("action"))
-            if "default" not in keywords and action in ("store_true", "store_false"):
-                self._parsed[name] = action == "store_false"
-            elif self.known(keywords.get("required")) is not True:
-                try:
-                    self._parsed[name] = self.value(keywords["default"]) if "default" in keywords else None
-                except Unknown:
-                    continue
-
     def unread_options(self) -> list[str]:
         """Return command-line options that the script's parsers do not declare, if all parsers are known."""
-        if self.started is not None or self._dataclasses or self._namespaces:
+        if self.started is not None or self.dataclasses or self._namespaces:
             return []
         return [name for name in self.options if name not in self._declared]
 
@@ -476,6 +461,13 @@ class Script:
                     yield from self._calls(node.body, unsure)
                 if taken is Unknown or not taken:
                     yield from self._calls(node.orelse, unsure)
+                continue
+            if isinstance(node, ast.IfExp):
+                taken = self.known(node.test, Unknown)
+                unsure = condition or (f"if {code_of(node.test)}" if taken is Unknown else None)
+                yield from self._calls([node.test], condition)
+                parts = ((node.body, taken is Unknown or taken), (node.orelse, taken is Unknown or not taken))
+                yield from (call for part, read in parts if read for call in self._calls([part], unsure))
                 continue
             yield from self._calls(list(ast.iter_child_nodes(node)), condition)
             if isinstance(node, ast.Call):
@@ -586,6 +578,8 @@ def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | Non
     if node is None or depth > 20:
         return None
     if isinstance(node, ast.Name):
+        if node.id in script.settings:
+            return "arguments"
         value = script.bound(node, last=True)
         if value is None:  # for example an argument of a function
             if "tokenizer" in node.id.lower():

@@ -97,9 +97,9 @@ def read_call(call: Call, at: Reading) -> None:
         return
     grows = call.name == "resize_token_embeddings" and "len(tokenizer) >" in (call.condition or "")
     if call.condition is not None and not grows and not is_trainer(at.script, call.name):
-        moves = len(at.draft.gaps), dict(at.draft.keys), dict(at.arguments)
+        gaps, moves = len(at.draft.gaps), (dict(at.draft.keys), dict(at.arguments))
         handler(call, at)
-        if (len(at.draft.gaps), at.draft.keys, at.arguments) != moves:
+        if len(at.draft.gaps) == gaps and (at.draft.keys, at.arguments) != moves:
             at.draft.unclear(str(call), f"it is called only {call.condition}, which is known only when the script runs")
         return
     handler(call, at)
@@ -288,14 +288,8 @@ def trainer_call(call: Call, at: Reading) -> None:
                 at.arguments.setdefault(name, arguments.known[name])
             else:
                 at.draft.unclear(f"line {call.line}: {name}={arguments.unknown[name]}", RUNS)
-        elif name == "args" and at.script.is_parsed(node):
-            continue  # from the command line
-        elif name == "args" and kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
-            at.draft.unclear(
-                f"line {call.line}: args={code_of(node)}",
-                "where they are created was not found",
-                decides=not at.arguments or _is_other(at.script, node, "arguments"),
-            )
+        elif name == "args":
+            _settings_of(call, at, node)
         elif name not in NAMES["trainer_arguments"]:
             _own(call, at, name, node)
     for code in arguments.more:
@@ -308,6 +302,17 @@ def trainer_call(call: Call, at: Reading) -> None:
         at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
+
+
+def _settings_of(call: Call, at: Reading, node: ast.expr) -> None:
+    """Check where the settings of a Trainer come from."""
+    where = f"line {call.line}: args={code_of(node)}"
+    if isinstance(node, ast.Name) and at.script.is_parsed(node):  # from the command line
+        if node.id in at.script.replaced:
+            at.draft.unclear(where, "its values are not those of the command line alone")
+    elif kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
+        decides = not at.arguments or _is_other(at.script, node, "arguments")
+        at.draft.unclear(where, "where they are created was not found", decides=decides)
 
 
 def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:

@@ -22,7 +22,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config.errors import InvalidValue
+from lockstep.config.errors import InvalidValue, uncoded
 from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import Positive, Section
 
@@ -163,7 +163,8 @@ def _range(key: str, values: Any) -> Any:
         low, high = (end if isinstance(end, int) else float(end) for end in (low, high))
         return Range(low=low, high=high, log=match["log"] is not None)
     except (ValueError, TypeError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        cause = error.errors()[0].get("ctx", {}).get("error") if isinstance(error, ValidationError) else None
+        reason = uncoded(str(cause)) if cause is not None else "both ends must be finite numbers"
         raise RunError("LS8374", f"{key}: {text!r} is not a range such as 1e-5..1e-3:log: {reason}") from None
 
 

@@ -1,0 +1,115 @@
+"""`lockstep init --from` of options that are set after parsing, and of loops that end before their last batch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.config.run import RunError
+from lockstep.lab.import_config.decided_branches import taken
+from lockstep.lab.import_config.script import Script
+from support.messages import mentions
+from support.moving_scripts import ACCELERATE, DDP, moved, refused
+
+STEP = "            optimizer.step()\n"
+PARSED = "    args = parser.parse_args()\n"
+GLUE = """
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
+
+parser = HfArgumentParser(TrainingArguments)
+settings = parser.parse_args_into_dataclasses()[0]
+HERE
+data = load_dataset("acme/reviews")
+tokenizer = AutoTokenizer.from_pretrained("acme/encoder")
+ids = {name: number for number, name in enumerate(names)}
+
+def tokenize(rows):
+    tokens = tokenizer(rows["review"], truncation=True, max_length=64)
+    tokens["label"] = [ids[each] for each in rows["stars"]]
+    return tokens
+
+model = AutoModelForSequenceClassification.from_pretrained("acme/encoder", num_labels=5)
+data = data.map(tokenize, batched=True)
+Trainer(model=model, args=settings, train_dataset=data["train"], eval_dataset=data["validation"]).train()
+"""
+
+
+def replaced(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def test_a_loop_that_ends_before_its_last_batch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = "import argparse\n"
+    stops = f"{before}import sys\n\ndef stop():\n    sys.exit()\n"
+    for end in ("return", "sys.exit(0)", "raise SystemExit", "stop()", "break"):
+        text = replaced(DDP, (before, stops), (STEP, f"{STEP}            if len(out) < 3:\n                {end}\n"))
+        assert mentions(refused("loop.py", text, capsys), "LS8209", end), end
+    text = replaced(DDP, (STEP, f"{STEP}        if epoch == 1:\n            return\n"))
+    assert "line 49: return (the loop does not go through" in refused("loop.py", text, capsys)
+    stops = stops.replace("sys.exit()", 'sys.exit("nan")')
+    text = replaced(DDP, (before, stops), (STEP, f"{STEP}            if torch.isnan(loss):\n                stop()\n"))
+    shown = "        for i in range(9):\n            if i > 3:\n                break\n"
+    assert moved("loop.py", text.replace(STEP, f"{STEP}{shown}")).epochs == 4
+
+
+def test_options_that_are_set_after_parsing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = "def read(parser):\n    own = parser.parse_args()\n    own.lr = 3.0\n    return own\n\n\ndef main():\n"
+    cases = {
+        "another name": replaced(DDP, ("def main():\n", named), (PARSED, "    args = read(parser)\n")),
+        "setattr": replaced(DDP, (PARSED, f"{PARSED}    setattr(args, 'lr', 3.0)\n")),
+        "vars": replaced(DDP, (PARSED, f"{PARSED}    vars(args)['lr'] = 3.0\n")),
+        "a type": replaced(DDP, ("type=float, default=0.01", "type=lambda x: float(x) * 300, default='0.01'")),
+        "words": replaced(DDP, (PARSED, "    args = parser.parse_args(words())\n")),
+    }
+    for name, text in cases.items():
+        assert "lr=args.lr" in refused("loop.py", text, capsys), name
+    assert moved("loop.py", replaced(DDP, ("default=0.01", "default='0.5'"))).optim.learning_rate == 0.5
+    words = "parse_args(['--lr', '0.25', '--epochs=7'])"
+    (here / "moved.yaml").unlink()
+    run = moved("loop.py", replaced(DDP, ("parse_args()", words)))
+    with pytest.raises(RunError):
+        main(["init", "moved.yaml", "--force", "--from", "none.py", "--debug"])
+    assert (run.optim.learning_rate, run.epochs) == (0.25, 7)
+
+
+def test_parsed_settings_that_are_set_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "python own.py --output_dir out --learning_rate 3e-5 --per_device_train_batch_size 8\n"
+
+    def script(text: str) -> str:
+        (here / "own.py").write_text(GLUE.replace("HERE", text))
+        return command
+
+    names = "names = sorted(['b', 'a'])"
+    run = moved("run.sh", script(f"{names}\nsettings.learning_rate = 1e-4"))
+    assert run.optim.learning_rate == 1e-4
+    assert "ids numbers the labels" not in capsys.readouterr().out
+    other = "settings = TrainingArguments('out', learning_rate=1.0) if names else settings"
+    for text in ("settings = change(settings)", other, "setattr(settings, key, 1)"):
+        (here / "moved.yaml").unlink(missing_ok=True)
+        assert "settings" in refused("run.sh", script(f"{names}\n{text}"), capsys)
+    moved("run.sh", script("names = load_dataset('acme/reviews')['train'].unique('stars')\nnames.sort(reverse=True)"))
+    assert "ids numbers the labels; lockstep numbers them in sorted order" in capsys.readouterr().out
+
+
+def test_a_total_that_is_counted_or_changed_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = replaced(ACCELERATE, ("len(train) * 3 // 4", "len(dev) * 3 // 4"))
+    assert "counted in batches of dev, which is not the loader" in refused("loop.py", text, capsys)
+    loop = "total = 3 * len(data)\nHERE\ndone = 0\nfor epoch in range(3):\n    for batch in data:\n        step()\n"
+    loop += "        done += 1\n        if done >= total:\n            break\n"
+    steps = loop.replace("3 * len(data)", "3 * steps").replace("HERE", "")
+    steps = "steps = math.ceil(len(data) / 4)\n" + steps.replace(
+        "done += 1", "if a.sync_gradients:\n            done += 1"
+    )
+    for every, left in ((4, False), (2, True)):
+        body = f"a = Accelerator(gradient_accumulation_steps={every})\n{steps}".replace("\n", "\n    ")
+        assert ("break" in ast.unparse(taken(Script(Path("own.py"), f"def main():\n    {body}")).tree)) == left
+    changes = ("total -= 1", "data = data[:2]", "if x:\n    total = 7", "for i in x:\n    total = i", "")
+    for change in changes:
+        body = loop.replace("HERE", change).replace("\n", "\n    ")
+        tree = taken(Script(Path("own.py"), f"import math\ndef main():\n    if True:\n        pass\n    {body}")).tree
+        assert ("break" in ast.unparse(tree)) == bool(change), change
