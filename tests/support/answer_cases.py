@@ -212,7 +212,6 @@ ANSWERS: dict[Callable[[bool], None], str] = {
     classes_of_positions: "classes-across-axes",
     two_views_with_themselves: "itself-among-candidates",
     a_queue_of_keys: "positive-among-negatives",
-    a_decoder_of_its_targets: "answer-in-input",
     divided_twice: "divided-twice",
     a_schedule_that_is_not_loaded: "schedule-anew",
     a_generator_with_its_discriminator: "in-two-optimizers",

@@ -16,7 +16,7 @@ from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, V
 from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, selections
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
-from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS
+from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
@@ -60,6 +60,17 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
     assert [e["text"] for e in trace.ranks[0].errors] == []
     rows = [f for f in findings(trace) if f.level != "info"]
     assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
+def test_a_decoder_that_reads_its_targets_is_suspected(tmp_path: Path, wrong: bool) -> None:
+    """A part of that model gets no gradient in either case."""
+    torch.manual_seed(0)
+    tracer.begin(Settings(str(tmp_path)))
+    a_decoder_of_its_targets(wrong)
+    tracer.end()
+    codes = {(f.code, f.level) for f in findings(read(tmp_path)) if f.level != "info"} - {("no-gradient", "suspicious")}
+    assert codes == ({("answer-in-input", "suspicious")} if wrong else set())
 
 
 @pytest.mark.parametrize(

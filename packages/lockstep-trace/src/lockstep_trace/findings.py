@@ -132,6 +132,7 @@ FOLLOWS = {  # finding -> findings that are its consequences
     "check-tokens": ("check-one-batch",),
     "check-accumulation": ("accumulation-undivided",),
     "divided-twice": ("check-accumulation", "check-gradient"),
+    "answer-in-input": ("labels-not-shifted",),
 }
 
 

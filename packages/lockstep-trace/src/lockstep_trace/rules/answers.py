@@ -18,7 +18,8 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
     memory elsewhere. No correct program gives a layer one channel for each class and reads classes of positions.
     `answer-in-input`: a decoder that hides later tokens reads at each position the very token that it has to predict
     there, in each loss that is looked at. A shift inside of the model, an autoencoder and a mask of what is predicted
-    are told apart by the graph and the numbers. Targets that are a column of the input are suspected: autoencoders of
+    are told apart by the graph and the numbers; a tagger that seldom changes a token is not, so this is suspected.
+    Targets that are a column of the input are suspected: autoencoders of
     tables, generators for a class, states that seldom change and classes made of a column have such ones.
     `itself-among-candidates`: embeddings times their own transpose, where the target of each row is another row, and
     its product with itself is neither left out nor masked. Among embeddings of one length it is the largest of its
@@ -72,6 +73,7 @@ KINDS = {
 
 
 MAYBE = {
+    "answer at its position": ("a tagger that seldom changes a token", "whether targets are the tokens themselves"),
     "answer in a column": (
         "an autoencoder, a class that the input is made of, or a state that seldom changes",
         "whether the column is known where the model is to be used",
