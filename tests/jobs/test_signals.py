@@ -182,7 +182,7 @@ def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> 
     status, out, err = ended(process)
     assert saved(tmp_path) or status in (1, -signal.SIGTERM), (out, err)
     assert status != 1 or mentions(err, "LS7317")
-    assert status != -signal.SIGTERM or "ended by SIGTERMwhile nothing was being trained" in err
+    assert status != -signal.SIGTERM or "ended by SIGTERM while nothing was being trained" in err
 
 
 @pytest.mark.processes
@@ -198,7 +198,7 @@ def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
         process.send_signal(number)
         status, out, err = ended(process)
     assert status == -number, (out, err)
-    assert err == f"lockstep: ended by {number.name}while nothing was being trained; {KEPT}\n"
+    assert err == f"lockstep: ended by {number.name} while nothing was being trained; {KEPT}\n"
 
 
 def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ LACKING = {
     "LS7530 No space": (["-m"], "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"),
     "LS7531 not mounted": (["-m"], "mount -t tmpfs tmpfs /proc"),
     "LS7532 127.0.0.1": (["-n"], "true"),
-    "LS7510 24 files": (["-m"], "ulimit -n 24"),
+    "LS7510 24 open files": (["-m"], "ulimit -n 24"),
 }
 # a launcher with its own rendezvous on this machine, and one that needs no shared memory
 OTHERS = {

@@ -400,7 +400,7 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
     ("options", "key", "value"),
     [
         ("{gradient_clipping: 1.0}", "gradient_clipping", "optim.max_grad_norm"),
-        ("{train_batch_size: 8}", "train_batch_size", "batch_size, and"),
+        ("{train_batch_size: 8}", "train_batch_size", "batch_size, which is"),
         ("{optimizer: {type: Adam}}", "optimizer", "key optim"),
         ("{fp16: {enabled: true}}", "fp16", "precision"),
         ("{bf16: {enabled: true}}", "bf16", "precision=bf16"),

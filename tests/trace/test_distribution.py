@@ -63,7 +63,7 @@ def test_it_records_compares_and_reports_without_the_rest_of_lockstep(place: Pat
         assert done.stdout.startswith("loss ")
     done = command("diff", "--exact", "one", "same")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "the same bits in all 4 steps" in done.stdout
+    assert "the same bits in all 4 common steps" in done.stdout
     done = command("diff", "one", "other")
     assert done.returncode == 1
     assert "other examples: 32 in the reference, 16 here" in done.stdout
@@ -79,7 +79,7 @@ def test_verify_and_watch(place: Path) -> None:
     words = f"{sys.executable} train.py --batch 32"
     done = command("verify", "--reference", words, "--job", words, "--steps", "2", "-o", "verified")
     assert done.returncode == 0, done.stderr
-    assert "the same bits in all 2 steps" in done.stdout
+    assert "the same bits in all 2 common steps" in done.stdout
     assert (place / "verified" / "job" / "report.html").is_file()
     done = command("watch", "verified/job")
     assert done.returncode == 0

@@ -105,4 +105,4 @@ def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if line["kind"] == "step"] == [0, 1, 2]
     status, out, _ = call([*LOCKSTEP, "diff", "t", "t", "--exact"], tmp_path)
     assert status == 0
-    assert "the same bits in all 3 steps" in out
+    assert "the same bits in all 3 common steps" in out

@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_is_not_said_to_run(
     process.wait()
     found = status_of(tmp_path, capsys)
     assert (found["state"], found["status"], found["resumable_from"]) == ("gone", None, 20)
-    assert "left no exit status" in found["text"]
+    assert "without an exit status" in found["text"]
     damaged = tmp_path / "out/checkpoints/step-000020/shard-00001-of-00001.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1

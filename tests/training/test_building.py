@@ -62,7 +62,7 @@ def test_a_stop_signal_ends_one_process_that_builds(number: int, status: int, tm
     assert time.monotonic() - asked < 60  # building the model would take 120 s
     assert code == status, err
     assert "Traceback" not in err
-    assert number == signal.SIGINT or "ended by SIGTERMwhile nothing was being trained" in err
+    assert number == signal.SIGINT or "ended by SIGTERM while nothing was being trained" in err
 
 
 def test_a_stop_signal_ends_ranks_that_build(tmp_path: Path, cache: Path) -> None:

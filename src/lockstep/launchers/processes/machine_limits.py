@@ -80,6 +80,6 @@ def check_loopback(address: str) -> None:
         why = str(error.strerror or error).partition(" (while ")[0]  # Python adds the address that is named already
         raise RunError(
             "LS7532",
-            f"{address}, the rendezvous address of this machine's ranks, cannot be reached ({why}); bring up the "
+            f"{address}, the address at which this machine's ranks meet, cannot be reached ({why}); bring up the "
             "loopback interface with that address (ip link set lo up), or train with launch.processes=1",
         ) from error
