@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On unseen scripts the score is lower. Six sets were written without knowledge of the rules:
+On unseen scripts the score is lower. Seven sets were written without knowledge of the rules:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -256,6 +256,7 @@ On unseen scripts the score is lower. Six sets were written without knowledge of
 | [fourth](../../benchmarks/results/2026-11-29-trace-fourth-set.md) | 30 | 10 | 6 | 30 | 0 |
 | [fifth](../../benchmarks/results/2026-11-29-trace-fifth-set.md) | 30 | 14 | 5 | 30 | 0 |
 | [sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md) | 30 | 13 | 0 | 30 | 0 |
+| [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 30 | 19 | 4 | 30 | 0 |
 
 """
 
