@@ -20,6 +20,8 @@ from lockstep.data.tokenizer import load
 from support.harness import tiny
 from support.messages import raises
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "while", "dogs", "and", "birds", "sang", "in", "trees"]
 ODD = ["01", "1", "2"]  # 01 differs from 1
 LIKE_JSON = ["01", "1", "007", "null", "NaN", "true"]  # texts that parse as JSON

@@ -14,6 +14,8 @@ from lockstep.tasks.models import models
 from support.messages import raises
 from support.token_folders import WORDS, run_on, save, text_of
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 
 def notes_of(run: Run) -> list[str]:
     return warnings(prepare(run, find("tasks", run.task.name)).facts)

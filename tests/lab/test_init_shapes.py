@@ -22,6 +22,8 @@ from support.command import ended, start
 from support.init_runs import EMOTION, answering, check_arithmetic, here, jsonl, steps_in, written
 from support.messages import mentions
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 __all__ = ["here"]  # fixtures
 
 

@@ -18,6 +18,8 @@ from lockstep.config.schedules import SCHEDULES, learning_rate
 from support.messages import mentions
 from support.moving_scripts import ACCELERATE, moved, refused
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 RATE, STEPS = 1e-3, 40
 TRAINER = foreign_keys("values")["schedules"]
 LOOPS = foreign_keys("scripts")["schedules"]

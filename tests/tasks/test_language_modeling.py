@@ -28,6 +28,8 @@ from support.harness import build, run_on
 from support.messages import raises
 from support.task_runs import GPT2, make, sentence
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(2, 12), st.booleans())

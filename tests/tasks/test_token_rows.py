@@ -19,6 +19,8 @@ from support.command import LOCKSTEP, CommandJob, ended, start
 from support.messages import mentions, raises
 from support.token_folders import NEW, SPECIAL, WORDS, run_on, save, text_of, tokenizer_of
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 ROWS = len(WORDS) + len(SPECIAL)
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "classification": ("bert", {}),
