@@ -113,3 +113,22 @@ def test_a_total_that_is_counted_or_changed_elsewhere(here: Path, capsys: pytest
         body = loop.replace("HERE", change).replace("\n", "\n    ")
         tree = taken(Script(Path("own.py"), f"import math\ndef main():\n    if True:\n        pass\n    {body}")).tree
         assert ("break" in ast.unparse(tree)) == bool(change), change
+
+
+NEVER_COUNTED = """import math
+def train():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    per_epoch = math.ceil(len(loader) / 2)
+    total = 3 * per_epoch
+    done = 0
+    for epoch in range(3):
+        for batch in loader:
+            step(batch)
+            if done >= total:
+                break
+"""
+
+
+def test_a_counter_that_is_never_raised_keeps_its_break() -> None:
+    script = Script(Path("train.py"), NEVER_COUNTED, {}, ast.parse(NEVER_COUNTED))
+    assert "break" in ast.unparse(taken(script).tree)

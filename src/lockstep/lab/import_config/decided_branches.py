@@ -97,10 +97,10 @@ class _Reader:
                 counted = [each for node in loop.body[:place] for each in _of_a_step(node)]
                 steps = [each for each in counted if isinstance(each, ast.AugAssign) and _is_one(each, count)]
                 *whole, every = self.at_loop.get(id(loop), {}).get(total, (0, "", 1))
-                last = tuple(whole) == around and (
-                    every == 1 or (self._accumulates(every) and steps[0] not in loop.body)
-                )
-                if last and len(stores) == 2 and len(steps) == 1 and self._starts(function, count):
+                if len(steps) != 1 or len(stores) != 2 or tuple(whole) != around:
+                    continue
+                last = every == 1 or (self._accumulates(every) and steps[0] not in loop.body)
+                if last and self._starts(function, count):
                     del loop.body[place]
                     self.changed = True
                     break
