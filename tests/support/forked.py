@@ -35,7 +35,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -276,10 +276,7 @@ def _stand_in(connection: socket.socket, variables: dict[str, str]) -> None:
         for place, descriptor in enumerate(descriptors):
             os.dup2(descriptor, place)
         numpy.random.seed()
-        _no_handlers()
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-        _interruptible()
+        _signals(ignored)
         _close_all_but({0, 1, 2})
         _run(words, environment)
     for descriptor in descriptors:
@@ -326,10 +323,7 @@ def _become(
         for place in range(3):
             os.dup2(os.open(terminal, os.O_RDWR), place)
     numpy.random.seed()  # torch starts with the same seed in every process, numpy does not
-    _no_handlers()
-    for number in STOP_SIGNALS:  # the server may ignore them if a test's launcher has started it
-        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-    _interruptible()
+    _signals(ignored)
     if most_bytes is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     ready.send(None)
@@ -461,6 +455,16 @@ def _end(main: Callable[[], object]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _signals(ignored: Container[int]) -> None:
+    """Handle signals as a shell's command does that ignores `ignored`, and block none. A fork server that a test's
+    launcher has started ignores and blocks them."""
+    _no_handlers()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    _interruptible()
 
 
 def _interruptible() -> None:
