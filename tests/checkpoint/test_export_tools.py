@@ -14,11 +14,12 @@ import torch
 
 from lockstep.cli import main
 from lockstep.config.run import load
-from support.marks import slow
+from support.marks import long, slow
 from support.task_runs import BERT, GPT2, TASKS, TEMPLATE, make, write
 
 ONE = ("launch.processes=1", "strategy.name=single", "micro_batches=2", "steps=2", "batch_size=8")
 TALK = [{"role": "user", "content": "the dog"}]
+QUICK, LONG = ("messages", "summaries"), ("packed", "prompts", "talking rewards", "masked")
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {kind: (kind, {}) for kind in TASKS}
 KINDS |= {
     "summaries": ("prompts", {"task": {"name": "summarization", "source": "question", "target": "answer",
@@ -54,7 +55,9 @@ def exported(here: Path, kind: str) -> Path:
     return Path(values["output"])
 
 
-@pytest.mark.parametrize("kind", [kind if kind in ("messages", "summaries") else slow(kind) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else long(kind) if kind in LONG else slow(kind) for kind in KINDS]
+)
 def test_the_lines_of_its_card_run(kind: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 

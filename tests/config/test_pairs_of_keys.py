@@ -151,8 +151,8 @@ def of(folder: Path, group: str, name: str) -> list[dict[str, Any] | None]:
 
 
 # `hf_accelerate` makes the steps of `ddp`: asked by hand
-@pytest.mark.parametrize("name", [long(n) if n == "hf_accelerate" else n for n in STRATEGIES if n != "single"])
-@pytest.mark.parametrize("group", [long(group) if group == "chunk, others" else group for group in CASES])
+@pytest.mark.parametrize("name", [long(n) if n in ("ddp", "hf_accelerate") else n for n in STRATEGIES if n != "single"])
+@pytest.mark.parametrize("group", [long(group) if group in ("again", "chunk, others") else group for group in CASES])
 def test_keys_together_have_the_bits_of_single(data: Path, group: str, name: str) -> None:
     for keys, one, found in zip(CASES[group], of(data, group, "single"), of(data, group, name), strict=True):
         assert found is None or found == one, keys

@@ -27,7 +27,8 @@ TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
 
 
 def marks(key: str) -> list[pytest.MarkDecorator]:
-    return [] if TRIED[key].quick else [pytest.mark.slow]
+    """Runs that learn enough for other scores take a minute each."""
+    return [] if TRIED[key].quick else [pytest.mark.slow, *([pytest.mark.long] if TRIED[key].kind == "easy" else [])]
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=marks(key)) for key in TRIED])

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from support.marks import long
 from support.places import TESTS_PATH
 
 # Many pairs are equally frequent: the choice of the first merge is where trainings would differ.
@@ -27,7 +28,7 @@ TEXTS = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "kind", ["wordpiece", "bpe", "wordlevel", "character"]
+    "kind", ["wordpiece", long("bpe"), long("wordlevel"), long("character")]
 )  # a run notes that unigram is not reproducible
 def test_processes_train_the_same_tokenizer(kind: str) -> None:
     """The library numbers WordPiece's first pieces in hash table order, which differs between processes."""

@@ -99,6 +99,7 @@ class Here:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_eight_trials_that_share_seventy_percent_cost_three_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

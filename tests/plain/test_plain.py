@@ -43,6 +43,7 @@ from lockstep.tasks.translation import Translation
 from lockstep.track.console import Console
 from lockstep.training.resolve import for_rank
 from support.harness import run_on, tiny
+from support.marks import long, slow
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 from support.stream_runs import LM, shards, streamed
 from support.task_runs import MARIAN, TASKS, make, sentence, write
@@ -57,7 +58,7 @@ OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and
     "hf_accelerate fsdp": ("strategy.options={fsdp: {}}",),
     "hf_accelerate zero3": ("strategy.options={deepspeed: {zero_stage: 3}}",),
 }
-QUICK = ("classification", "prompts", "pairs")  # the others are slow
+QUICK, LONG = ("classification", "prompts", "pairs"), ("documents", "packed", "reward")  # the others are slow
 
 
 def imports(file: Path) -> set[str]:
@@ -95,7 +96,7 @@ def run_of(kind: str, folder: Path, *keys: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    "kind", [kind if kind in QUICK else long(kind) if kind in LONG else slow(kind) for kind in KINDS]
 )
 def test_a_task_is_as_plain_computes_it_and_a_fault_is_found(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +155,10 @@ def recorded(world: World, run: Run) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in OTHERS)])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", *(long(s) if s in ("allreduce", "zero1", "zero2", "hf_accelerate") else slow(s) for s in OTHERS)],
+)
 def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
     """The steps have dropout, and plain starts from the run's optimizer state."""
     run = tiny(f"strategy.name={strategy.split()[0]}", *OTHERS.get(strategy, ()), output=str(tmp_path))

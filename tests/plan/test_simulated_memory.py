@@ -45,7 +45,7 @@ EACH_TIME: dict[str, tuple[int, ...]] = {
     "hf_accelerate": (),
     "hf_trainer": (),
     "zero1": (),
-    "zero2": (3,),
+    "zero2": (),
     "zero3": (),
     "fsdp2 step": (),
     "fsdp2 micro_batch": (4,),

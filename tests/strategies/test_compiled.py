@@ -24,6 +24,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, build_with_feed, digest, rank_0_of, run_on, tiny
+from support.marks import long
 from support.messages import raises
 from support.strategy_runs import steps_of
 from support.task_runs import make
@@ -189,7 +190,7 @@ def test_stages_of_a_pipeline_are_compiled() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("gather", ["step", "micro_batch"])
+@pytest.mark.parametrize("gather", ["step", long("micro_batch")])
 def test_layers_of_fsdp2_are_compiled_and_computed_again(gather: str) -> None:
     """FSDP2 with compiled, recomputed layers matches one uncompiled process bit for bit. The next test uses inductor's
     code."""
@@ -356,6 +357,7 @@ def test_layers_that_can_be_traced_are_not_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """BERT's untied word embeddings, which transformers lists among the layers, are not compiled: their gradient has a
     number of rows that a graph cannot express. The steps match those with only the layers traced."""

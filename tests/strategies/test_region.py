@@ -116,6 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folder: Path) -> None:
     """Compiled by inductor, in processes with separate caches, with dropout, whose random numbers are the compiler's

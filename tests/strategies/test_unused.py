@@ -72,7 +72,7 @@ def single() -> dict[str, dict[str, Any]]:
         ("odd", "fsdp2", 3),
         ("odd", "zero2", 2),
         ("unused", "zero3", 2),
-        slow("odd", "zero1", 3),
+        long("odd", "zero1", 3),
         long("unused", "zero2", 3),
         long("layerdrop", "allreduce", 2),
         long("layerdrop", "hf_accelerate", 2),
@@ -80,7 +80,7 @@ def single() -> dict[str, dict[str, Any]]:
         long("unused", "hf_accelerate", 3),
         long("unused", "hf_trainer", 2),
         long("unused", "fsdp2", 3),
-        slow("odd", "hf_accelerate", 4),
+        long("odd", "hf_accelerate", 4),
     ],
 )
 def test_weights_that_not_every_piece_uses_keep_the_bits(model: str, name: str, ranks: int, single: dict) -> None:

@@ -51,7 +51,7 @@ def weights_of(run: Run) -> dict[str, torch.Tensor]:
     return load_file(run.folder / "export/model.safetensors")
 
 
-QUICK, NEXT = ("fsdp2", "pipeline", "zero3"), ("single", "hf_trainer", "zero2")
+QUICK, NEXT = ("fsdp2", "pipeline", "zero3"), ("hf_trainer",)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from lockstep.training.errors import CorruptionDetected
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.sdc_check import SdcCheck, drawn
 from support.harness import TINY, build, digest, run_on, tiny
-from support.marks import slow
+from support.marks import long, slow
 from support.messages import raises
 from support.sdc_runs import STEPS, Fault, Planted, Wrong, flipped, guarded, wrong_gradient
 
@@ -127,7 +127,7 @@ class WrongRank:
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
-@pytest.mark.parametrize("name", [slow("zero1"), slow("zero2"), "zero3"])
+@pytest.mark.parametrize("name", [long("zero1"), slow("zero2"), "zero3"])
 def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(name: str, more: tuple[str, ...]) -> None:
     """ZeRO's ranks compute a micro-batch together. A step whose owner and witness are the other two ranks passes: a
     third computation is made only if these two differ."""
