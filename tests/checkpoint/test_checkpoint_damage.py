@@ -128,6 +128,7 @@ KINDS: list[Callable[[Path, Path, random.Random], None]] = [
 ]
 
 
+@pytest.mark.slow
 def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:
     """Seeded damage to the newest checkpoints: each resume falls back to the newest intact one and says why. Without an
     intact one it refuses, and deletes nothing. One strategy loads all states in turn, so nothing of a previous one may

@@ -137,6 +137,7 @@ def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeyp
     assert not asked
 
 
+@pytest.mark.slow
 def test_the_time_for_more_machines_comes_on_top_of_that_for_the_fewest() -> None:
     """One machine of 1:2 is enough, even if `join_timeout_s` is shorter than `last_call_timeout_s`."""
     node = Node("a", "127.0.0.1", 1, holds=True)

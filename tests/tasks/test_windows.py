@@ -25,6 +25,8 @@ from support.harness import build, build_with_feed, tiny
 from support.messages import raises
 from support.task_runs import make
 
+pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
+
 WINDOW = 5  # tokens; below most of LENGTHS
 HEADS_OF_16 = GROUPED | {"head_dim": 16}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
