@@ -17,6 +17,7 @@ from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed import job_record
 from lockstep.launchers import slurm
+from lockstep.launchers.processes import output_lock
 from lockstep.launchers.slurm import log_of
 from lockstep.training.evaluate_export import finished
 from support.messages import mentions, raises
@@ -296,3 +297,29 @@ def test_other_folders_of_output_are_not_written_through_a_link(name: str, tmp_p
     assert status == 0, said
     assert list(theirs.iterdir()) == []
     assert f"{name} was replaced by a link to {theirs}" in said
+
+
+@pytest.mark.long
+def test_files_of_output_are_not_written_through_links(tmp_path: Path) -> None:
+    """Every file that is written while training is replaced by a link; a file that is deleted begins again."""
+    (theirs := tmp_path / "theirs").mkdir()
+    run = run_in(tmp_path / "out", "track.every=1", "sdc_check.every=2", "evaluate.every=2")
+    names = [f"{name}.jsonl" for name in ("metrics", "system", "events", "ranks")]
+    names += ["log.txt", "launch.json", "tables.json", "scores.json", "report.html", "export.json", "run.yaml"]
+
+    def swap() -> None:
+        (run.folder / "fingerprints.jsonl").unlink()
+        for name in names:
+            (theirs / name).write_text("{}\n")
+            (run.folder / name).unlink(missing_ok=True)
+            (run.folder / name).symlink_to(theirs / name)
+
+    status, said = trained(run, 3, swap)
+    assert files_in(theirs) == dict.fromkeys(names, b"{}\n")
+    assert status == 0, said
+    assert f"{run.folder / 'metrics.jsonl'} is a link to {theirs / 'metrics.jsonl'}, and nothing is" in said
+    assert f"{run.folder / 'events.jsonl'} is a link to {theirs / 'events.jsonl'}: lines of this run" in said
+    assert len((run.folder / "fingerprints.jsonl").read_bytes().splitlines()) >= 3
+    assert not (run.folder / "report.html").is_symlink()
+    with raises("LS7348", "metrics.jsonl", str(theirs)):
+        output_lock.check_ours(run.folder)

@@ -18,7 +18,7 @@ from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.model_card import HERE, check_card
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.redaction import one_line
-from lockstep.config.run import Run, RunError, require_output
+from lockstep.config.run import Run, RunError, replace_text, require_output
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.track.console import error as tell
 
@@ -270,7 +270,7 @@ def _keep(output: Path, pushed: Pushed) -> None:
     """Write OUTPUT/hub.json, so that the run does not push again. A failure to write is ignored."""
     try:
         values = asdict(pushed) | {"export": _fingerprint(output / "export")}
-        (output / PUSHED).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        replace_text(output / PUSHED, json.dumps(values, indent=2) + "\n")
     except OSError as error:
         tell(coded("LS6022", f"{output / PUSHED} could not be written: {one_line(error, 300)}"))
 

@@ -624,6 +624,8 @@ def replacing(path: Path) -> Iterator[Path]:
     `OSError`; the old file is then unchanged and the temporary one removed."""
     aside = path.with_name(aside_of(path.name))
     try:
+        if aside.is_symlink():  # not ours: nothing is written through it
+            aside.unlink()
         yield aside
         os.replace(aside, path)
     finally:

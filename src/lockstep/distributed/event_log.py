@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.config.errors import CodedError
+from lockstep.config.output_files import open_file
 from lockstep.config.redaction import redact_all
 from lockstep.config.run import Run, redirected
 from lockstep.config.sections import LaunchSection, ModelSection
@@ -89,7 +90,7 @@ class EventLog:
     def _write(self, name: str, line: dict[str, Any]) -> None:
         if self._folder is None or redirected(self._folder) is not None:
             return
-        with suppress(OSError), open(self._folder / f"{name}.jsonl", "ab+") as file:
+        with suppress(OSError), open_file(self._folder / f"{name}.jsonl", "ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.errors import DONE, STOPPED
+from lockstep.config.output_files import open_file
 from lockstep.config.run import RunError, replace_text
 from lockstep.distributed import host_memory
 from lockstep_trace.plurals import quantity
@@ -126,7 +127,7 @@ def write(folder: Path, launched: JobRecord) -> bool:
         except OSError as caught:
             if caught.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            with open(folder / FILE, "r+b", buffering=0) as file:  # smaller than any disk's block
+            with open_file(folder / FILE, "r+b", buffering=0) as file:  # smaller than any disk's block
                 file.truncate(file.write(text.encode()))
         return True
     return False

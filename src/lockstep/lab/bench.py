@@ -326,7 +326,7 @@ def write(request: Bench, rows: Sequence[BenchRow]) -> None:
     page = {"values": values, **tables, "plots": plots(rows), "yaml": request.base.dump()}
     try:
         request.folder.mkdir(parents=True, exist_ok=True)
-        (request.folder / "bench.json").write_text(json.dumps(values, indent=1), encoding="utf-8")
+        replace_text(request.folder / "bench.json", json.dumps(values, indent=1))
         write_page(request.folder / "bench.html", "bench.html.jinja", title=f"{request.base.name}: bench", **page)
     except OSError as error:
         raise _not_written(request.folder, error) from error

@@ -29,6 +29,7 @@ from lockstep.checkpoint.manifest import (
     newest_first,
 )
 from lockstep.config.errors import DONE, FAILED, coded
+from lockstep.config.output_files import open_file
 from lockstep.config.run import Run, RunError, load, replace_text, require_output, write_run_yaml
 from lockstep.config.sections import CheckpointSection
 from lockstep.data.job import Job, arithmetic_of
@@ -252,7 +253,7 @@ def _lines(begun: Begun, run: Run) -> None:
         ]
         replace_text(run.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
     event = {"time": round(time.time(), 3), "event": "branch", "step": begun.step, "from": str(begun.output)}
-    with suppress(OSError), open(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
+    with suppress(OSError), open_file(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.config.errors import STOPPED
+from lockstep.config.output_files import open_file
 from lockstep.config.run import RunError
 from lockstep.track.console import error
 from lockstep_trace import streams
@@ -38,7 +39,7 @@ class Child:
         self._stop_requested = False
         command = [sys.executable, "-m", "lockstep.lab.subprocess_job", function, *words]
         inherited = {name: value for name, value in os.environ.items() if name not in _TERMINAL}
-        with open(self.out, "ab") as out, open(self.err, "ab") as err:
+        with open_file(self.out, "ab") as out, open_file(self.err, "ab") as err:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,  # never written to: closed when this process ends

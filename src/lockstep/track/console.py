@@ -34,6 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.errors import with_addresses
+from lockstep.config.output_files import open_file
 from lockstep.config.redaction import printable
 from lockstep.config.run import redirected
 from lockstep.track import live_displays
@@ -479,7 +480,7 @@ def _parts(line: str, room: int) -> list[str]:
 def append(log: Path | None, text: str) -> None:
     """Append lines to a log file in a resolved folder. Errors such as a full disk are ignored."""
     if log is not None and redirected(log.absolute().parent) is None:
-        with suppress(OSError), open(log, "a", encoding="utf-8") as file:
+        with suppress(OSError), open_file(log, "a", encoding="utf-8") as file:
             file.write(f"{printable(text)}\n")
 
 

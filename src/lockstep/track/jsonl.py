@@ -9,11 +9,11 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from lockstep.config.run import redirected
+from lockstep.config.output_files import open_file
+from lockstep.config.run import redirected, replacing
 from lockstep.track.tracker import End, Sample, Tracker
 
 
@@ -51,7 +51,7 @@ class Lines:
         self._waiting = b""
         self._lines: dict[tuple[int, str | None], bytes] | None = None  # by step and split; None until the file is read
         self._stale = False  # the file has lines to drop
-        self._file: FileIO | None = None
+        self._file: IO[bytes] | None = None
 
     def add(self, values: dict[str, Any]) -> None:
         """Add a line. Errors: `OSError` if this and earlier queued lines could not be written yet."""
@@ -73,6 +73,9 @@ class Lines:
         return lines
 
     def _write(self) -> None:
+        if self._file is not None and self._replaced():
+            self._file.close()
+            self._file = None
         if self._file is None and (fault := redirected(self.path.parent)) is not None:
             raise OSError(fault)
         if self._queue and self._lines is None:
@@ -83,14 +86,22 @@ class Lines:
                 self._waiting += (json.dumps(values, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         self._queue = []
         if self._stale and self._waiting and self._lines is not None:
-            aside = self.path.with_name(f".{self.path.name}.partial")
-            aside.write_bytes(b"".join(line + b"\n" for line in self._lines.values()))
-            os.replace(aside, self.path)
+            with replacing(self.path) as aside:
+                aside.write_bytes(b"".join(line + b"\n" for line in self._lines.values()))
             self._stale = False
         if self._file is None and self._waiting:
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+            self._file = open_file(self.path, "ab", buffering=0)
         while self._file is not None and self._waiting:  # a full disk may write a part of a line
             self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def _replaced(self) -> bool:
+        """Return whether the open file was deleted or replaced by another one or a link. A moved file is written on."""
+        assert self._file is not None
+        ours = os.fstat(self._file.fileno())
+        try:
+            return not os.path.samestat(os.lstat(self.path), ours)
+        except OSError:
+            return ours.st_nlink == 0 and self.path.parent.is_dir()
 
     def close(self) -> None:
         self._write()

@@ -23,6 +23,7 @@ from lockstep.checkpoint import export_hashes, remote_sync, tracker_runs
 from lockstep.checkpoint.checkpoint import CheckpointError, check_resumable, finished
 from lockstep.checkpoint.hub_push import require
 from lockstep.checkpoint.manifest import export_of
+from lockstep.config import output_files
 from lockstep.config.errors import BAD, DONE, EXCLUDED, FAILED, HALTED, STOPPED, coded
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError, load, redirected, replace_text, write_run_yaml
@@ -414,6 +415,8 @@ def write_summary(
     """Write the final journal event and the report. Rank 0 only. `weights`: the exported weights, if in memory.
     `checked`: the result of the export check. Returns the hash of the exported weights."""
     run = task.run
+    for name, target in output_files.links(run.folder).items():
+        console.note(f"{run.folder / name} is a link to {target}: lines of this run were not written through it")
     sha256 = digest_of(run.folder / "export", weights)
     best = {split: task.best_possible(split) for split in ("validation", "test") if split in task.splits}
     journal.event("finish", steps, weights=sha256, best_possible=best, **(checked or {}))

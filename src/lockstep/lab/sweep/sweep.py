@@ -23,7 +23,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config.errors import STOPPED
-from lockstep.config.run import Run, RunError, write_run_yaml
+from lockstep.config.run import Run, RunError, replace_text, write_run_yaml
 from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed import job_record
@@ -205,7 +205,7 @@ class Leaderboard:
         values = {"metric": self.sweep.metric, "split": self.sweep.split, "trials": rows}
         try:
             self.sweep.folder.mkdir(parents=True, exist_ok=True)
-            (self.sweep.folder / FILE).write_text(json.dumps(values, indent=1), encoding="utf-8")
+            replace_text(self.sweep.folder / FILE, json.dumps(values, indent=1))
         except OSError as error:
             raise RunError(
                 "LS8353", f"--out: cannot write to {self.sweep.folder}: {error.strerror}; give another --out"

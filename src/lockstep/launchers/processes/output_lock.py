@@ -24,6 +24,7 @@ from typing import Literal
 
 import yaml
 
+from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.distributed import job_record
@@ -414,6 +415,12 @@ def check_ours(folder: Path) -> None:
             "LS7344",
             f"output: {export} is {what}, but the model is exported to a folder of that name; remove it, or "
             "give another output=FOLDER",
+        )
+    for name, target in output_files.links(folder).items():
+        raise RunError(
+            "LS7348",
+            f"output: {folder / name} is a link to {target}, and nothing is written through a link; remove it, put the "
+            "file in its place, or give another output=FOLDER",
         )
     try:  # list first: another start of this run may be writing its first files
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
