@@ -214,6 +214,28 @@ def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
         ["--hub", '{"token":"plainsecret", "api_key": "plainsecret"}', "--set={'hf': {'hub_token': 'plainsecret'}}"],
         ["sh", "-c", 'python train.py --hub "{\\"token\\": \\"plainsecret\\"}"'],
         ["--url", "https://u:plainsecret@host/x?access_token=plainsecret"],
+        ["curl", "-u", "me:plainsecret", "--proxy-user", "me:plainsecret", "-ume:plainsecret", "--user=me:plainsecret"],
+        ["wget", "--http-user", "me", "--http-password", "plainsecret", "--ftp-password=plainsecret"],
+        [
+            "--header",
+            "Authorization:plainsecret",
+            "--header=Authorization: Basic plainsecret",
+            "--auth",
+            "a:plainsecret",
+        ],
+        ["-H", 'Authorization: Digest username="a", response="plainsecret"', "-H", "Cookie: a=1; s=plainsecret"],
+        ["-HProxy-Authorization: Basic plainsecret", "--set", '{"Authorization": "Bearer plainsecret"}'],
+        ["sh", "-c", "curl -u me:plainsecret x; curl -H 'Authorization: Basic plainsecret' y --cookie plainsecret"],
+        [
+            "--store",
+            "me:plainsecret@host:5432/runs",
+            "--store=me:plainsecret@host",
+            "sh",
+            "-c",
+            "rsync a me:plainsecret@b",
+        ],
+        ["PGPASSWORD=plainsecret", "--db-pass", "plainsecret", "--pwd=plainsecret", "--bearer", "plainsecret"],
+        ["--header", "X-Api-Key=plainsecret", "-H", "apikey: plainsecret", "--cookie", "session=plainsecret"],
     ],
     ids=" ".join,
 )
@@ -226,6 +248,9 @@ def test_words_of_a_command_lose_their_secrets(words: list[str]) -> None:
 def test_the_control_other_words_of_a_command_stay() -> None:
     words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
     words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
+    words += ["docker", "-u", "1000:1000", "--user=1000:1000", "repo/image:tag@sha256:0a", "git@github.com:a/b.git"]
+    words += ["-u", "-m", "module", "python", "-u", "train.py", "--passes", "3", "--pass", "2", "-L", "80:host:80"]
+    words += ["--start", "10:30", "s3://bucket/path@2024/x", "user@host:/data", "sh", "-c", "python -u train.py a:b"]
     assert redact_words(words) == words
     assert redact(" ".join(words)) == " ".join(words)
     said = "tokenizer.pad_token: <pad>; image_token: <image>; the api_key: null; LOCKSTEP_SECRET: too short"

@@ -75,12 +75,35 @@ _OPTION = re.compile(
 )
 _PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _HEADER, _OPTION)
 # "token": "value" in JSON among the words of a command; in other texts a token may be a piece of text
+_SIGN_IN = "(?:proxy-)?authorization|(?:set-)?cookies?|bearer|pwd|pass|passcode"  # in commands alone
 _FIELD = re.compile(
-    rf"(?P<keep>[\"'](?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:token|credentials?|{_WORDS})\\?[\"']\s?:\s?)"
+    rf"(?P<keep>[\"'](?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:token|credentials?|{_SIGN_IN}|{_WORDS})\\?[\"']\s?:\s?)"
     r"(?!\\?[\"']\*\*\*)(?:\\?\"[^\"\n]*\"|\\?'[^'\n]*')",
     re.IGNORECASE,
 )
-_NAME = re.compile(rf"(^|[_.-])(token|credentials?|{_WORDS})$", re.IGNORECASE)
+_USER = r"-[uU]|--(?:[a-z]+[_-])*(?:user|username|userpwd|login|auth)"  # options whose value may be NAME:PASSWORD
+_PASSWORD = r"(?!\*\*\*|//|\d+(?:\s|$))[^\s\"']+"  # after NAME:, which may also be one of two numbers
+# In the words of a command, and in the texts of `sh -c`
+_IN_COMMANDS = (
+    _FIELD,
+    re.compile(rf"(?P<keep>(?<![\w-])(?:{_USER})(?:\s+|=)?[\"']?[\w.@+-]+:){_PASSWORD}"),  # -u name:password
+    re.compile(r"(?P<keep>\bAuthorization:\s*(?:Digest|AWS4-HMAC-SHA256)\s+)(?!\*\*\*)[^\n]+", re.IGNORECASE),
+    re.compile(r"(?P<keep>\b(?:Set-)?Cookie:\s*)(?!\*\*\*)[^\s\"'][^\n\"']*", re.IGNORECASE),
+    re.compile(  # Authorization:value, of any scheme
+        r"(?P<keep>\bAuthorization\s*[:=]\s*(?:[A-Za-z][\w-]*\s+)?)(?!\*\*\*|[A-Za-z][\w-]*\s+\*\*\*)[^\s\"']+",
+        re.IGNORECASE,
+    ),
+    re.compile(  # --cookie value, --db-pass value, in a text
+        rf"(?P<keep>(?<![\w-])--(?:[a-z0-9]+[_.-])*(?:{_SIGN_IN})(?:\s+|=))(?!\*\*\*|-|\d+\b)"
+        r"(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
+        re.IGNORECASE,
+    ),
+    re.compile(  # name:password@host without a scheme; an image has a hash there
+        r"(?P<keep>(?<![\w/.:@-])[\w.+-]+:)(?!\*\*\*|//)[^\s/@:\"']+(?=@(?!sha\d+:)[\w-])"
+    ),
+)
+_NAME = re.compile(rf"(^|[_.-])(token|credentials?|PGPASSWORD|SSHPASS|MYSQL_PWD|{_WORDS})$", re.IGNORECASE)
+_SIGNED_IN = re.compile(rf"(^|[_.-])({_SIGN_IN})$", re.IGNORECASE)
 _SPECIAL = re.compile(rf"(^|[_.-])({_SPECIAL_TOKENS})[_-]token$", re.IGNORECASE)
 # C0 except tab and newline, DEL, C1; bidirectional controls; line ends that only some programs recognize; lone
 # surrogates, which no file can contain
@@ -118,13 +141,27 @@ def redact_words(words: Sequence[str]) -> list[str]:
     redacted = []
     for option, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
-        if option.startswith("-") and "=" not in option and names_secret(option.lstrip("-")):
+        if option.startswith("-") and "=" not in option and _hides(option.lstrip("-"), word):
             redacted.append(STRUCK)
-        elif value and " " not in name and names_secret(name.lstrip("-+")):
+        elif value and " " not in name and _hides(name.lstrip("-+"), value):
             redacted.append(f"{redact(name)}{equals}{STRUCK}")
+        elif re.fullmatch(_USER, option) and (name := word.partition(":")[0]) != word:
+            redacted.append(re.sub(f"^{re.escape(name)}:{_PASSWORD}$", f"{redact(name)}:{STRUCK}", word))
         else:
-            redacted.append(_FIELD.sub(rf"\g<keep>{STRUCK}", redact(word)))
+            redacted.append(_redact_word(redact(word)))
     return redacted
+
+
+def _hides(name: str, value: str) -> bool:
+    """Return whether the name of an option or variable of a command says that its value is a secret; a number of
+    passes is none."""
+    return names_secret(name) or (_SIGNED_IN.search(name) is not None and not value.isdigit())
+
+
+def _redact_word(word: str) -> str:
+    for pattern in _IN_COMMANDS:
+        word = pattern.sub(rf"\g<keep>{STRUCK}", word)
+    return word
 
 
 def names_secret(key: str) -> bool:
