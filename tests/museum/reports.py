@@ -157,7 +157,7 @@ FROM_REPORTS = (
         "text.py",
         "--fault wider-count --batch 16",
         1,
-        "divided by another number",
+        "divided by the wrong number",
         "--batch 16",
     ),
     Exhibit(
@@ -303,7 +303,7 @@ AS_RELEASED = (
         "sharded.py",
         "--batch 32 --warmup WarmupLR --patch warmup-groups",
         1,
-        "another learning rate or schedule",
+        "a different learning rate or schedule",
         "--batch 32 --warmup WarmupLR",
     ),
     Exhibit(
@@ -312,7 +312,7 @@ AS_RELEASED = (
         "sharded.py",
         "--batch 32 --warmup WarmupCosineLR --patch cosine-groups",
         1,
-        "another learning rate or schedule",
+        "a different learning rate or schedule",
         "--batch 32 --warmup WarmupCosineLR",
     ),
     Exhibit(
@@ -347,7 +347,7 @@ AS_RELEASED = (
         "engines.py",
         "--engine trainer --model llama --patch first-label-counts",
         1,
-        "divided by another number",
+        "divided by the wrong number",
         "--engine trainer --model llama",
     ),
 )

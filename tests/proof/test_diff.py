@@ -64,7 +64,7 @@ def test_a_planted_mistake_is_found_where_it_is(
     ("key", "first_step", "first", "why"),
     [
         ("optim.learning_rate=4e-3", 2, "learning rate", "the schedule"),  # that of the first step is 0
-        ("seed=1", 1, "weights before the step:", "began with other weights"),
+        ("seed=1", 1, "weights before the step:", "started from different weights"),
         ("optim.weight_decay=0.1", 2, "weights after the step:", "weight decay"),
         ("optim.max_grad_norm=0.1", 1, "weights after the step: optimizer.", "clipping"),
     ],
@@ -92,7 +92,7 @@ def test_a_row_that_was_changed_is_found(tmp_path: Path, capfd: pytest.CaptureFi
     lines = [json.loads(line) for line in (folders[0] / fingerprints.FILE).read_text().splitlines()]
     assert len(lines) == 9
     assert "inputs of the model" in said.partition("first differing value:")[2]
-    assert "the same rows became other tokens" in said
+    assert "the same rows were tokenized differently" in said
 
 
 def test_runs_of_the_same_bits(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ def test_masters_are_what_float32_weights_would_be() -> None:
     run = tiny("strategy.name=single", *LOW)
     apart, went, rounded, formats = run_on(1, beside_float32, run)[0]
     assert rounded
-    assert formats == "computed in bf16, kept in weights bfloat16, moments float32"
+    assert formats == "compute in bf16, weights in bfloat16, moments in float32"
     assert apart < 1e-6 < 1e-3 < went
     run = tiny("strategy.name=single", *WITHOUT)  # control: updates below a weight's last bit are lost
     assert run_on(1, beside_float32, run)[0][0] > 1e-5

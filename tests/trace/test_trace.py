@@ -225,12 +225,12 @@ def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
     assert diff(tmp_path / "both", tmp_path / "both", PlainOutput()) == 0
     assert "it is not compared" not in capsys.readouterr().out
     diff(tmp_path / "both", tmp_path / "one", PlainOutput())
-    assert f"SGD (optimizer 1) makes steps in {tmp_path / 'both'} alone" in capsys.readouterr().out.replace("\n", " ")
+    assert f"SGD (optimizer 1) takes steps only in {tmp_path / 'both'}" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
     ("order", "cause"),
-    [([0, 2, 1, 3], "in another order"), ([0, 1, 0, 1], "8 examples come more often than any does in as many steps")],
+    [([0, 2, 1, 3], "in another order"), ([0, 1, 0, 1], "8 examples occur more often than any does in as many steps")],
 )
 def test_examples_that_come_again_are_not_taken_for_another_order(tmp_path: Path, order: list[int], cause: str) -> None:
     data = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))

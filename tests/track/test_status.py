@@ -74,7 +74,7 @@ def test_a_run_in_another_terminal(
     assert main(["stop", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     assert "SIGTERM sent to process" in said
-    assert "stopped on request (status 75)" in said
+    assert "stopped on request (exit status 75)" in said
     assert ended(process)[0] == (1 if how == "torchrun" else 75)  # torchrun has no other status for a rank's 75
     status, log, err = ended(following)
     assert status == 0, err
@@ -347,5 +347,5 @@ def test_a_job_record_of_other_types_is_unreadable(name: str, value: object, tmp
 
 
 def test_a_run_that_its_user_interrupted_is_not_called_failed() -> None:
-    assert state_sentence(State("failed", status=130)) == "interrupted (status 130)"
-    assert state_sentence(State("failed", status=1)) == "failed (status 1)"
+    assert state_sentence(State("failed", status=130)) == "interrupted (exit status 130)"
+    assert state_sentence(State("failed", status=1)) == "failed (exit status 1)"

@@ -154,5 +154,5 @@ def test_frozen_weights_in_bfloat16_are_not_called_float32() -> None:
         strategy: Any = SimpleNamespace(run=run, update=update, model=SimpleNamespace(parameters=lambda: weights))
         return precisions(strategy)
 
-    assert described(wide) == "computed and kept in float32"
-    assert described(wide, narrow) == "computed in fp32, kept in weights bfloat16 and float32"
+    assert described(wide) == "weights and compute in float32"
+    assert described(wide, narrow) == "compute in fp32, weights in bfloat16 and float32"

@@ -161,18 +161,19 @@ def origin(record: JobRecord) -> str:
 def state_sentence(state: State) -> str:
     """Describe the state in a sentence."""
     words = {
-        "done": "done (status 0)",
-        "stopped": "stopped on request (status 75)",
-        "failed": f"failed (status {state.status})" if state.status is not None else "failed",
+        "done": "finished (exit status 0)",
+        "stopped": "stopped on request (exit status 75)",
+        "failed": f"failed (exit status {state.status})" if state.status is not None else "failed",
     }
     if state.word == "failed" and state.status == 130:  # Ctrl-C before training, or twice
-        words["failed"] = "interrupted (status 130)"
+        words["failed"] = "interrupted (exit status 130)"
     return words.get(state.word, state.word) + (f": {state.text}" if state.text else "")
 
 
 def numbers_in(line: Mapping[str, Any]) -> str:
-    """Describe a line of metrics.jsonl."""
-    numbers = {k: v for k, v in line.items() if k not in ("step", "split") and isinstance(v, int | float)}
+    """Describe a line of metrics.jsonl, without the ratios of padding."""
+    skipped = ("step", "split", "padding", "padding_by_chance")
+    numbers = {k: v for k, v in line.items() if k not in skipped and isinstance(v, int | float)}
     return f"step {line['step']}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items())
 
 

@@ -80,14 +80,14 @@ def precisions(strategy: Strategy) -> str:
     moments = [v for state in states for v in state.values() if isinstance(v, torch.Tensor) and v.dim()]
     tensors_of: dict[str, list[torch.Tensor]] = {"weights": list(strategy.model.parameters()), "moments": moments}
     parts = [
-        f"{what} {' and '.join(sorted({str(t.dtype)[6:] for t in tensors}))}"
+        f"{what} in {' and '.join(sorted({str(t.dtype)[6:] for t in tensors}))}"
         for what, tensors in tensors_of.items()
         if tensors
     ]
     if run.precision == "fp32" and {t.dtype for tensors in tensors_of.values() for t in tensors} <= {torch.float32}:
-        return "computed and kept in float32"
+        return "weights and compute in float32"
     packed = run.model.quantization or "uint8"
-    return f"computed in {run.precision}, kept in {', '.join(parts).replace('uint8', packed)}"
+    return f"compute in {run.precision}, {', '.join(parts).replace('uint8', packed)}"
 
 
 def closing(
@@ -108,7 +108,8 @@ def closing(
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
         console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"})
-    console.columns("", score_rows(scores))
+    for rows in score_tables(scores):
+        console.columns("", rows)
     for name, values in best_possible(task, list(scores)).items():
         console.facts({"limit": f"label noise caps {name} at {values}"})
     console.facts(better, whole=True)
@@ -179,8 +180,8 @@ LINE = 80  # columns of a narrow terminal
 ACROSS = 68  # terminal columns available for metrics, next to the split names
 
 
-def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """Table of metrics by split: one row per split, or one per metric if there are many."""
+def score_tables(scores: Mapping[str, Mapping[str, float]]) -> list[list[list[str]]]:
+    """Return the metrics with one row per split, in as many tables as a narrow terminal needs."""
 
     def cell(split: str, name: str) -> str:
         value = scores[split].get(name)  # missing if the split has no examples of that mixture source
@@ -189,10 +190,17 @@ def score_rows(scores: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
         return f"{value:,.0f}" if name == "examples" else f"{value:.4f}"
 
     names = list(dict.fromkeys(name for metrics in scores.values() for name in metrics))
-    rows = [["", *names], *([split, *(cell(split, name) for name in names)] for split in scores)]
-    if sum(max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[1:]) <= ACROSS:
-        return rows
-    return [list(column) for column in zip(*rows, strict=True)]
+    tables: list[list[list[str]]] = []
+    room = 0
+    for name in names:
+        column = [name, *(cell(split, name) for split in scores)]
+        room -= max(map(len, column)) + 2
+        if room < 0 or not tables:
+            tables.append([[""], *([split] for split in scores)])
+            room = ACROSS - max(map(len, column)) - 2
+        for row, value in zip(tables[-1], column, strict=True):
+            row.append(value)
+    return tables
 
 
 def best_possible(task: Task, splits: Sequence[str]) -> dict[str, str]:

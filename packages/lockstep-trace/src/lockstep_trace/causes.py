@@ -56,7 +56,7 @@ CLIPPED_ELSEWHERE = (
 )
 LEFT_OUT = "a part of the step's examples was left out, or went through the model twice"
 NORM = "the gradients agree but their norm does not: it does not include all gradients, or all ranks"
-NOT_FINITE = "non-finite numbers prove nothing, even if equal on both sides: look at the loss"
+NOT_FINITE = "non-finite values cannot be compared, even if equal on both sides: check the loss"
 PRECISION = "matrix products are computed in different precisions: compare autocast and the model's dtype"
 ELSEWHERE = (
     "gradients differ in direction though the losses agree: some contributions were left out or counted twice, or a "
@@ -82,9 +82,9 @@ OTHER_TARGETS = (
     "the model gets the same inputs, but the loss other targets: compare how targets are built, masked and ordered"
 )
 OF_KIND = {  # where both compute the same values before it, and nothing else is known
-    "start weights": "likely: the runs began with other weights (the model, its source, or the seed)",
-    "examples": "likely: another order of the data (seed, batch_size, data, or a filter)",
-    "inputs": "likely: the same rows became other tokens (data, tokenizer, truncation, or micro_batches)",
+    "start weights": "likely: the runs started from different weights (the model, its source, or the seed)",
+    "examples": "likely: a different order of the data (seed, batch_size, data, or a filter)",
+    "inputs": "likely: the same rows were tokenized differently (data, tokenizer, truncation, or micro_batches)",
     "output": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
     "loss": "the outputs are equal; likely: the task's loss or its targets",
     "output gradient": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
@@ -95,7 +95,7 @@ OF_KIND = {  # where both compute the same values before it, and nothing else is
     "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
 }
 LENGTHS = (
-    "one run made more steps: count the batches of an epoch, the accumulation steps and how the "
+    "one run took more steps: compare the number of batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"
 )
 
@@ -157,7 +157,7 @@ def of_names(tied: Sequence[str], here: bool = False) -> str:
         which = ("here", "the reference") if here else ("the reference", "here")
         what = f"{', '.join(tied[:3])} is tied to another parameter in {which[0]}, and not in {which[1]}"
         if here:
-            return f"{what}: it was tied, or the reference came apart".replace("in here", "here")
+            return f"{what}: it was tied, or the reference became untied".replace("in here", "here")
         return f"{what}: tie it again".replace("in here", "here")
     return "the optimizers hold different parameters: some are frozen, new or left out on one side"
 
@@ -200,21 +200,21 @@ def of_examples(
         )
     if n == m and (again := _more_often(reference, trace, optimizer)):
         return (
-            f"{again} examples come more often than any does in as many steps of the reference: a run that lost its "
+            f"{again} examples occur more often than any does in as many steps of the reference: a run that lost its "
             "position in the epoch when it was resumed (a state of another number of processes or workers), or "
             "ranks or a "
             "sampler that repeat examples"
         )
     if n == m:
         return (
-            "as many examples, in another order: the sampler's seed or epoch (set_epoch), or shuffling "
+            "the same number of examples, but in another order: the sampler's seed or epoch (set_epoch), or shuffling "
             "that depends on the process"
         )
-    return "steps begin at other examples: compare batch size, the last, smaller batch (drop_last) and the sampler"
+    return "steps start at different examples: compare batch size, the last, smaller batch (drop_last) and the sampler"
 
 
 def _unlabelled(trace: Trace, optimizer: int, step: int) -> Counter[str]:
-    """Return the hashes of a step's inputs without labels; empty if the model is not given labels."""
+    """Return the hashes of a step's inputs without labels; empty if the model receives no labels."""
     records = [r.steps[optimizer][step] for r in data_ranks(trace, optimizer) if step in r.steps[optimizer]]
     return Counter(h for s in records for h in s.unlabelled or ())
 
@@ -258,7 +258,7 @@ def of_loss(
     alike = one.equal_counts and other.equal_counts  # otherwise a mean of means can be near an integer by chance
     if alike and (divided := _divided(targets, examples, ratio)) is not None:
         return (
-            f"the loss is divided by another number: by {divided[1]}, where the step has {divided[0]} targets "
+            f"the loss is divided by the wrong number: by {divided[1]}, but the step has {divided[0]} targets "
             "(a count of other examples, or of padding)"
         )
     if (len(theirs), other.micro_batches) != (len(ours), one.micro_batches) and _batch_norm(theirs):
@@ -288,7 +288,7 @@ def of_loss_function(ranks: bool = False, uncounted: bool = False) -> str:
             "a mean of means, if ranks or micro-batches have unequal numbers of targets (padding that the loss leaves "
             "out): divide the sum of all losses by the number of all targets. Else " + of_loss_function(ranks)
         )
-    term = ", an auxiliary term that is multiplied by the ranks" if ranks else ""
+    term = ", or an auxiliary term that is multiplied by the number of ranks" if ranks else ""
     return (
         f"the loss function or its options differ (label smoothing, weights, reduction{term}), or inputs that no "
         "hash sees, such as a mask; the model has no dropout"
@@ -312,25 +312,25 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
     if None not in targets and targets[0] != targets[1]:
         return (
             f"the step has {targets[1]} targets here and {targets[0]} in the reference: padding counts as a target "
-            "(label -100 leaves it out), or labels are masked in another way"
+            "(label -100 leaves it out), or labels are masked differently"
         )
     return None
 
 
 def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
-    """Return a cause from the loss functions in the autograd graphs: their kind, targets or inputs differ. None: no
-    difference, or unknown."""
+    """Return a cause if the loss functions in the autograd graphs differ in kind, targets or inputs; None if they agree
+    or are unknown."""
     sides = [[each for s in records for each in s.objectives or ()] for records in (ours, theirs)]
     if not all(sides):
         return None
     kinds = [Counter(str(each["kind"]) for each in side) for side in sides]
     if kinds[0].keys() != kinds[1].keys():
         names = [", ".join(sorted(each)) for each in kinds]
-        return f"the loss is another function: {names[1]} here, {names[0]} in the reference"
+        return f"the loss function differs: {names[1]} here, {names[0]} in the reference"
     spread = [sum(bool(each.get("expanded")) for each in side) for side in sides]
     if bool(spread[0]) != bool(spread[1]):
         return (
-            "predictions are spread over targets of another shape "
+            "predictions are broadcast against targets of another shape "
             f"{'here' if spread[1] else 'in the reference'}: give both the same shape"
         )
     counts = [[each.get("targets") for each in side] for side in sides]
@@ -339,7 +339,7 @@ def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
     if sum(counts[0]) != sum(counts[1]):
         return (
             f"the step has {sum(counts[1])} targets here and {sum(counts[0])} in the reference: padding counts as a "
-            "target (label -100 leaves it out), or labels are masked in another way"
+            "target (label -100 leaves it out), or labels are masked differently"
         )
     if len(sides[0]) == len(sides[1]):  # split in the same way
         ordered, any_order = ([[each["hashes"][i] for each in side] for side in sides] for i in (0, 1))
@@ -352,14 +352,14 @@ def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
     before = [Counter(tuple(each["before"][:2]) for each in side) for side in sides]
     if before[0].keys() != before[1].keys():
         names = [" and ".join(sorted(" after ".join(b) for b in each)) for each in before]
-        return f"what the loss is given is computed in another way: {names[1]} here, {names[0]} in the reference"
+        return f"the input of the loss is computed differently: {names[1]} here, {names[0]} in the reference"
     return None
 
 
 def _of_micro_batches(differing: Sequence[tuple[int, int, float, float]], stochastic: bool) -> str:
     if not differing:
         return (
-            "the loss of each micro-batch agrees, and their sum does not: some are missing from it or counted twice, "
+            "the loss of each micro-batch agrees, but their sum does not: some are missing from it or counted twice, "
             "or means over unequal numbers of targets are averaged"
         )
     if all(loss == 0 for *_, loss in differing):
@@ -499,8 +499,8 @@ def few(names: Sequence[str], most: int = 3) -> str:
 def _not_reduced(split: set[str], among: int) -> str:
     if len(split) >= 0.9 * among:
         return (
-            "gradients are not reduced over ranks: the model is not wrapped (DDP, FSDP), the forward goes around the "
-            "wrapper (model.module), or backward ran under no_sync in the step"
+            "gradients are not reduced over ranks: the model is not wrapped (DDP, FSDP), the forward pass bypasses "
+            "the wrapper (model.module), or backward ran under no_sync in the step"
         )
     names = ", ".join(sorted(split)[:3])
     return (
@@ -538,7 +538,7 @@ def of_clip_limits(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str
         return "gradients are clipped more often, or not at all, on one side"
     kinds = {str(c.get("how")) for c in one}, {str(c.get("how")) for c in other}
     if kinds[0] != kinds[1]:
-        return f"gradients are clipped in another way: {', '.join(kinds[0])} and {', '.join(kinds[1])}"
+        return f"gradients are clipped differently: {', '.join(kinds[0])} and {', '.join(kinds[1])}"
     return "another limit of the gradient norm"
 
 
@@ -557,7 +557,8 @@ def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:
     values = [f for f, cosine in factors.values() if cosine > COSINE]
     if len(values) == len(factors):
         return (
-            "clipping scales by another factor: each rank clips by the norm of its own shards, or by a norm of other "
+            "clipping scales by a different factor: each rank clips by the norm of its own shards, or by "
+            "a norm of other "
             "parameters, or before gradients were unscaled"
         )
     return "clipping treats parameters differently: by value, or only some of them"
@@ -566,7 +567,7 @@ def of_clipping(factors: Mapping[str, tuple[float, float]]) -> str:
 def of_rate(key: str, x: Any, y: Any, trace: Trace, ours: Sequence[Step], theirs: Sequence[Step]) -> str:
     world = len(trace.ranks)
     if key != "lr":
-        return f"the optimizers are made with another {key}, or their parameter groups are cut differently"
+        return f"the optimizers are created with a different {key}, or their parameter groups are split differently"
     counts = [sum((s.schedulers or {}).values()) for s in (ours[0], theirs[0])]
     if counts[0] != counts[1]:
         by = (
@@ -580,7 +581,7 @@ def of_rate(key: str, x: Any, y: Any, trace: Trace, ours: Sequence[Step], theirs
         )
     if isinstance(x, float) and isinstance(y, float) and x > 0 and abs(y / x / world - 1) < 1e-6 and world > 1:
         return f"the learning rate is scaled by the number of ranks, {world}"
-    return "another learning rate or schedule: its length may count epochs, batches of one rank, or micro-batches"
+    return "a different learning rate or schedule: its length may count epochs, batches of one rank, or micro-batches"
 
 
 def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], theirs: Sequence[Step]) -> str:
@@ -590,7 +591,7 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
     still = [n for n, (f, _) in factors.items() if math.isnan(f) or f == 0]
     if still and len(still) == len(factors):
         return (
-            f"gradients agree and {', '.join(still[:3])} does not change: the optimizer does not hold the model's "
+            f"gradients agree but {', '.join(still[:3])} does not change: the optimizer does not hold the model's "
             "parameters, the step was skipped, or the change is lost in rounding"
         )
     if kinds[0] != kinds[1]:
@@ -601,4 +602,4 @@ def of_update(factors: Mapping[str, tuple[float, float]], ours: Sequence[Step], 
 def of_buffers(names: Sequence[str]) -> str:
     if any("running" in n or "num_batches" in n for n in names):
         return f"batch-norm statistics are those of each rank's own batch: {SYNC}"
-    return "a buffer that the forward changes depends on the rank or on how the batch is cut"
+    return "a buffer that the forward changes depends on the rank or on how the batch is split"

@@ -70,9 +70,7 @@ def recording_options(parser: argparse.ArgumentParser) -> None:
 
 
 def verbose_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose", action="store_true", help="also print findings that are not proved, with what else they could be"
-    )
+    parser.add_argument("--verbose", action="store_true", help="also print unproved findings, with other explanations")
 
 
 def recording_settings(args: argparse.Namespace) -> dict[str, object]:
@@ -119,7 +117,7 @@ def comparing_options(parser: argparse.ArgumentParser) -> None:
         "--align", action="store_true", help="of traces: compare windows of steps with the same examples"
     )
     parser.add_argument("--perturbed", metavar="DIR", help="of traces: A's command traced again with --perturb")
-    parser.add_argument("--verbose", action="store_true", help="of traces: also print findings that are not proved")
+    parser.add_argument("--verbose", action="store_true", help="of traces: also print unproved findings")
 
 
 def words_of(option: str, text: str | None) -> list[str]:
@@ -135,7 +133,7 @@ def words_of(option: str, text: str | None) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lockstep-trace", description="Record what a training does at each optimizer step, and compare recordings."
+        prog="lockstep-trace", description="Record each optimizer step of a training, and compare recordings."
     )
     parser.add_argument("--version", action="version", version=f"lockstep-trace {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -163,7 +163,9 @@ def _tolerance(a: Trace, perturbed: Trace | None, optimizer: int) -> Tolerance:
     half = next((d for d in FLOORS_HALF if d in dtypes), None)
     default = WITHOUT_REFERENCE["half" if half else "float32"]
     if perturbed is None:
-        words = f"{default['gradient']:g} for gradients, a usual rounding of {half or 'float32'}; `verify` measures it"
+        words = (
+            f"{default['gradient']:g} for gradients, typical for rounding of {half or 'float32'}; `verify` measures it"
+        )
         return Tolerance({}, default, words)
     names = {n: n for n in merged_start(a, optimizer)}
     tolerances: dict[int, dict[str, float]] = {}
@@ -225,7 +227,7 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
 def _of_dtypes(
     a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], differences: Mapping[str, float]
 ) -> str | None:
-    """Return the cause of weights that are the same but for the rounding of the dtype that one side keeps them in."""
+    """Return the cause if weights are equal except for rounding to the dtype in which one side stores them."""
     starts = ([r.starts[optimizer][0] for r in t.ranks if optimizer in r.starts] for t in (a, b))
     one, other = ({p.name: p.dtype for layout in layouts for p in layout.parameters} for layouts in starts)
     pairs = {(one[name], other[names[name]]) for name in differences}

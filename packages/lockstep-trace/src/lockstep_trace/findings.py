@@ -1,7 +1,7 @@
 """Detects faults in a single trace: contradictions in its records.
 
 In: a trace. Out: `Finding`s, proved ones first. Consequences of a finding are not reported: replicas whose gradients
-are not reduced also diverge. The rules are in `rules/`, each with the argument why no correct program violates it:
+are not reduced also diverge. Each rule in `rules/` states why no correct program violates it; they are listed in
 docs/reference/trace-findings.md.
 """
 
@@ -116,7 +116,7 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     data.evaluations,
     data.workers,
 )
-FOLLOWS = {  # finding -> findings that are its consequences
+FOLLOWS = {  # finding -> its consequences, which are not reported beside it
     "stale-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
     "frozen-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
     "untied": ("in-no-optimizer", "no-gradient"),
@@ -147,12 +147,12 @@ def findings(trace: Trace) -> list[Finding]:
         for look in LOOKS:
             rows += look(trace, optimizer)
     skipped = next((each for each in rows if each.code == "skipped-some"), None)
-    if skipped is not None:  # afterwards, step numbers differ between ranks
+    if skipped is not None:  # step numbers differ between ranks from then on
         rows = [e for e in rows if e is skipped or e.step is None or e.step < (skipped.step or 0)]
     for look_at_all in OF_ALL:
         rows += look_at_all(trace)
     rows = list(dict.fromkeys(rows))
-    # a suspicion hides no proof
+    # a suspected finding does not hide a proved one
     follow = {(code, level) for each in rows for code in FOLLOWS.get(each.code, ()) for level in _at_most(each.level)}
     rows = [each for each in rows if (each.code, each.level) not in follow]
     return sorted(rows, key=lambda each: LEVELS.index(each.level))

@@ -1,6 +1,6 @@
 """Compares the operations of one step of two traces (`--level operations`) and names the first that differs.
 
-In: two traces. Out: lines of plain English. Operations are paired by name, module and phase, in order; operations of
+In: two traces. Out: lines for the user. Operations are paired by name, module and phase, in order; operations of
 one side alone are reported but not compared. Values are equal if their bits are.
 """
 
@@ -22,9 +22,9 @@ from lockstep_trace.redaction import redact_words
 
 BUCKETS = 16  # of a sketch: tracer/operations.py
 MADE_BY_OPERATIONS = ("loss", "gradient", "clipping", "update", "buffers")  # first differences that operations explain
-ROUNDING = 1e-4  # relative difference that rounding does not make in one operation
+ROUNDING = 1e-4  # relative difference beyond the rounding of one operation
 GROWTH = 10.0  # an operation that multiplies the difference of its inputs by more is named
-ALIKE = 0.5  # share of operations that have a partner with the same shapes
+ALIKE = 0.5  # share of operations paired with one of the same shapes
 MOST = 20_000  # operations that are paired out of order
 NAMES = 3  # operations listed
 
@@ -255,7 +255,7 @@ class _Verdict:
         what = {
             "outputs": "the first whose outputs differ, though its inputs are equal",
             "inputs": "the first that differs; its inputs differ already, and no operation of the step made them",
-            "shapes": "the first that differs: it gets tensors of other shapes or dtypes",
+            "shapes": "the first that differs: its inputs have other shapes or dtypes",
         }[self.kind]
         lines = [f"{head}{what}:", f"  {x.where()} in the reference, number {x.number}"]
         lines.append(f"  {y.where()} here, number {y.number}")
@@ -276,14 +276,16 @@ class _Verdict:
             lines.append(f"  {side}: {first}" + (f"; {len(rows)} operations: {names}" if len(rows) > 1 else ""))
         x, y = self.culprit or (None, None)
         if y is not None:
-            lines.append(f"  after them, {y.where()} gets other inputs ({self._by(x, y, 'in')})")
+            lines.append(f"  after them, {y.where()} has other inputs ({self._by(x, y, 'in')})")
         return lines
 
     def _gaps(self) -> list[str]:
         counts = [sum(len(gap[side]) for gap in self.alone) for side in (0, 1)]
         if not any(counts):
             return []
-        text = f"  {counts[0]} operations are in the reference alone and {counts[1]} here alone, without another result"
+        text = (
+            f"  {counts[0]} operations occur only in the reference and {counts[1]} only here, without changing a result"
+        )
         lines = [f"{text}; the first:"]
         for side, rows in zip(("in the reference", "here"), self.alone[0], strict=True):
             lines.append(f"    {side}: {rows[0].where() if rows else 'nothing'}")

@@ -6,11 +6,13 @@ In: commands, folders, and where to print. Out: lines, and exit statuses. `compa
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from lockstep_trace import operations
 from lockstep_trace.alignment import window
@@ -47,10 +49,10 @@ class PlainOutput:
     """Lines and tables on standard output, without colours or borders."""
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print("\n".join(wrapped(line, sys.stdout) for line in text.split("\n")), flush=True)
 
     def note(self, text: str) -> None:
-        print(f"note: {text}", flush=True)
+        print(wrapped(f"note: {text}", sys.stdout), flush=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], key: str) -> None:
         lines = [list(columns), *(list(row) for row in rows)]
@@ -68,11 +70,27 @@ def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], ver
         options = {**options, "step": step or 0}
         if step is not None:
             text = f"records the operations of step {step}, in which `diff` saw the first difference"
-            print(f"lockstep trace: {text}", file=sys.stderr)
+            print_to_stderr(text)
     status = run(command, folder, **options)
     for line in summary(folder, verbose, bool(options.get("check"))):
-        print(f"lockstep trace: {line}", file=sys.stderr)
+        print_to_stderr(line)
     return status
+
+
+def print_to_stderr(text: str) -> None:
+    """Print a line to standard error, below the prefix of this command."""
+    print(wrapped(f"lockstep trace: {text}", sys.stderr), file=sys.stderr)
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Wrap a line at words to the width of a terminal; other streams get it unchanged, so that it can be searched."""
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):  # not a terminal, or without a descriptor
+        return text
+    hang = " " * (len(text) - len(text.lstrip()) + 4)
+    lines = textwrap.wrap(text, columns or 80, subsequent_indent=hang, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[str]:
@@ -86,7 +104,7 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
     lines = [f"{steps} on {trace.world} process{'es' if trace.world > 1 else ''}, in {folder}"]
     if trace.others:
         lines.append(f"{trace.others} other processes also trained, as another job; they are ignored")
-    lines += [f"rank {r.number}: an error of the tracer's own: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
+    lines += [f"rank {r.number}: internal error of the tracer: {e['text']}" for r in trace.ranks for e in r.errors[:1]]
     lines += operations.summary_lines(trace)
     rows = findings(trace)
     printed = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
@@ -104,10 +122,9 @@ def counted(rows: Sequence[Finding], printed: Sequence[Finding]) -> str:
     head = quantity(certain, "finding") if certain else "no finding"
     if not rest:
         return head
-    other = f"{rest} that {'are' if rest > 1 else 'is'} not proved"
     hidden = len(rows) - len(printed)
-    which = "has them" if hidden == rest else f"has the other {hidden}"
-    return f"{head}, and {other}" + (f" (--verbose, or the page of `report`, {which})" if hidden else "")
+    which = "" if hidden == rest else f"{hidden} more "
+    return f"{head}, {rest} unproved" + (f" ({which}with --verbose, or on the page of `report`)" if hidden else "")
 
 
 def _optimizer(trace: Trace, number: int) -> str:
@@ -151,7 +168,7 @@ def compared(
         if lacking := [n for o in shared for n, whole in merged_start(trace, o).items() if whole.missing]:
             output.note(f"{trace.folder}: no rank has written all of {few(lacking)}: the file of a rank is missing")
         for alone in (o for o in trace.optimizers if o not in shared):
-            output.note(f"{_optimizer(trace, alone)} makes steps in {trace.folder} alone, so it is not compared")
+            output.note(f"{_optimizer(trace, alone)} takes steps only in {trace.folder}, so it is not compared")
     for verdict in verdicts:
         _say(output, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
@@ -161,7 +178,7 @@ def compared(
     for trace in (one, other):
         rows = findings(trace)
         if lines := finding_lines(rows if verbose else proved(rows)):
-            output.say(f"in {trace.folder} by itself:")
+            output.say(f"findings in {trace.folder}:")
             for line in lines:
                 output.say(f"  {line}")
     return verdicts
@@ -182,7 +199,7 @@ def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> 
 def _aligned(one: Trace, other: Trace, optimizer: int) -> str:
     aligned = window(one, other, optimizer, match(one, other, optimizer))
     if aligned is None:
-        return "--align: at no step have both seen the same examples"
+        return "--align: the runs have not seen equal sets of examples after any step"
     losses = "" if aligned.losses is None else f"; mean loss {aligned.losses[0]:.6g} and {aligned.losses[1]:.6g}"
     change = "" if aligned.change is None else f"; the change of the weights differs by {aligned.change:.2g}"
     steps = f"after {aligned.a} and {aligned.b} steps both have seen the same {aligned.examples} examples"
@@ -267,5 +284,5 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
         level = "" if each.level == WRONG else f"{each.level}: "
         lines += [f"[{each.code}] {level}{each.what}", f"    {each.cause}"]
         if each.otherwise:
-            lines.append(f"    it may be right: {each.otherwise}. To decide: {each.decides}")
+            lines.append(f"    other explanation: {each.otherwise}. To decide: {each.decides}")
     return lines

@@ -1,6 +1,6 @@
-"""Rules on what a loss over classes is given: logits across axes, answers among the inputs, and one embedding twice.
+"""Rules on the inputs of classification losses: logits across axes, answers among the inputs, duplicate candidates.
 
-Evidence: `tracer/logits.py` and `tracer/answers.py`, by the graph of the first losses.
+Evidence: the graph of the first losses (`tracer/logits.py`, `tracer/answers.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from lockstep_trace.rules.finding import PATIENCE, Finding, weakened
 
 
 def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report what the first losses are given, if it holds in three steps or more.
+    """Report faults in what the first losses are given, if they recur in three steps or more.
 
-    `classes-across-axes`: as many classes as a layer has channels, which are not its channels, because a view cuts
-    memory elsewhere. No correct program gives a layer one channel for each class and reads classes of positions.
-    `answer-in-input`: a decoder that hides later tokens reads at each position the very token that it has to predict
-    there, in each loss that is looked at. A shift inside of the model, an autoencoder and a mask of what is predicted
-    are told apart by the graph and the numbers; a tagger that seldom changes a token is not, so this is suspected.
-    Targets that are a column of the input are suspected: autoencoders of
-    tables, generators for a class, states that seldom change and classes made of a column have such ones.
-    `itself-among-candidates`: embeddings times their own transpose, where the target of each row is another row, and
-    its product with itself is neither left out nor masked. Among embeddings of one length it is the largest of its
-    row, so that no target can ever win; among others, as of states that follow each other, it is suspected.
-    `positive-among-negatives`: the target's logit, put before
-    the others, stands among these again, in all rows: the positive is pushed away, too. Copies by chance are not in all
-    rows, nor where
-    most candidates come twice; candidates that are no column of their own may be equal, and are not looked at."""
+    `classes-across-axes`: the logits are a view of a layer's output with as many classes as the layer has channels, but
+    the class axis is not the channel axis, because the view cuts memory in another order. No correct program gives a
+    layer one channel per class and then reads the classes along positions.
+    `answer-in-input`: at each position, a causal decoder reads the token that it must predict there, in every loss
+    examined. The graph and the numbers exclude a shift inside the model, autoencoders and masked prediction, but not a
+    tagger that seldom changes a token, so the finding is only suspected. Targets that equal a column of the input are
+    also suspected: autoencoders of tables, class-conditional generators, slowly changing states and classes derived
+    from a column have them, too.
+    `itself-among-candidates`: embeddings are multiplied by their own transpose, the target of each row is another row,
+    and the diagonal is neither removed nor masked. If all embeddings have the same length, the diagonal is the largest
+    entry of each row, so no target can win; otherwise, as for consecutive states, the finding is suspected.
+    `positive-among-negatives`: the target's logit comes first and occurs a second time among the negatives, in every
+    row, so that the loss also pushes the positive away. Accidental copies do not occur in every row. Rows in which most
+    candidates occur twice are skipped, and so are candidates without a column of their own, which may be equal."""
     for rank in trace.ranks[:1]:
         rows: dict[str, list[tuple[Step, str]]] = {}
         for _, step in sorted(rank.steps.get(optimizer, {}).items()):
@@ -45,40 +45,43 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
 OTHERWISE = "another at its position"
 KINDS = {
     "classes": (
-        "logits of as many classes as the layer has channels are a view of its output, {}, in which classes are not "
-        "its channels",
-        "move axes by transpose or permute, before view or reshape",
+        "the logits are a view of a layer's output, {}, whose class axis is not the channel axis of the layer, though "
+        "both have the same size",
+        "move axes with transpose or permute before view or reshape",
     ),
     "answer in a column": (
         "the targets are a column of the model's input, in every row",
         "leave the target out of the features",
     ),
     "answer at its position": (
-        "a causal decoder is given at each position the token that it has to predict there",
-        "shift one of them: give it tokens[:, :-1], and take tokens[:, 1:] as targets",
+        "at each position, the input of a causal decoder is the token that it must predict there",
+        "shift by one position: input tokens[:, :-1], targets tokens[:, 1:]",
     ),
     "itself among candidates": (
-        "rows are compared with themselves among the candidates, and the target of each is another one",
+        "each row is one of its own candidates, although its target is another row",
         "mask the diagonal of the similarities (fill it with -inf) before the loss",
     ),
     "itself among products": (
-        "rows are compared with themselves among the candidates, and the target of each is another one",
+        "each row is one of its own candidates, although its target is another row",
         "mask the diagonal of the similarities (fill it with -inf) before the loss",
     ),
     "positive among negatives": (
-        "the logit of each row's target stands among its negatives again",
-        "leave the positive out of the negatives: put keys into the queue after the loss, or mask them",
+        "the logit of each row's target occurs again among its negatives",
+        "remove the positive from the negatives: enqueue keys after the loss, or mask them",
     ),
 }
 
 
 MAYBE = {
-    "answer at its position": ("a tagger that seldom changes a token", "whether targets are the tokens themselves"),
-    "answer in a column": (
-        "an autoencoder, a class that the input is made of, or a state that seldom changes",
-        "whether the column is known where the model is to be used",
+    "answer at its position": (
+        "a tagger that seldom changes a token",
+        "whether the targets are the input tokens themselves",
     ),
-    "itself among products": ("a row that may follow itself", "whether a row may be its own target"),
+    "answer in a column": (
+        "an autoencoder, a class that is part of the input on purpose, or a state that seldom changes",
+        "whether the column is known when the model is used",
+    ),
+    "itself among products": ("states that may follow themselves", "whether a row may be its own target"),
 }
 
 

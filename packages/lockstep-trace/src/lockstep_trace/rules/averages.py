@@ -1,4 +1,5 @@
-"""Rules on copies of a model that follow it: averages, targets, teachers. Evidence: `tracer/averages.py`."""
+"""Rules on models that track the trained one: weight averages, target networks, teachers. Evidence:
+`tracer/averages.py`."""
 
 from __future__ import annotations
 
@@ -11,12 +12,11 @@ NEAR = 0.12  # of one update
 
 
 def follows(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an average that differs from the trained model by a small part of one step's update: its factors are
-    swapped, so that it takes nearly all of the new weights and next to nothing of the old ones.
+    """Report a weight average that stays within a small part of one update of the trained model: its factors are
+    swapped, so it takes nearly all of the new weights and almost none of the old ones.
 
-    An average with a decay of d is d / (1 - d) updates or so behind the model, and an exact copy is at no distance.
-    Decays that begin near 0, as with a ramp over thousands of steps, follow as closely in early steps, so it is never
-    proved."""
+    An average with decay d lags about d / (1 - d) updates behind the model; an exact copy has distance 0. A decay that
+    ramps up from near 0 over thousands of steps also stays close in early steps, so the finding is never proved."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -29,9 +29,9 @@ def follows(trace: Trace, optimizer: int) -> Iterator[Finding]:
         if len(parts) < PATIENCE or min(parts) < 1e-5 or max(parts) > NEAR:
             continue
         at = ratios[0][0]
-        what = f"before step {at} {name} differs from the trained model by {parts[0]:.2g} of the last update, as in "
-        what += f"{len(parts)} steps: after each step it is nearly the model itself"
-        cause = "average = decay * average + (1 - decay) * weights, with a decay near 1: the factors are swapped"
-        otherwise = "a copy that is meant to follow at once, or a decay that begins near 0 and grows"
-        decides = "how far behind the model it is meant to be"
+        what = f"before step {at} {name} differs from the trained model by only {parts[0]:.2g} of the last update; in "
+        what += f"{len(parts)} steps it nearly equals the model after each step"
+        cause = "the factors are swapped: use average = decay * average + (1 - decay) * weights, with a decay near 1"
+        otherwise = "a copy that is meant to follow immediately, or a decay that ramps up from near 0"
+        decides = "how far the average is meant to lag behind the model"
         yield Finding("average-follows", what, cause, at, SUSPICIOUS, otherwise, decides)

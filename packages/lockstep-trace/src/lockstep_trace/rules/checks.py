@@ -1,10 +1,10 @@
-"""Rules on checked steps (`record --check`): the gradient and the update against references that the tracer computed on
-copies inside the process, and a call of the model against itself.
+"""Rules on checked steps (`record --check`): compare the gradient, the update and a repeated call of the model with
+references that the tracer computed on copies inside the process.
 
-A reference differs from the training for many right reasons, so each finding is `suspicious` or `info`: in-batch
-negatives, batch statistics and balance losses of experts mix rows on purpose; losses may be sums; gradients may be
-written to by hand (noise, surgery, normalization); weights may be clipped, averaged or restored after a step. A
-recomputation that was not possible is `info`, with the reason. Nothing is concluded from it.
+A reference may differ from training for many legitimate reasons, so each finding is `suspicious` or `info`: in-batch
+negatives, batch statistics and expert balance losses mix rows on purpose; losses may be sums; code may modify gradients
+(noise, surgery, normalization); weights may be clipped, averaged or restored after a step. A recomputation that was
+impossible is `info`, with the reason; no conclusion is drawn from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, decod
 from lockstep_trace.rules.finding import INFO, SUSPICIOUS, Finding
 from lockstep_trace.rules.premises import declared
 
-ROUNDING = 2e-3  # relative; sketches are float32, and repeated forwards may round otherwise
+ROUNDING = 2e-3  # relative; sketches are float32, and repeated forward passes may round differently
 ROUNDING_HALF = 5e-2
 Values = dict[str, Value]
 
@@ -65,8 +65,8 @@ def _differs_from(reference: Mapping[str, Any]) -> bool:
 
 
 def _loaded(rank: Rank, step: Step, reference: Mapping[str, Any]) -> bool:
-    """Return whether a loader gave batches of as many rows as the call has, or the loss has a target for each row, so
-    that its first dimension is examples."""
+    """Return whether the first dimension is known to be examples: a loader gave batches of as many rows as the call
+    has, or the loss has a target for each row."""
     names = {name for name, _ in step.fed or ()}
     targets = any((o.get("shape") or [0])[0] == reference.get("rows") for o in step.objectives or ())
     return targets or any(r["loader"] in names and r.get("batch") == reference.get("rows") for r in rank.loaders)
@@ -90,7 +90,7 @@ def _joined(values: Values, names: list[str]) -> Any:
 
 
 def _mean(rows: list[Values], names: list[str]) -> Values:
-    """Return the mean over ranks of sketches."""
+    """Return the mean of the sketches over ranks."""
     means = {}
     for name in names:
         sketch = np.mean([s for row in rows if (s := row[name].sketch) is not None], axis=0)
@@ -104,7 +104,7 @@ def _gradient(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: in
     if reasons or any(not c.get("of") for _, c in rows):
         why = reasons[0] if reasons else next(iter(excluded.values()), "no gradient arrived")
         what = f"the gradient of step {step} was not recomputed: {why}"
-        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        yield Finding("check-gradient", what, "no conclusion is drawn", step, INFO)
         return
     received = [s.unclipped for s, _ in rows]
     own = [values_of(c["recomputed"], c["of"], s.layout) for s, c in rows]
@@ -112,12 +112,12 @@ def _gradient(trace: Trace, rows: list[tuple[Step, Mapping[str, Any]]], step: in
     if not names or any(received[0][n].sketch is None for n in names):
         return
     if any(s.closure and (s.backwards or 0) > c["backwards"] for s, c in rows):
-        what = f"the gradient of step {step} was not compared: the optimizer computes several in a step"
-        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        what = f"the gradient of step {step} was not compared: the optimizer computes several gradients in a step"
+        yield Finding("check-gradient", what, "no conclusion is drawn", step, INFO)
         return
     if any(len(s.clips or ()) > 1 for s, _ in rows):
         what = f"the gradient of step {step} was not compared: it is clipped more than once"
-        yield Finding("check-gradient", what, "nothing is concluded", step, INFO)
+        yield Finding("check-gradient", what, "no conclusion is drawn", step, INFO)
         return
     group = declared(trace)
     references = [_mean(own, names)] * len(rows) if group else own
@@ -142,8 +142,8 @@ def _kind(
     names: list[str],
     limit: float,
 ) -> tuple[str, float]:
-    """Return what the gradient is instead: (`left`, share of the step before), (`factor`, factor), (`own`, 0) for that
-    of one rank, (`sum`, 0) over ranks, or (`other`, cosine)."""
+    """Classify a gradient that differs from the reference: (`left`, share left from the step before), (`factor`,
+    factor), (`own`, 0) for one rank's own gradient, (`sum`, 0) or (`mean`, 0) over ranks, or (`other`, cosine)."""
     got, reference = vectors
     record, check = rows[rank]
     left = values_of(check.get("left"), check.get("left_of", []), record.layout)
@@ -190,55 +190,67 @@ def _differs(
     what = f"{at}: the gradient in the optimizer differs from {of} by {distance:.3g} (most in {worst})"
     level = SUSPICIOUS
     if name == "left":
-        what += f"; the rest is what was there before: {number:.2f} of its norm is left from other steps"
-        cause = "call zero_grad() before the first backward of a step, also where another loss's backward passed"
-        otherwise, decides = "gradients that are summed over steps on purpose", "whether a step is meant to add to them"
+        what += (
+            f"; the difference equals the gradient before this step's backward: {number:.2f} of the norm is "
+            "left from other steps"
+        )
+        cause = "call zero_grad() before the first backward of each step, also after the backward of another loss"
+        otherwise, decides = (
+            "gradients that are summed over steps on purpose",
+            "whether gradients are meant to accumulate over steps",
+        )
     elif name == "own":
         what += f"; it is the gradient of rank {rank} alone, not the mean over {world} ranks"
-        cause = "reduce gradients over ranks in the backward before the step"
+        cause = "average gradients over ranks before the step"
         otherwise, decides = "ranks that are averaged later (local SGD)", "whether weights are averaged"
     elif name == "sum":
         what += f"; it is the sum over {world} ranks"
-        cause = f"divide by {world}, or scale the rate on purpose"
-        otherwise, decides = "a loss that is divided by the number of all examples", "by what the loss is divided"
+        cause = f"divide by {world}, unless the learning rate accounts for the sum"
+        otherwise, decides = "a loss that is divided by the number of all examples", "the divisor of the loss"
     elif name == "mean":
         what = f"{at}: gradients are averaged over {world} ranks outside of DistributedDataParallel"
-        level, cause, otherwise, decides = INFO, "as the recomputed mean has it", "", ""
+        level, cause, otherwise, decides = INFO, "they equal the recomputed mean", "", ""
     elif name == "factor":
         what += f"; it is {number:.6g} times the recomputed one"
-        cause = "something multiplies gradients after backward" if record.rewritten else "a factor outside of the loss"
-        otherwise = "a loss that is a sum, divided later; a normalization of gradients by hand"
-        decides = "whether the factor is meant"
+        cause = (
+            "something multiplies gradients after backward"
+            if record.rewritten
+            else "a factor is applied outside of the loss"
+        )
+        otherwise = "a loss that is a sum and is divided later; gradients that are normalized by hand"
+        decides = "whether the factor is intended"
     else:
         what += f"; their cosine is {number:.3f}"
         written = bool(record.rewritten)
-        cause = "gradients were written to between backward and step" if written else "it has a part that is not seen"
+        cause = (
+            "code modified the gradients between backward and step"
+            if written
+            else "a part of the gradient is not traced"
+        )
         level = INFO
         otherwise = "noise, surgery or clipping of gradients by hand; losses of parameters themselves"
-        decides = "what writes to them"
+        decides = "which code modifies them"
     return Finding("check-gradient", what, cause, step, level, otherwise, decides)
 
 
 def _accumulated(record: Step, check: Mapping[str, Any], step: int) -> Iterator[Finding]:
-    """Report how the means of micro-batches are put together."""
+    """Report how the means of micro-batches are combined, if not by their mean over all targets."""
     factors, targets = check.get("factors"), check.get("targets", ())
     if not factors or not check.get("means") or len(factors) < 2:
         return
     count, total = len(factors), sum(factors)
-    otherwise = "a weight of the loss, or a rate that is chosen for it"
+    otherwise = "a weight of the loss, or a learning rate that accounts for it"
     if max(factors) - min(factors) <= 1e-3 * abs(max(factors)):
         if abs(total - count) < 1e-3 * count:
-            what = (
-                f"step {step}: the gradient is {count} times that of the mean over its {count} micro-batches: the loss "
-            )
-            what += "of each enters with a factor of 1"
+            what = f"step {step}: the gradient is {count} times that of the mean over its {count} micro-batches: no "
+            what += "micro-batch's loss is divided"
             cause = f"divide each loss by {count}"
             decides = "whether the gradient should grow with the number of micro-batches"
             yield Finding("check-accumulation", what, cause, step, SUSPICIOUS, otherwise, decides)
         elif abs(total * count - 1) < 1e-3:
-            what = f"step {step}: the loss of each of {count} micro-batches enters with a factor of {factors[0]:.4g}, "
-            what += f"1 / {count} twice: the gradient is {count} times too small for their mean"
-            cause = f"divide by {count} once: Accelerate and Trainer divide by themselves"
+            what = f"step {step}: the loss of each of {count} micro-batches has a factor of {factors[0]:.4g}, which is "
+            what += f"1 / {count} applied twice: the gradient is {count} times smaller than that of their mean"
+            cause = f"divide by {count} only once: Accelerate and Trainer already divide"
             yield Finding("check-accumulation", what, cause, step, SUSPICIOUS, otherwise, "who divides the loss")
     union = values_of(check.get("of_union"), check["of"], record.layout) if check.get("of_union") else {}
     own = values_of(check["recomputed"], check["of"], record.layout)
@@ -248,12 +260,15 @@ def _accumulated(record: Step, check: Mapping[str, Any], step: int) -> Iterator[
         size = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)))
         if size and (distance := float(np.linalg.norm(a - b)) / size) > ROUNDING_HALF:
             what = (
-                f"step {step}: micro-batches of {few([str(n) for n in targets])} targets enter by other weights; the "
+                f"step {step}: micro-batches of {few([str(n) for n in targets])} targets do not count in "
+                "proportion; the "
             )
-            what += f"gradient differs by {distance:.2g} from that of one batch with all of them"
+            what += f"gradient differs by {distance:.2g} from that of one batch with all targets"
             cause = "divide the sum of losses by the number of targets of the whole step"
-            decides = "whether each target, or each micro-batch, should weigh alike"
-            yield Finding("check-tokens", what, cause, step, SUSPICIOUS, "micro-batches that weigh alike", decides)
+            decides = "whether every target or every micro-batch should count equally"
+            yield Finding(
+                "check-tokens", what, cause, step, SUSPICIOUS, "micro-batches that count equally on purpose", decides
+            )
 
 
 # -- references of one call ------------------------------------------------------------------------------------------
@@ -266,34 +281,46 @@ def _place(reference: Mapping[str, Any]) -> str:
 
 
 def _not_made(references: Sequence[Mapping[str, Any]], step: int) -> Iterator[Finding]:
-    """Report the references that were not made, by reason."""
+    """Report the references that could not be computed, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for reference in references:
         if reference["result"] == "not made":
             reasons.setdefault(reference["why"], []).append(reference["reference"])
     if reasons:
         text = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
-        yield Finding("check-not-made", f"step {step}: not compared: {text}", "nothing is concluded", step, INFO)
+        yield Finding("check-not-made", f"step {step}: not compared: {text}", "no conclusion is drawn", step, INFO)
 
 
 def _mixed(reference: Mapping[str, Any], step: int) -> Finding:
     reordered = reference["reference"] == "order"
     how = "in another order" if reordered else f"{reference['of']} of {reference['rows']} without the others"
-    what = f"step {step}: with rows {how}, dropout off, outputs of the same rows differ by {reference['apart']:.2g}, "
+    what = (
+        f"step {step}: with rows {how} and dropout off, outputs of the same rows differ by {reference['apart']:.2g}, "
+    )
     what += f"first {_place(reference)}"
     if reference.get("batch_norm"):
-        return Finding("check-rows", f"{what}: statistics of the batch", "as batch norm does", step, INFO)
+        return Finding("check-rows", f"{what}: statistics of the batch", "expected with batch norm", step, INFO)
     if not reference["loaded"]:
-        cause = "nothing shows that rows are examples: no loader gave so many, and the loss has no target for each; a "
-        cause += "first dimension of time has positions, and recurrent layers and attention mix it"
+        cause = (
+            "rows may not be examples: no loader batch has as many, and the loss has no target for each; if the first "
+        )
+        cause += "dimension is time, recurrent layers and attention mix rows by design"
         return Finding("check-rows", what, cause, step, INFO)
     cause = (
-        "an output depends on the place of its row in the batch: look for positions or masks along the first dimension"
+        "an output depends on its row's position in the batch: look for positions or masks along the first dimension"
         if reordered
-        else "rows see each other: look for a dimension that is taken for another (batch_first, dim=0)"
+        else "rows influence each other: look for swapped dimensions (batch_first, dim=0)"
     )
     otherwise = "in-batch negatives, experts with a capacity, sets and graphs, inputs whose first dimension is time"
-    return Finding("check-rows", what, cause, step, SUSPICIOUS, otherwise, "whether rows are examples, and may meet")
+    return Finding(
+        "check-rows",
+        what,
+        cause,
+        step,
+        SUSPICIOUS,
+        otherwise,
+        "whether rows are examples, and may influence each other",
+    )
 
 
 def _padded(reference: Mapping[str, Any], step: int) -> Finding:
@@ -304,11 +331,11 @@ def _padded(reference: Mapping[str, Any], step: int) -> Finding:
         f"{reference['apart']:.2g}, first {_place(reference)}"
     )
     cause = (
-        "pass an attention mask, and position_ids that begin at the first token"
+        "pass an attention mask, and position_ids that start at the first token"
         if reference["left"]
-        else "pass a mask of padding to attention and pooling, and read the last token, not the last position"
+        else "pass the padding mask to attention and pooling, and read the last token, not the last position"
     )
-    otherwise = "convolutions and poolings that are meant to see padding"
+    otherwise = "convolutions or pooling that include padding on purpose"
     return Finding("check-padding", what, cause, step, SUSPICIOUS, otherwise, "whether outputs may depend on padding")
 
 
@@ -316,67 +343,73 @@ def _padded_targets(reference: Mapping[str, Any], step: int) -> Finding:
     what = (
         f"step {step}: {reference['positions']} of {reference['counted']} positions that get a gradient from the loss "
     )
-    what += f"are padding ({reference['apart']:.2g} of its square)"
+    what += f"are padding ({reference['apart']:.2g} of the gradient's squared norm)"
     cause = "give padded positions the label -100 (ignore_index), or mask the loss"
-    otherwise = "a value at the ends of rows that is no padding"
-    return Finding("check-padding", what, cause, step, SUSPICIOUS, otherwise, "whether padding should be learned")
+    otherwise = "a repeated value at the ends of rows that is not padding"
+    return Finding("check-padding", what, cause, step, SUSPICIOUS, otherwise, "whether the model should learn padding")
 
 
 def _twice(reference: Mapping[str, Any], step: int) -> Finding:
-    what = f"step {step}: the same forward twice differs by {reference['apart']:.2g}, first {_place(reference)}"
-    cause = "it depends on something besides inputs, weights, buffers and random numbers, or adds in changing order"
+    what = (
+        f"step {step}: two forward passes with the same inputs differ by {reference['apart']:.2g}, first "
+        f"{_place(reference)}"
+    )
+    cause = (
+        "the result depends on state besides inputs, weights, buffers and random numbers, or on a changing "
+        "summation order"
+    )
     level = SUSPICIOUS if reference["apart"] > 1e-3 else INFO
-    otherwise = "kernels that add in changing order (torch.use_deterministic_algorithms finds them)"
-    return Finding("check-twice", what, cause, step, level, otherwise, "what the module named reads")
+    otherwise = "nondeterministic kernels (torch.use_deterministic_algorithms finds them)"
+    return Finding("check-twice", what, cause, step, level, otherwise, "what that module reads")
 
 
 def _eager(reference: Mapping[str, Any], step: int) -> Finding:
     what = f"step {step}: the compiled model's outputs differ from the eager ones by {reference['apart']:.2g}"
     cause = "the compiler changes the result: try backend='aot_eager', then 'eager'"
-    otherwise = "random numbers that are not dropout, or sums in low precision"
-    return Finding("check-eager", what, cause, step, SUSPICIOUS, otherwise, "which backend it appears with")
+    otherwise = "random numbers other than dropout's, or sums in low precision"
+    return Finding("check-eager", what, cause, step, SUSPICIOUS, otherwise, "the first backend with which it appears")
 
 
 def _float32(reference: Mapping[str, Any], step: int) -> Finding:
     what = (
         f"step {step}: outputs in {reference['dtype']} differ from float32 by {reference['apart']:.2g}, where rounding "
-        f"explains about {reference['expected']:.2g}; the largest part is made {_place(reference)}"
+        f"explains about {reference['expected']:.2g}; most of it arises {_place(reference)}"
     )
-    cause = "compute it in float32"
-    otherwise = "outputs near zero, or choices (argmax, routing) that fall otherwise"
-    return Finding("check-float32", what, cause, step, SUSPICIOUS, otherwise, "whether the loss in float32 is another")
+    cause = "compute that part in float32"
+    otherwise = "outputs near zero, or discrete choices (argmax, routing) that change"
+    return Finding("check-float32", what, cause, step, SUSPICIOUS, otherwise, "whether the loss differs in float32")
 
 
 def _one_batch(reference: Mapping[str, Any], step: int) -> Finding:
     count, inside = reference["micro"], reference["loss"]
-    what = f"step {step}: as one batch, dropout off, its {count} micro-batches have a gradient that differs by "
+    what = f"step {step}: computed as one batch with dropout off, the gradient of its {count} micro-batches differs by "
     what += f"{reference['apart']:.2g}"
     if inside and not reference["module"]:
-        what += ": the loss of all of them, as the model computes it, is not put together of theirs"
+        what += ": the model's loss of the whole batch is not the combination of the micro-batches' losses"
         cause = "divide the sum of losses by the number of targets of the whole step"
-        otherwise = "micro-batches that weigh alike, whatever they hold; a loss over pairs of examples"
-        decides = "whether each target, or each micro-batch, should weigh alike"
+        otherwise = "micro-batches that count equally whatever their size; a loss over pairs of examples"
+        decides = "whether every target or every micro-batch should count equally"
     else:
         what += f", first {_place(reference)}"
-        cause = "examples of a micro-batch see each other: what they learn depends on how a batch is cut"
+        cause = "examples of a micro-batch influence each other, so the gradient depends on how a batch is split"
         otherwise = "losses over pairs, experts with a capacity, statistics of a batch"
-        decides = "whether examples may meet, and then whether each micro-batch is large enough"
+        decides = "whether examples may influence each other; if so, whether each micro-batch is large enough"
     return Finding("check-one-batch", what, cause, step, SUSPICIOUS, otherwise, decides)
 
 
 def _seed(reference: Mapping[str, Any], step: int) -> Finding:
-    what = f"step {step}: with another seed all {reference['masks']} masks of dropout are the same, first "
+    what = f"step {step}: with another seed all {reference['masks']} dropout masks stay the same, first "
     what += _place(reference)
-    cause = "the forward seeds torch's generators itself (torch.manual_seed): every step has the same masks"
-    otherwise = "masks that are meant to stay"
-    return Finding("check-seed", what, cause, step, SUSPICIOUS, otherwise, "whether the forward calls manual_seed")
+    cause = "the forward pass seeds torch's generators (torch.manual_seed), so every step has the same masks"
+    otherwise = "masks that are fixed on purpose"
+    return Finding("check-seed", what, cause, step, SUSPICIOUS, otherwise, "whether the forward pass calls manual_seed")
 
 
 def _seed_in_evaluation(reference: Mapping[str, Any], step: int) -> Finding:
     what = f"step {step}: in evaluation mode outputs depend on the seed, by {reference['apart']:.2g}, first "
     what += _place(reference)
     if not reference["dropout"]:
-        return Finding("check-seed", what, "the model draws noise, as a sampler does", step, INFO)
+        return Finding("check-seed", what, "the model draws random numbers, as a sampler does", step, INFO)
     cause = "dropout stays on: use nn.Dropout, or give functional.dropout training=self.training"
     otherwise = "dropout that samples predictions (Monte Carlo dropout)"
     return Finding("check-seed", what, cause, step, SUSPICIOUS, otherwise, "whether predictions should be random")
@@ -400,17 +433,17 @@ def _updated(update: Mapping[str, Any], step: int) -> Iterator[Finding]:
     formula = update["formula"]
     if formula:
         name = max(formula, key=lambda n: formula[n])
-        what = f"step {step}: {len(formula)} weights are not what the optimizer's formula makes of their gradients, "
+        what = f"step {step}: {len(formula)} weights do not follow from their gradients by the optimizer's formula, "
         what += f"most {name} (by {formula[name]:.2g} of its update)"
-        cause = "something writes to weights during the step, or the step is another than torch's"
+        cause = "other code writes to weights during the step, or the optimizer deviates from torch's formula"
         otherwise = "a hook that clips, masks or averages weights"
-        yield Finding("check-update", what, cause, step, SUSPICIOUS, otherwise, "what writes to them")
+        yield Finding("check-update", what, cause, step, SUSPICIOUS, otherwise, "which code writes to them")
     share = update["lost_share"]
     if share is not None and share > 0.5:
         what = (
             f"step {step}: {share:.0%} of the elements of half-precision weights that have a gradient did not change: "
         )
         what += "their update is less than half a unit in the last place"
-        cause = "keep weights in float32 and use autocast, or an optimizer that rounds stochastically or compensates"
+        cause = "keep weights in float32 and use autocast, or an optimizer with stochastic rounding or Kahan summation"
         otherwise = "gradients of nearly zero, or a warm-up"
-        yield Finding("check-lost-update", what, cause, step, SUSPICIOUS, otherwise, "the share after the warm-up")
+        yield Finding("check-lost-update", what, cause, step, SUSPICIOUS, otherwise, "this share after the warm-up")

@@ -2,7 +2,7 @@
 trained on.
 
 Examples are identified by hashes of the model's inputs. A loader reports the size of its own data set, which may be a
-manual partition, so sizes prove nothing here.
+partition made by hand, so sizes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules.epochs import batches_of_passes, examples_of_passes, first_step, known, passes_of
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
-DISTINCT = 8  # examples; they repeat an order by chance in 1 of 40,320 cases
+DISTINCT = 8  # examples; the chance that they repeat an order is 1 in 40,320
 PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # give each once
-TWICE = "ranks that draw from the whole data set each, on purpose"
+TWICE = "ranks that each draw from the whole data set on purpose"
 
 
 def same_order(trace: Trace) -> Iterator[Finding]:
@@ -57,19 +57,19 @@ def _same_order(rank: Rank, optimizer: int) -> Finding | None:
         cause = (
             "call sampler.set_epoch(epoch) before each epoch"
             if sampler == "DistributedSampler"
-            else "the sampler is seeded anew for each epoch: seed it once, or with the epoch's number"
+            else "the sampler is reseeded with one number in each epoch: seed it once, or with the epoch's number"
         )
         at = [first_step(rank, name, optimizer) for name in (one, other)]
         what = (
-            f"the epochs from step {at[0]} and from step {at[1]} on have the same order of examples, of a "
-            f"shuffled loader ({sampler}; rank {rank.number})"
+            f"the epochs that begin at step {at[0]} and step {at[1]} have the same order of examples, although the "
+            f"loader shuffles ({sampler}; rank {rank.number})"
         )
         return Finding("same-order", what, cause, at[1], WRONG)
     return None
 
 
 def _taken_back(rank: Rank, optimizer: int, one: str, other: str) -> bool:
-    """Return whether a pass starts with the initial weights of an earlier one: it is repeated on purpose."""
+    """Return whether a pass starts from the initial weights of an earlier one, so that it is repeated on purpose."""
     steps = rank.steps[optimizer]
     numbers = [first_step(rank, name, optimizer) for name in (one, other)]
     weights = [steps[n].before for n in numbers if n is not None]
@@ -89,22 +89,23 @@ def _resumed(rank: Rank, optimizer: int) -> Finding | None:
         if full[-len(rest) :] == rest:
             at = [first_step(rank, name, optimizer) for name in (one, other)]
             what = (
-                f"the epoch from step {at[1]} on ends with the examples of that from step {at[0]} on, in the same "
-                f"order, of a shuffled loader ({passes[other]['sampler']}; rank {rank.number})"
+                f"the epoch that begins at step {at[1]} ends with the examples of the one that begins at "
+                f"step {at[0]}, in "
+                f"the same order, although the loader shuffles ({passes[other]['sampler']}; rank {rank.number})"
             )
             cause = (
-                "the rest of an epoch was resumed, and the next epoch has its order again: call "
-                "loader.set_epoch(epoch) before each epoch (Accelerate's skip_first_batches counts on a copy)"
+                "after a resume in mid-epoch, the next epoch repeats the order of the resumed one: call "
+                "loader.set_epoch(epoch) before each epoch (Accelerate's skip_first_batches counts epochs on a copy)"
             )
             return Finding("same-order", what, cause, at[1], WRONG)
     return None
 
 
 def one_batch(trace: Trace) -> Iterator[Finding]:
-    """Report a loader restarted in each step for its first batch, which is always the same.
+    """Report a loader that is restarted in each step, so that every step takes the loader's first batch.
 
-    No correct program requests the same batch repeatedly from a loader of many; overfitting one batch requests it
-    once."""
+    No correct program requests the same batch again and again from a loader of many; a program that overfits one batch
+    requests it once."""
     for optimizer, rank in itertools.product(trace.optimizers, trace.ranks[:1]):
         begun = {r["loader"]: r for r in rank.loaders}
         batches = batches_of_passes(rank, optimizer)
@@ -114,20 +115,23 @@ def one_batch(trace: Trace) -> Iterator[Finding]:
             continue
         length = begun[firsts[0]]["length"]
         what = (
-            f"all {len(lists)} batches are the first one of a loader of {length}: a pass is begun for each, and its "
-            "first batch taken"
+            f"all {len(lists)} steps train on the first of the loader's {length} batches: each step starts a new pass "
+            "and takes only its first batch"
         )
-        cause = "call iter(loader) once, or loop over the loader: next(iter(loader)) begins anew"
+        cause = (
+            "loop over the loader, or call iter(loader) once: next(iter(loader)) starts from the first batch each time"
+        )
         yield Finding("one-batch", what, cause, first_step(rank, firsts[0], optimizer), WRONG)
         return
 
 
 def whole_stream(trace: Trace) -> Iterator[Finding]:
-    """Report a stream that every data loader worker yields completely, so that each batch comes once per worker.
+    """Report a stream that every data loader worker yields completely, so that each batch occurs once per worker.
 
-    No correct program repeats each batch immediately, as many times as there are workers. In other orders it is proved
-    if a pass ends after each worker has given all of the same examples once, and the stream says that it has so many: a
-    stream may be shuffled by each worker on purpose, so that a pass is several epochs, and then has another length."""
+    No correct program repeats each batch immediately, once per worker. If workers yield in different orders, the
+    finding is proved only if a pass ends after each worker has yielded the same examples once and the stream's length
+    is their number: workers that shuffle a stream on purpose make a pass of several epochs, whose length is another
+    one."""
     for optimizer, rank in itertools.product(trace.optimizers, trace.ranks[:1]):
         begun = {r["loader"]: r for r in rank.loaders}
         for name, batches in batches_of_passes(rank, optimizer).items():
@@ -138,17 +142,23 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
             rows = [row for row in rows if all(row)]
             equal = [row for row in rows if all(each == row[0] for each in row)]
             if len(equal) >= PATIENCE and len(equal) >= 0.9 * len(rows) and len({tuple(r[0]) for r in equal}) > 2:
-                what = f"each of {len(equal)} batches of a stream comes {workers} times, once from each worker"
-                cause = "let each worker yield its share: torch.utils.data.get_worker_info() in the data set's __iter__"
+                what = f"each of {len(equal)} batches of a stream occurs {workers} times, once from each worker"
+                cause = (
+                    "yield only the worker's share in __iter__ of the data set, by torch.utils.data.get_worker_info()"
+                )
                 yield Finding("whole-stream", what, cause, first_step(rank, name, optimizer), WRONG)
                 return
             lists = [[h for i, b in sorted(batches.items()) if i % workers == k for h in b] for k in range(workers)]
             once = all(len(set(each)) == len(each) >= DISTINCT for each in lists)
             both = set.intersection(*map(set, lists))
             if once and len(both) >= max(DISTINCT, 0.5 * max(map(len, lists))):
-                what = f"{len(both)} examples of a stream come once from each of {workers} workers, in other orders"
-                cause = "let each worker yield its share: torch.utils.data.get_worker_info() in the data set's __iter__"
-                otherwise, decides = "workers that shuffle all rows each, on purpose", "how long a pass is meant to be"
+                what = (
+                    f"{len(both)} examples of a stream occur once from each of {workers} workers, in different orders"
+                )
+                cause = (
+                    "yield only the worker's share in __iter__ of the data set, by torch.utils.data.get_worker_info()"
+                )
+                otherwise, decides = "workers that each shuffle all rows on purpose", "the intended length of a pass"
                 at = first_step(rank, name, optimizer)
                 proved = any(r["loader"] == name for r in rank.passed) and all(set(each) == both for each in lists)
                 proved = proved and begun[name].get("size") == len(both)
@@ -157,19 +167,25 @@ def whole_stream(trace: Trace) -> Iterator[Finding]:
 
 
 def unreached(trace: Trace) -> Iterator[Finding]:
-    """Report a WeightedRandomSampler with fewer weights than its data set has rows: the rest is never drawn.
+    """Report a WeightedRandomSampler with fewer weights than its data set has rows: it never draws the remaining rows.
 
-    A weight of zero leaves a row out on purpose. Weights of the first rows alone may be meant, so it is proved only if
-    as many rows are drawn as the data set has, or more, of an eighth of it or less: weights of classes, not rows."""
+    A weight of zero excludes a row on purpose, and weights for only the first rows may be intended. The finding is
+    proved if there are at most an eighth as many weights as rows and at least as many draws as rows: these are weights
+    of classes, not rows."""
     for rank in trace.ranks[:1]:
         for begun in rank.loaders:
             size = begun.get("size") or 0
             count, draws = begun.get("weights") or (size, 0)
             if 0 < count < size:
-                what = f"a WeightedRandomSampler has {quantity(count, 'weight')}, and the data set {size} rows: only "
-                what += f"the first {count} are ever drawn, {draws} times in an epoch"
+                what = (
+                    f"a WeightedRandomSampler has {quantity(count, 'weight')} for {size} rows: it draws only the first "
+                )
+                what += f"{count} rows, {draws} times in an epoch"
                 cause = "give it one weight for each row: weights_of_classes[labels]"
-                otherwise, decides = "weights of the first rows alone on purpose", "what the weights are of"
+                otherwise, decides = (
+                    "weights for only the first rows on purpose",
+                    "whether the weights belong to rows or to classes",
+                )
                 proved = draws >= size >= 8 * count
                 yield weakened(Finding("rows-unreached", what, cause), proved, otherwise, decides)
                 return
@@ -179,7 +195,7 @@ def unreached(trace: Trace) -> Iterator[Finding]:
 
 
 def counts(trace: Trace) -> Iterator[Finding]:
-    """Report examples repeated or left out in an epoch over all ranks."""
+    """Report examples that all ranks together repeat or omit in an epoch."""
     optimizer = trace.optimizers[0]
     ranks = data_ranks(trace, optimizer)
     passes = [passes_of(rank) for rank in ranks]
@@ -216,7 +232,7 @@ def _divided_twice(
     world = len(ranks)
     if world < 2 or any(b["sampler"] != "DistributedSampler" or b["replicas"] != world for b in begins):
         return None
-    cause = "the data set is divided twice: by the DistributedSampler, and again by rank: leave one of them out"
+    cause = "the data set is divided twice, by the DistributedSampler and again by rank: remove one of the two"
     offsets = []
     for rank, begun in zip(ranks, begins, strict=True):
         taken, batches = sorted(batches_of_passes(rank, optimizer)[name]), begun["batches"] or 0
@@ -225,14 +241,14 @@ def _divided_twice(
             offsets.append(offset)
     if len(offsets) == world and len(set(offsets)) == world:
         what = (
-            f"the epoch from step {at} on: a DistributedSampler gives each of {world} ranks its share, and each takes "
-            f"every {'second' if world == 2 else f'{world}-th'} of its batches alone"
+            f"the epoch that begins at step {at}: a DistributedSampler gives each of {world} ranks its share, of which "
+            f"the rank takes only every {'second' if world == 2 else f'{world}-th'} batch"
         )
         return Finding("seen-part", what, cause, at, WRONG)
     size = begins[0]["size"]
     distinct = len({h for each in lists for h in each})
     if size and all("accelerate" in b["kind_of"] for b in begins) and distinct <= 1.2 * size / world:
-        what = f"the epoch from step {at} on has {distinct} of the data set's {size} examples over {world} ranks"
+        what = f"the epoch that begins at step {at} has {distinct} of the data set's {size} examples over {world} ranks"
         return Finding("seen-part", what, cause, at, WRONG)
     return None
 
@@ -245,9 +261,9 @@ def _often(lists: Sequence[Sequence[str]], at: int | None) -> Finding | None:
     shared = set.intersection(*sets)
     if len(shared) < DISTINCT or len(shared) < 0.9 * max(len(s) for s in sets):
         return None
-    what = f"the epoch from step {at} on: each of {len(lists)} ranks sees the same {len(shared)} examples"
-    cause = "each rank goes over the whole data set: divide it (DistributedSampler, accelerator.prepare)"
-    return Finding("seen-often", what, cause, at, SUSPICIOUS, TWICE, "how many examples an epoch is meant to have")
+    what = f"the epoch that begins at step {at}: each of {len(lists)} ranks sees the same {len(shared)} examples"
+    cause = "each rank iterates over the whole data set: divide it (DistributedSampler, accelerator.prepare)"
+    return Finding("seen-often", what, cause, at, SUSPICIOUS, TWICE, "the intended number of examples in an epoch")
 
 
 def _twice(
@@ -278,13 +294,16 @@ def _twice(
         else ""
     )
     text = (
-        f"the epoch from step {at} on has {total} examples, of which {twice} are seen on two ranks, and so many others "
-        f"never; {_seen_at(ranks, optimizer, name, every)}{why}"
+        f"the epoch that begins at step {at}: of {total} examples, {twice} are seen on two ranks, and as "
+        "many others on "
+        f"none; {_seen_at(ranks, optimizer, name, every)}{why}"
     )
-    cause = "ranks share examples in an epoch: their samplers need one seed, one epoch number, and data in one order"
+    cause = "give the samplers of all ranks one seed, one epoch number, and the data in one order"
     proved = len(seeds) > 1 or own == 0
-    otherwise = "rows of the data set that are equal"
-    return weakened(Finding("seen-twice", text, cause, at), proved, otherwise, "whether rows of the data set are equal")
+    otherwise = "duplicate rows in the data set"
+    return weakened(
+        Finding("seen-twice", text, cause, at), proved, otherwise, "whether the data set has duplicate rows"
+    )
 
 
 def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[str]) -> str:
@@ -296,7 +315,7 @@ def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[st
                 if every[each] > 1:
                     places.setdefault(each, []).append(f"{i} of step {number} on rank {rank.number}")
     shared = next((at for at in places.values() if len({p.rpartition(" ")[2] for p in at}) > 1), [])
-    return f"one of them is number {' and number '.join(shared[:2])}"
+    return f"for example, number {' and number '.join(shared[:2])}"
 
 
 def _part(
@@ -309,10 +328,13 @@ def _part(
     if total >= 0.75 * size or total < DISTINCT or any(b["drop"] for b in begins):
         return None
     what = (
-        f"the epoch from step {at} on has {total} of the data set's {size} examples over {quantity(len(lists), 'rank')}"
+        f"the epoch that begins at step {at} has {total} of the data set's {size} examples over "
+        f"{quantity(len(lists), 'rank')}"
     )
     cause = "the data set is divided twice, or batches are skipped on each rank"
-    return Finding("seen-part", what, cause, at, INFO, "batches that are left out on purpose", "what the script skips")
+    return Finding(
+        "seen-part", what, cause, at, INFO, "batches that the script skips on purpose", "what the script skips"
+    )
 
 
 # -- evaluations -----------------------------------------------------------------------------------------------------
@@ -321,8 +343,9 @@ def _part(
 def trained_on(trace: Trace) -> Iterator[Finding]:
     """Report evaluation rows that the model was trained on before.
 
-    If all were, the evaluation may measure the training set. No correct program evaluates a set of which only some rows
-    were trained on, unless many rows are equal; nor a part of a random split that overlaps the part it trains on."""
+    If all rows were, the evaluation may measure the training set on purpose. No correct program evaluates a set of
+    which only some rows were trained on, unless many rows are duplicates, nor a part of a random split that overlaps
+    its training part."""
     for rank in trace.ranks[:1]:
         passes = {r["loader"]: r for r in rank.loaders}
         if (finding := _left_out(rank)) is not None:
@@ -355,22 +378,25 @@ def _overlap(rank: Rank, record: Mapping[str, Any], passes: Mapping[str, Mapping
     split, splits = own.get("split"), [each.get("split") for each in fed]
     steps = next((int(n) for n in record["steps"][:1]), None)
     what = f"the evaluation after {steps} steps: {len(share)} of its {len(set(evaluated))} rows were trained on before"
-    cause = "keep rows of the evaluation out of training: split once, by index, before anything else"
+    cause = "keep evaluation rows out of training: split once, by index, before anything else"
     finding = Finding("trained-on", what, cause, steps)
     partial = part < 0.95 and len(share) < 0.95 * len(trained) and equal < part / 10
     declared = split is not None and bool(splits) and all(each != split for each in splits) and equal < part / 10
     if partial or declared:
         return weakened(finding, True, "", "")
     if part >= 0.95:
-        return Finding(*_head(finding), INFO, "an evaluation of training itself", "what its scores are called")
-    return weakened(finding, False, "rows of the data that are equal", "whether rows of the data set are equal")
+        return Finding(
+            *_head(finding), INFO, "an evaluation on the training set on purpose", "what its scores are called"
+        )
+    return weakened(finding, False, "duplicate rows in the data", "whether the data set has duplicate rows")
 
 
 def _left_out(rank: Rank) -> Finding | None:
-    """Return a finding if an evaluation's rows are all left out of the training before it, and were trained on by an
-    earlier optimizer, with whose last weights that training begins: folds that go on with one model.
+    """Return a finding if none of an evaluation's rows are in the training steps before it, but an earlier optimizer
+    trained on them and training continued from its last weights: cross-validation folds that share one model.
 
-    An evaluation of what an earlier phase learned, on its training rows, looks the same, so it is never proved."""
+    An evaluation, on the training rows of an earlier phase, of what the model retains looks the same, so the finding is
+    never proved."""
     rows = {o: {h for s in steps.values() for h in known(s)} for o, steps in rank.steps.items()}
     for record in rank.evaluations:
         evaluated = set(record["known"])
@@ -385,10 +411,11 @@ def _left_out(rank: Rank) -> Finding | None:
             both = len(rows[optimizer] & rows[earlier[-1]])
             if same and share >= 0.5 and both >= 0.25 * len(rows[optimizer]):
                 what = (
-                    f"{share:.0%} of the {len(evaluated)} rows of an evaluation are in no step of the optimizer before "
-                    "it, and were trained on by an earlier one, whose last weights this one began with"
+                    f"{share:.0%} of an evaluation's {len(evaluated)} rows are in no step of the current "
+                    "optimizer, but an "
+                    "earlier one trained on them, and this one continued from its last weights"
                 )
-                cause = "make a new model for each fold, before its optimizer"
+                cause = "create a new model for each fold, before its optimizer"
                 otherwise, decides = "an evaluation on training rows of an earlier phase", "what the scores are called"
                 return Finding("trained-on", what, cause, None, SUSPICIOUS, otherwise, decides)
     return None
@@ -414,8 +441,9 @@ def _first_epoch(rank: Rank, optimizers: Sequence[int]) -> list[str]:
 
 
 def evaluations(trace: Trace) -> Iterator[Finding]:
-    """Report examples counted twice or left out in passes without gradients. The script may drop repeated ones after
-    the forward pass, which a trace does not show."""
+    """Report examples that passes without gradients count twice or omit.
+
+    The script may drop repeated examples after the forward pass, which a trace does not show."""
     rows: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for rank in trace.ranks:
         passes = passes_of(rank)
@@ -447,17 +475,20 @@ def _evaluation(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) ->
         return None  # complete on each rank, or on only one
     after = next((int(n) for record, _ in pairs for n in record["steps"][:1]), None)
     if begun["drop"] and total < size:
-        what = f"the evaluation after {after} steps goes over {total} of {size} examples"
-        cause = "drop_last=True leaves out the last, smaller batch: set it to False for evaluation"
-        otherwise, decides = "batches of one size on purpose", "how many examples the scores are meant to be of"
+        what = f"the evaluation after {after} steps covers {total} of {size} examples"
+        cause = "drop_last=True drops the last, smaller batch: set it to False for evaluation"
+        otherwise, decides = "batches of one size on purpose", "how many examples the scores should cover"
         return Finding("evaluation-part", what, cause, after, SUSPICIOUS, otherwise, decides)
     if size < total < 1.5 * size and begun["replicas"] and len(pairs) > 1:
         what = f"the evaluation after {after} steps counts {total - size} of {size} examples twice"
         cause = (
-            "DistributedSampler repeats examples until all ranks have as many: leave the repeated ones "
-            "out of the scores"
+            "DistributedSampler repeats examples until all ranks have equally many: exclude the repeated ones "
+            "from the scores"
         )
-        otherwise, decides = "they are taken off again before scores are computed", "how outputs of ranks are gathered"
+        otherwise, decides = (
+            "code that removes the repeated ones before computing scores",
+            "how outputs of ranks are gathered",
+        )
         return Finding("evaluation-twice", what, cause, after, SUSPICIOUS, otherwise, decides)
     return None
 
@@ -477,12 +508,12 @@ def workers(trace: Trace) -> Iterator[Finding]:
         for (loader, name, _, first), count in alike.items():
             if count > 1:
                 cause = (
-                    "seed it in worker_init_fn from torch.initial_seed(), which is another one in each worker and "
-                    "epoch, or draw from torch"
+                    "seed it in worker_init_fn from torch.initial_seed(), which differs by worker and epoch, or draw "
+                    "from torch"
                 )
                 what = f"{count} workers of a loader of rank {rank.number} draw the same random numbers from {name}"
                 finding = Finding("same-workers", what, cause, first_step(rank, loader))
                 yield weakened(
-                    finding, bool(first), "a generator that is seeded by the example", "the data set's source"
+                    finding, bool(first), "a generator that is seeded by the example", "the code of the data set"
                 )
                 return

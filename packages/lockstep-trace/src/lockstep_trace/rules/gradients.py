@@ -1,4 +1,4 @@
-"""Rules on gradients between backward and step: not zeroed, not finite, clipped or scaled at the wrong place."""
+"""Rules on gradients between backward and step: not zeroed, not finite, clipped or scaled in the wrong place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not m
 
 
 def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[Rank, Step] | None:
-    """Return the first (rank, step) where `of` is true, if it is in at least `count` steps of that rank, else None."""
+    """Return the first (rank, step) that satisfies `of`, if at least `count` steps of that rank do, else None."""
     for rank in trace.ranks:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if of(s)]
         if len(steps) >= count:
@@ -30,30 +30,32 @@ def zeroed(trace: Trace, optimizer: int) -> Iterator[Finding]:
     No correct program applies a gradient twice; one that decays gradients by hand modifies them."""
     if (row := _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)) is not None:
         rank, step = row
-        cause = "call optimizer.zero_grad() once a step, for the optimizer that holds these parameters"
-        what = f"step {step.step}: backward adds to the gradients of the step before (rank {rank.number})"
+        cause = "call zero_grad() of the optimizer that holds these parameters once a step"
+        what = f"step {step.step}: backward adds to the gradients of the previous step (rank {rank.number})"
         yield Finding("not-zeroed", what, cause, step.step, WRONG)
 
 
 def finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report weights that are finite before a step, but neither after it nor at the end, as in no correct program. If
-    weights stay finite in a step with nonfinite gradients, the script handled it."""
+    """Report weights that are finite before a step, but neither after it nor at the end: no correct program continues
+    so.
+
+    If weights stay finite in a step with nonfinite gradients, the script handled them."""
     row = _first(trace, optimizer, _breaks)
     if row is None:
         return
     rank, step = row
     bad = [n for n, v in step.grads.items() if not math.isfinite(v.square)]
     if bad:
-        cause = "the step has to be skipped (GradScaler.step does it), or the loss and learning rate looked at"
-        what = f"step {step.step}, rank {rank.number}: gradients that are not finite were applied: {few(bad)}"
+        cause = "skip such steps (GradScaler.step does), or check the loss and the learning rate"
+        what = f"step {step.step}, rank {rank.number}: nonfinite gradients were applied: {few(bad)}"
     else:
         names = [n for n, v in step.weights.items() if not math.isfinite(v.square)]
         cause = "gradients are finite: the learning rate is too high, or the optimizer divides by zero (eps)"
         what = f"step {step.step}, rank {rank.number}: weights are not finite: {few(names)}"
     last = [s for _, s in sorted(rank.steps[optimizer].items()) if s.measured][-1]
     ends = any(not math.isfinite(v.square) for v in last.weights.values())
-    otherwise = "the script went back to weights that it had kept"
-    yield weakened(Finding("not-finite", what, cause, step.step), ends, otherwise, "how it deals with such steps")
+    otherwise = "a script that later restores weights it kept"
+    yield weakened(Finding("not-finite", what, cause, step.step), ends, otherwise, "how the script handles such steps")
 
 
 def _breaks(step: Step) -> bool:
@@ -62,8 +64,9 @@ def _breaks(step: Step) -> bool:
 
 
 def scaled(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps with gradients of a scaled loss: no correct program makes them without the scaler, unless it
-    unscales by hand, which modifies the gradients."""
+    """Report optimizer steps with gradients of a scaled loss that nothing unscaled.
+
+    No correct program takes such steps without the scaler, unless it unscales by hand, which modifies the gradients."""
 
     def applies(step: Step) -> bool:
         every = all(scale not in (None, 1.0) for _, scale in step.losses or [(None, None)])
@@ -76,11 +79,11 @@ def scaled(trace: Trace, optimizer: int) -> Iterator[Finding]:
     scale = next(scale for _, scale in step.losses)
     what = (
         f"step {step.step}, rank {rank.number}: the loss is multiplied by {scale:g}, and the optimizer steps with "
-        "gradients that nobody has divided by it"
+        "gradients that nothing has divided by it"
     )
     cause = "call scaler.step(optimizer) and scaler.update() in place of optimizer.step()"
     proved = not step.layout.own
-    otherwise = "an optimizer that divides by the scale in its own step"
+    otherwise = "an optimizer whose step divides by the scale"
     yield weakened(Finding("scaled-step", what, cause, step.step), proved, otherwise, "the optimizer's source")
 
 
@@ -89,7 +92,7 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
     for number in trace.steps(optimizer):
         scales = scales_of_clipping(trace.at(optimizer, number))
         if scales and (own := causes.own_norms(scales)) is not None:
-            what = f"step {number}: ranks clip the shards of the same tensors by different norms"
+            what = f"step {number}: ranks clip shards of the same tensors by different norms"
             yield Finding("clip-own-shards", what, own, number, WRONG)
             break
     yield from _by_hand(trace, optimizer)
@@ -98,31 +101,35 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     rank, step = early
     cause = "clip once, after the last backward of the step"
-    what = f"step {step.step}, rank {rank.number}: a backward adds to gradients that were clipped before"
+    what = f"step {step.step}, rank {rank.number}: backward adds to gradients that were already clipped"
     clips = [(c["how"], c["limit"], c.get("of")) for c in step.clips or ()]
     again = len(clips) > 1 and len(set(clips)) == 1
     if again:
-        what += f"; they are clipped {len(clips)} times in the step, by the same limit"
-    otherwise = "parts of a loss that are bounded one by one"
+        what += f"; the step clips them {len(clips)} times, at the same limit"
+    otherwise = "parts of a loss that are clipped separately on purpose"
     yield weakened(
-        Finding("clip-early", what, cause, step.step), again, otherwise, "whether the limit is for the whole gradient"
+        Finding("clip-early", what, cause, step.step),
+        again,
+        otherwise,
+        "whether the limit applies to the whole gradient",
     )
 
 
 def _by_hand(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report shards of the same tensors that code of the script's own scales by different factors on the ranks, each
-    rank all of its shards by one: no correct program changes the direction of a gradient along the bounds of shards."""
+    """Report shards of the same tensors that the script's own code scales by a different factor on each rank.
+
+    No correct program changes the direction of a gradient along the boundaries of shards."""
     rows = [(n, scales) for n in trace.steps(optimizer) if (scales := _scales_by_hand(trace, optimizer, n))]
     rows = [(n, scales) for n, scales in rows if causes.own_norms(scales) is not None]
     if len(rows) >= 2:
         number, scales = rows[0]
-        what = f"step {number}: the script scales the shards of the same tensors by different factors on the ranks"
+        what = f"step {number}: the script scales shards of the same tensors by a different factor on each rank"
         yield Finding("clip-own-shards", what, str(causes.own_norms(scales)), number, WRONG)
 
 
 def _scales_by_hand(trace: Trace, optimizer: int, number: int) -> dict[int, float]:
-    """Return rank -> factor between the gradients after backward and those of the step; empty without one factor of
-    all parameters, as where a rank's experts are scaled by themselves."""
+    """Return rank -> factor between the gradients after backward and those of the step; empty if a rank's parameters
+    have no common factor, as when experts are scaled separately."""
     scales: dict[int, float] = {}
     for rank, step in trace.at(optimizer, number):
         sharded = [p.name for p in step.layout.parameters if not p.whole and p.name in step.arrived]
@@ -135,18 +142,19 @@ def _scales_by_hand(trace: Trace, optimizer: int, number: int) -> dict[int, floa
 
 
 def stale(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an optimizer that steps in a hook inside of backward before the hook's gradient is added: each step reads
-    the gradients of the backward before, which are those of other weights and examples."""
+    """Report an optimizer that steps in a backward hook before the hook's gradient is accumulated.
+
+    Each step then reads the gradients of the previous backward, which belong to other weights and examples."""
     row = _first(trace, optimizer, lambda s: f"stale gradient: {optimizer}" in (s.notes or ()), PATIENCE)
     if row is not None:
-        what = "optimizers step inside of backward before it has added to any gradient of theirs: each step reads the "
-        what += f"gradients of the backward before (rank {row[0].number})"
+        what = "optimizers step inside of backward before it has accumulated their gradients: each step reads the "
+        what += f"gradients of the previous backward (rank {row[0].number})"
         cause = "step in register_post_accumulate_grad_hook: Tensor.register_hook runs before .grad is written"
         yield Finding("stale-gradient", what, cause, None, WRONG)
 
 
 def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a clipping limit far below the loss scale that is applied to scaled gradients, which makes them vanish.
+    """Report a clipping limit far below the loss scale that is applied to scaled gradients and nearly erases them.
 
     A correct program multiplies the limit by the scale, or unscales the gradients first."""
 
@@ -158,7 +166,7 @@ def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     rank, step = row
     clip = next(c for c in step.clips if _small(c, step.scale))
-    cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; the limit applies to scaled gradients else"
+    cause = "call scaler.unscale_(optimizer) before clip_grad_norm_; otherwise the limit applies to scaled gradients"
     what = (
         f"step {step.step}, rank {rank.number}: gradients are clipped at {clip['limit']:g} while they are scaled by "
         f"{step.scale:g}"
@@ -173,20 +181,21 @@ def _small(clip: dict[str, object], scale: float | None) -> bool:
 
 
 def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report ranks that skip different steps. No correct program lets replicas or shards make different steps."""
+    """Report ranks that skip different steps: no correct program lets replicas or shards take different steps."""
     by_rank = {r.number: {s["step"] for s in r.skipped if s["opt"] == optimizer} for r in trace.ranks}
     counts = {n: len(each) for n, each in by_rank.items()}
     if trace.world < 2 or len(set(counts.values())) == 1 or model_parallel(trace, optimizer):
         return
     rank, least = max(counts, key=lambda n: counts[n]), min(counts, key=lambda n: counts[n])
-    cause = "all ranks have to skip together: let the scaler see reduced gradients, or agree on found_inf over ranks"
+    cause = "all ranks must skip together: let the scaler see reduced gradients, or all-reduce found_inf"
     step = min(by_rank[rank] - by_rank[least], default=min(by_rank[rank]))
     what = (
-        f"step {step}: rank {rank} skips a step for overflow, rank {least} does not (they skip {counts[rank]} and "
-        f"{counts[least]} steps)"
+        f"step {step}: rank {rank} skips the step because of overflow, rank {least} does not (they skip "
+        f"{counts[rank]} and "
+        f"{counts[least]} steps in all)"
     )
     proved = premises.declared(trace) or any(m.get("fsdp") for r in trace.ranks for m in r.models)
-    otherwise = "ranks that train models of their own"
+    otherwise = "ranks that train independent models"
     yield weakened(Finding("skipped-some", what, cause, step), proved, otherwise, "whether ranks train one model")
 
 
@@ -194,19 +203,19 @@ ACCUMULATED = ("momentum_buffer", "momentum", "velocity", "exp_avg", "exp_avg_sq
 
 
 def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an optimizer's state that is the memory of the gradients, which zero_grad clears between steps.
+    """Report optimizer state that shares memory with the gradients, so that zero_grad clears it between steps.
 
-    Backward then adds the new gradient to it, and what the state has accumulated is gone. A right program that keeps
-    momentum in the gradients does not clear them. A state under another name may be one to look at."""
+    Backward then adds the new gradient to zeros, and the state loses what it accumulated. A correct program that keeps
+    momentum in the gradients does not clear them. State under an unknown name may be only for inspection."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.shared_state]
     if len(steps) < PATIENCE:
         return
     name = next((n for n in steps[0].shared_state if n in ACCUMULATED), steps[0].shared_state[0])
     what = (
-        f"step {steps[0].step}: the state {name} of {steps[0].layout.optimizer} is the memory of the gradients, which"
+        f"step {steps[0].step}: the state {name} of {steps[0].layout.optimizer} shares memory with the gradients, which"
     )
-    what += f" zero_grad clears before backward, as in {len(steps)} steps: nothing of earlier steps is left in it"
-    cause = "clone the gradient where the state begins: state[name] = grad.clone()"
-    otherwise, decides = "a state that is only looked at", "whether a later step reads it"
+    what += f" zero_grad clears before backward, as in {len(steps)} steps: it keeps nothing of earlier steps"
+    cause = "clone the gradient when creating the state: state[name] = grad.clone()"
+    otherwise, decides = "state that is only inspected", "whether a later step reads it"
     yield weakened(Finding("state-cleared", what, cause, steps[0].step), name in ACCUMULATED, otherwise, decides)

@@ -1,4 +1,4 @@
-"""Rules on the inputs of evaluation beside those of training, and on parts of the data that ranks share.
+"""Rules on inputs: evaluation inputs on another scale than training inputs, and overlapping parts of the data on ranks.
 
 Evidence: `tracer/input_ranges.py`, and hashes of examples.
 """
@@ -14,20 +14,20 @@ from lockstep_trace.rules import premises
 from lockstep_trace.rules.epochs import known
 from lockstep_trace.rules.finding import SUSPICIOUS, Finding, weakened
 
-LOOKS = 4  # calls of training
-FAR = 5.0  # deviations
+LOOKS = 4  # training calls
+FAR = 5.0  # standard deviations
 SHARED = 8  # examples
-Range = Sequence[float]  # mean, deviation, least, greatest
+Range = Sequence[float]  # mean, standard deviation, minimum, maximum
 
 
 def scales(trace: Trace) -> Iterator[Finding]:
     """Report evaluation inputs on another scale than training inputs.
 
-    Another domain may be evaluated, so only one case is proved: one side is standardized (a mean near 0, a deviation
-    near 1, numbers below zero) and the other one has the range of raw pixels (0 to 1, or to 255, none below zero), in
-    every call looked at, with data from a loader, and training inputs come again bit for bit, so that they are not
-    standard because noise is added to them. What a model has learned of standardized inputs says nothing of raw ones,
-    which a right program normalizes alike."""
+    Evaluating another domain is legitimate, so only one case is proved: in every call examined, one side is
+    standardized (mean near 0, deviation near 1, negative numbers) and the other has the range of raw pixels (0 to 1, or
+    to 255, nothing negative). The data must come from a loader, and training inputs must recur bit for bit, which
+    excludes inputs that look standardized because of added noise. A model trained on standardized inputs is not
+    evaluated by raw ones; a correct program normalizes both alike."""
     for rank in trace.ranks[:1]:
         optimizers = sorted(rank.steps)
         trained = [r for o in optimizers[:1] for _, s in sorted(rank.steps[o].items()) for r in s.ranges or ()]
@@ -50,18 +50,20 @@ def scales(trace: Trace) -> Iterator[Finding]:
             )
             if not raw and not far:
                 continue
-            what = f"inputs of training have a mean of {mean:.3g} and a deviation of {deviation:.3g}, those of the "
-            what += f"evaluation after {sum(record['steps'])} steps {evaluated[0][0]:.3g} and {evaluated[0][1]:.3g}"
-            cause = "normalize inputs of evaluation as those of training, by the same numbers"
+            what = (
+                f"training inputs have mean {mean:.3g} and deviation {deviation:.3g}; inputs of the evaluation after "
+            )
+            what += f"{sum(record['steps'])} steps have mean {evaluated[0][0]:.3g} and deviation {evaluated[0][1]:.3g}"
+            cause = "normalize evaluation inputs with the same numbers as training inputs"
             proved = raw and own is not None and own["data"] not in data and _come_again(rank, optimizers)
-            otherwise = "other data on purpose"
+            otherwise = "evaluation on another domain on purpose"
             finding = Finding("inputs-on-another-scale", what, cause)
-            yield weakened(finding, proved, otherwise, "whether both are meant to be normalized alike")
+            yield weakened(finding, proved, otherwise, "whether both should be normalized alike")
             return
 
 
 def _come_again(rank: Rank, optimizers: Sequence[int]) -> bool:
-    """Return whether as many training examples as half of all distinct ones are repetitions of earlier ones."""
+    """Return whether training repeats at least half as many examples as there are distinct ones."""
     rows = [h for o in optimizers for s in rank.steps[o].values() for h in known(s)]
     return len(rows) >= 1.5 * len(set(rows)) > 0
 
@@ -75,12 +77,12 @@ def _raw(r: Range) -> bool:
 
 
 def overlapping(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report fixed parts of the data, one for each rank, that share examples.
+    """Report ranks with fixed parts of the data that share examples.
 
-    Each rank sees each example of its part once an epoch, in two epochs or more, so that the parts are parts, and
-    neither a draw with replacement nor one from the whole data set. Some examples are then seen by two ranks in each
-    epoch, and count twice in the gradients that replicas share. Examples of rare classes may be given to all ranks,
-    and a last batch be filled with first examples, so it is never proved."""
+    Each rank must see each example of its part once per epoch in two epochs or more, which excludes sampling with
+    replacement and sampling from the whole data set. Shared examples count twice in the averaged gradients. Giving
+    examples of rare classes to all ranks, or filling a last batch with first examples, may be intended, so the finding
+    is never proved."""
     ranks = data_ranks(trace, optimizer)
     if optimizer != trace.optimizers[0] or len(ranks) < 2 or not trace.complete:
         return
@@ -96,18 +98,18 @@ def overlapping(trace: Trace, optimizer: int) -> Iterator[Finding]:
             least = min(len(parts[i]), len(parts[j]))
             if max(SHARED, 2 * len(ranks), 0.01 * least) < shared < 0.9 * least:
                 what = f"ranks {ranks[i].number} and {ranks[j].number} train on parts of {len(parts[i])} and "
-                what += f"{len(parts[j])} examples in each epoch, and {shared} of them are in both parts"
-                cause = "parts have to be disjoint: data[rank::world], or the bounds of each part where the last ends"
+                what += f"{len(parts[j])} examples in each epoch, and both parts contain {shared} of them"
+                cause = "make the parts disjoint: data[rank::world], or begin each part where the previous one ends"
                 otherwise, decides = (
-                    "examples that are given to all ranks, equal rows, filled batches",
-                    "how parts are made",
+                    "examples given to all ranks on purpose, duplicate rows, or filled batches",
+                    "how the parts are made",
                 )
                 yield Finding("parts-overlap", what, cause, None, SUSPICIOUS, otherwise, decides)
                 return
 
 
 def _once_an_epoch(examples: Sequence[str]) -> bool:
-    """Return whether a rank has a fixed part: all its examples come before any comes again, twice or more."""
+    """Return whether a rank has a fixed part: it sees all its examples before any recurs, in two epochs or more."""
     part = len(set(examples))
     if part < SHARED or len(examples) < 2 * part - part // 8:
         return False

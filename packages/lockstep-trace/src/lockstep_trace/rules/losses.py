@@ -14,13 +14,15 @@ from lockstep_trace.losses import losses_of, targets_of_micro
 from lockstep_trace.read import Step, Trace
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
-LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # layers whose outputs are not log-probabilities
 REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # l1_loss has no operation of its own: see `handmade`
 
 
 def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report losses of ranks or micro-batches that do not grow with their numbers of targets: means over unequal
-    counts. This may be intended, to weigh examples equally whatever their length."""
+    counts, which then count equally.
+
+    This may be intended, to weigh examples equally whatever their length."""
     rows: list[tuple[float, float]] = []  # (log targets, log loss), relative to the step's
     unequal: tuple[int, int, int] | None = None
     for step in trace.steps(optimizer):
@@ -44,10 +46,10 @@ def means(trace: Trace, optimizer: int) -> Iterator[Finding]:
     slope = sum(n * x for n, x in rows) / square  # 1: sums over targets, divided by one number; 0: means
     if slope < 0.3:
         step, low, high = unequal
-        cause = "divide the sum of all ranks' and micro-batches' losses by the number of all targets of the step"
-        what = f"step {step}: losses are means over unequal numbers of targets ({low} to {high}), and count alike"
-        otherwise = "batches are meant to weigh alike, whatever the number of their targets"
-        decides = "whether training is to be that of one large batch: `lockstep diff` with it"
+        cause = "divide the sum of losses over all ranks and micro-batches by the number of all targets of the step"
+        what = f"step {step}: losses are means over unequal numbers of targets ({low} to {high}) and count equally"
+        otherwise = "batches that count equally on purpose, whatever their number of targets"
+        decides = "whether training should equal that of one large batch: `lockstep diff` with it"
         yield Finding("mean-of-means", what, cause, step, SUSPICIOUS, otherwise, decides)
 
 
@@ -56,7 +58,7 @@ def _labelled(trace: Trace, optimizer: int, step: int) -> bool:
 
 
 def functions(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report loss functions with wrong inputs, by the graph of the loss.
+    """Report loss functions with wrong inputs, from the graph of the loss.
 
     No correct program broadcasts predictions against targets (torch warns about it), or passes probabilities to a loss
     that expects logits."""
@@ -101,8 +103,9 @@ def _spread(shape: list[int], taken: list[int]) -> bool:
 
 
 def _over_examples(objective: dict[str, Any]) -> bool:
-    """Return whether what nll_loss is given was normalized over another dimension than that of classes, the second one.
-    Where both have one size, it may be the similarity of pairs, taken both ways."""
+    """Return whether the input of nll_loss was normalized over another dimension than the classes (the second one).
+
+    If both dimensions have the same size, the input may be a matrix of pair similarities, used in both directions."""
     before = objective.get("before") or [""]
     if not objective.get("normalized") or not (before[0] == "LogSoftmax" or before[:2] == ["Log", "Softmax"]):
         return False
@@ -115,33 +118,33 @@ def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
     if code == "loss-broadcast":
         shape, spread = objective["expanded"]
         return (
-            f"the {kind} compares each prediction with each target: predictions are spread from {shape} to {spread}",
+            f"the {kind} compares each prediction with each target: predictions are broadcast from {shape} to {spread}",
             "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)",
         )
     if code == "softmax-dimension":
         dim, shape = objective["normalized"]
         return (
             f"nll_loss takes dimension 1 of {shape} as classes, and its input was normalized over dimension {dim}",
-            "take the softmax over the classes: dim=1, or dim=-1 before classes are moved",
+            "apply the softmax over the classes: dim=1, or dim=-1 before the class axis is moved",
         )
     if code == "loss-of-probabilities":
         return "nll_loss is given probabilities", "use cross_entropy on logits, or log_softmax in place of softmax"
     if code == "loss-of-logits":
-        return "nll_loss is given what a layer returns", "use cross_entropy, or log_softmax before nll_loss"
+        return "nll_loss is given the output of a layer", "use cross_entropy, or log_softmax before nll_loss"
     if code == "softmax-twice":
-        return "cross_entropy is given what a softmax returns", "give it logits: cross_entropy has a softmax of its own"
+        return "cross_entropy is given the output of a softmax", "pass logits: cross_entropy applies a softmax itself"
     return (
-        f"the {kind} is given what a {objective['before'][0].lower()} returns",
-        "give it logits: binary_cross_entropy_with_logits has a sigmoid of its own",
+        f"the {kind} is given the output of a {objective['before'][0].lower()}",
+        "pass logits: binary_cross_entropy_with_logits applies a sigmoid itself",
     )
 
 
 def contrastive(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a loss over candidates that are gathered from all ranks in their order, whose targets are 0, 1, ... on
-    each rank: those of rank 0.
+    """Report a loss over candidates gathered from all ranks whose targets are 0, 1, ... on every rank: those of rank 0.
 
-    A correct program adds the place of a rank's own candidates, or puts these first, which the graph shows: it is
-    reported only if they stand at the rank's place. Ranks that train on the same examples share candidates."""
+    A correct program adds the offset of a rank's own candidates, or puts these first, which the graph shows: the
+    finding requires that they are at the rank's offset. Ranks that train on the same examples share candidates and are
+    excluded."""
     rows: list[tuple[int, list[int]]] = []
     for number in trace.steps(optimizer):
         records = trace.at(optimizer, number)
@@ -155,17 +158,17 @@ def contrastive(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if len(rows) >= PATIENCE:
         number, (size, classes, _) = rows[0]
         what = (
-            f"step {number}: {classes} candidates are gathered from {trace.world} ranks, and on each rank the targets "
+            f"step {number}: {classes} candidates are gathered from {trace.world} ranks, but on every rank the targets "
         )
         what += f"of {size} rows are 0 to {size - 1}: the candidates of rank 0"
-        cause = f"add rank * {size}, where a rank's own candidates begin, to its targets"
+        cause = f"add rank * {size}, the offset of a rank's own candidates, to its targets"
         yield Finding("labels-without-offset", what, cause, number, WRONG)
 
 
 def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report batches of one class each, of several classes: rows that are sorted by class and not shuffled.
+    """Report batches that each hold a single class: rows that are sorted by class and not shuffled.
 
-    Classes that are learned one after the other on purpose (continual learning) look the same, so it is never
+    Learning classes one after the other on purpose (continual learning) looks the same, so the finding is never
     proved."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
@@ -182,24 +185,24 @@ def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     number, objective = equal[0]
     what = (
-        f"step {number}: all {objective['targets']} targets are of one class, as in {len(equal)} of {len(rows)} batches"
+        f"step {number}: all {objective['targets']} targets have one class, as in {len(equal)} of {len(rows)} batches"
     )
-    what += f", of {len(classes)} classes or more"
-    cause = "rows are sorted by class: shuffle them (shuffle=True of the loader)"
+    what += f", which hold at least {len(classes)} classes"
+    cause = "rows are sorted by class: shuffle them (shuffle=True in the loader)"
     otherwise, decides = (
         "classes that are learned one after the other on purpose",
-        "in which order rows are meant to come",
+        "the intended order of rows",
     )
     yield Finding("one-class-batches", what, cause, number, SUSPICIOUS, otherwise, decides)
 
 
 def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report clamped ratios of probabilities that are all exactly 1, also where steps take the same examples again.
+    """Report clipped probability ratios that are all exactly 1, even when steps revisit the same examples.
 
-    The old probabilities are then those of the current weights: computed anew in each step, so that the clamp never
-    acts. Where each example is used in one step, old and new weights are the same, and the ratio is 1 by right. It is
-    reported if the same examples, together, come again after steps that changed the weights, and never proved: their
-    actions may be drawn anew."""
+    The old probabilities then come from the current weights: they are recomputed in each step, so clipping never acts.
+    If each example is used in only one step, a ratio of 1 is correct. The finding requires that the same set of
+    examples recurs after steps that changed the weights. It is never proved, because actions for these examples may be
+    drawn again."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.ratios]
     if len(steps) < PATIENCE or not all(all(s.ratios) for s in steps):
@@ -208,14 +211,14 @@ def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if again is not None:
         step = steps[again]
         what = f"step {step.step}: all ratios of new to old probabilities are exactly 1, as in {len(steps)} steps, and "
-        what += f"its examples were trained on in step {steps[0].step} already, by other weights"
-        cause = "keep the old probabilities when examples are collected, and use them in all epochs"
-        otherwise, decides = "actions that are drawn anew for the same examples", "whether actions come again, too"
+        what += f"step {steps[0].step} already trained on its examples, with other weights"
+        cause = "store the old probabilities when collecting examples, and use them in all epochs"
+        otherwise, decides = "actions that are drawn again for the same examples", "whether the actions recur, too"
         yield Finding("ratio-of-one", what, cause, step.step, SUSPICIOUS, otherwise, decides)
 
 
 def _taken_again(lists: list[list[str]]) -> int | None:
-    """Return the place where the examples of the first lists, together, come again; None without such a place."""
+    """Return the first index at which the examples of all earlier lists recur together, or None."""
     for count in range(1, len(lists) // 2 + 1):
         one, other = (sorted(h for each in lists[i : i + count] for h in each) for i in (0, count))
         if one == other and len(set(one)) >= 8:
@@ -224,13 +227,13 @@ def _taken_again(lists: list[list[str]]) -> int | None:
 
 
 def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report losses written by hand that spread predictions over targets, and probabilities given to kl_div.
+    """Report hand-written losses that broadcast predictions over targets, and probabilities passed to kl_div.
 
-    The mean of all (output i - target j)^2 is that of (output i - mean target)^2 and a constant: which target belongs
-    to which output has no effect, which no correct program wants. So it is for any function of differences, where the
-    targets come in the batch of a loader, which gives each example its own. Else absolute differences of all pairs,
-    other weights of pairs, and a sum weighted by probabilities may be meant. kl_div takes log-probabilities: given what
-    a softmax returns it is no divergence. What a layer returns may be the logarithm of a rate."""
+    The mean of all (output i - target j)^2 is the mean of (output i - mean target)^2 plus a constant: the assignment of
+    targets to outputs has no effect, which no correct program wants. The same holds for any function of differences if
+    the targets come from a loader's batch, which assigns one to each example. Otherwise absolute differences of all
+    pairs, other pair weights and sums weighted by probabilities may be intended. kl_div expects log-probabilities; with
+    the output of a softmax its result is no divergence. The output of a layer may be the logarithm of a rate."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -264,24 +267,24 @@ def _handmade(kind: str, step: Step, size: str) -> Finding:
     proofs = ("spread squares", "spread over targets", "kl_div of probabilities")
     otherwise, decides, proved = "", "", kind in proofs
     if kind == "spread over targets":
-        what = "the loss compares each output [N, 1] with the targets [N] of all examples of the batch, and each pair "
-        what += "counts alike: which target belongs to which example has no effect"
+        what = "the loss compares each output [N, 1] with the targets [N] of all examples of the batch, and all pairs "
+        what += "count equally: the assignment of targets to examples has no effect"
         cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
     elif kind.startswith("spread"):
-        what = f"the loss is of {size} x {size} differences: an output [{size}, 1] less targets [{size}]"
+        what = f"the loss has {size} x {size} differences: an output [{size}, 1] minus targets [{size}]"
         cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
         if kind == "spread squares":
-            what += "; their mean square is smallest if each output is the mean of all targets"
+            what += "; their mean square is minimal if every output is the mean of all targets"
         else:
             otherwise, decides = "differences of all pairs on purpose", "whether each output belongs to one target"
     elif kind == "kl of probabilities":
-        what = "the loss is that of kl_div, and its input is what a softmax returns"
-        cause = "kl_div takes log-probabilities: use log_softmax"
-        otherwise, decides = "a sum weighted by probabilities", "whether it is meant to be a divergence"
+        what = "the loss has the form of kl_div, but its input is the output of a softmax"
+        cause = "kl_div expects log-probabilities: use log_softmax"
+        otherwise, decides = "a sum weighted by probabilities on purpose", "whether it should be a divergence"
     else:
         returned = "a softmax" if kind.endswith("probabilities") else "a layer"
-        what = f"the input of kl_div, which has to be log-probabilities, is what {returned} returns"
-        cause = "give kl_div the output of log_softmax first, and then the target"
-        otherwise, decides = "a divergence of rates, with a term of their own", "what is added to kl_div"
+        what = f"the input of kl_div is the output of {returned}, not log-probabilities"
+        cause = "pass the output of log_softmax to kl_div as its first argument, then the target"
+        otherwise, decides = "a divergence of unnormalized rates, with an extra term", "what is added to kl_div"
     finding = Finding(HANDMADE[kind], f"step {step.step}: {what}", cause, step.step)
     return weakened(finding, proved, otherwise, decides)

@@ -16,8 +16,8 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
     """Report dropout or batch norm in training mode during the evaluation of a trained model.
 
     A pass without gradients may have other purposes (batch-norm statistics, pseudo-labels, Monte Carlo dropout, cached
-    outputs). It is proved only for a complete pass over a loader whose examples are never trained on, occur once each,
-    and are never evaluated in evaluation mode."""
+    outputs). The finding is proved only for a complete pass over a loader whose examples are never trained on, occur
+    once each, and are never evaluated in evaluation mode."""
     for rank in trace.ranks[:1]:
         calm = {h for r in rank.evaluations if r.get("trained") and not r["active"] for h in r["examples"]}
         for record in rank.evaluations:
@@ -28,17 +28,17 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
                 f"training mode: {few(record['active'])} active"
             )
             cause = "call model.eval() before evaluating, and model.train() after it"
-            otherwise = "statistics of batch norm, labels or outputs for training, dropout that is sampled on purpose"
+            otherwise = "a pass for batch-norm statistics, pseudo-labels or cached outputs, or Monte Carlo dropout"
             finding = Finding("evaluated-in-training-mode", what, cause)
             proved = (_held_out(rank, record) or _again(rank, record)) and not calm & set(record["examples"])
-            yield weakened(finding, proved, otherwise, "whether what it returns is a score")
+            yield weakened(finding, proved, otherwise, "whether the pass computes a score")
             return
 
 
 def teachers(trace: Trace) -> Iterator[Finding]:
-    """Report another model that is called without gradients in each step, with dropout or batch norm active.
+    """Report another model that every step calls without gradients, with dropout or batch norm active.
 
-    A mean teacher, and a student's noisy targets, may be meant like that, so it is never proved."""
+    Mean teachers and noisy targets may work like this on purpose, so the finding is never proved."""
     for rank in trace.ranks[:1]:
         rows: dict[str, list[Mapping[str, Any]]] = {}
         for record in rank.evaluations:
@@ -53,15 +53,15 @@ def teachers(trace: Trace) -> Iterator[Finding]:
             )
             what += f"in training mode, in {len(stretches)} steps or evaluations"
             cause = "call .eval() on a teacher, reference, target or averaged model"
-            otherwise = "a teacher that is meant to be noisy"
-            decides = "whether its outputs may be random"
+            otherwise = "a teacher that is noisy on purpose"
+            decides = "whether its outputs should be random"
             yield Finding("teacher-in-training-mode", what, cause, None, SUSPICIOUS, otherwise, decides)
             return
 
 
 def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Return whether a pass without gradients covers a loader completely, with each example once and none trained
-    on."""
+    """Return whether a pass without gradients covers a loader completely, with each example once and no training
+    example."""
     name, hashes = record["loader"], record["examples"]
     whole = name is not None and name in {r["loader"] for r in rank.passed}
     trained = {h for steps in rank.steps.values() for s in steps.values() for h in s.examples or ()}
@@ -74,8 +74,8 @@ def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
 
 
 def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Return whether the same held-out examples, once each, pass through the model with dropout both between two
-    training phases and after the second: an evaluation, by any loop."""
+    """Return whether the same held-out examples, once each, go through the model with dropout active both between two
+    training phases and after the second: an evaluation by a loop of any form."""
     hashes, mode = record["examples"], record.get("mode") or {}
     dropout, norms = mode.get("dropout", [0, 0]), mode.get("norms", [0, 0])
     alike = [r for r in rank.evaluations if r["examples"] == hashes and r.get("trained") and not r.get("between")]
@@ -89,8 +89,8 @@ def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
 def trained(trace: Trace) -> Iterator[Finding]:
     """Report a model that trains with dropout or batch norm off.
 
-    This may be intended (a frozen body, a final phase). It is proved if the whole model is in training mode until its
-    first evaluation, and never again."""
+    This may be intended (a frozen body, a final phase). The finding is proved if the whole model is in training mode
+    until its first evaluation, and never again."""
     for rank in trace.ranks[:1]:
         if not any(m["stochastic"] for m in rank.models):
             continue
@@ -101,13 +101,13 @@ def trained(trace: Trace) -> Iterator[Finding]:
                 continue
             dropout = any(m.get("dropout") for m in rank.models)
             on = any(s.training for _, s in steps)
-            parts = "dropout and batch norm are off" if dropout else "batch norm keeps its statistics"
+            parts = "dropout and batch norm are off" if dropout else "batch norm does not update its statistics"
             cause = "call model.train() after each evaluation" if on else f"call model.train() before training: {parts}"
             what = f"from step {off[0]} on the model trains in evaluation mode ({parts})"
             otherwise = "a frozen part, or training without dropout on purpose"
             finding = Finding("trained-in-evaluation-mode", what, cause, off[0])
             proved = on and _left(rank, optimizer, off)
-            yield weakened(finding, proved, otherwise, "whether model.train() is meant to be called here")
+            yield weakened(finding, proved, otherwise, "whether the script should call model.train() here")
             break
 
 
@@ -123,12 +123,12 @@ def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
 
 
 def norms(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report batch norms with frozen weights whose statistics follow the batches.
+    """Report batch norms with frozen weights whose running statistics still follow the batches.
 
-    Statistics may be meant to adapt under frozen weights. It is proved if the script put these batch norms, or a part
-    of the model around them, into evaluation mode, and a later `train()` of the model undid that: before any forward,
-    so that the freezing never had an effect, or after training steps that had it. A program that lets them adapt from
-    some step on calls `train()` on them or on the part that it froze."""
+    Statistics may adapt under frozen weights on purpose. The finding is proved if the script put these batch norms, or
+    a part of the model that contains them, into evaluation mode, and a later `train()` of the model undid that, either
+    before any forward pass or after training steps in evaluation mode. A program that lets them adapt from some step on
+    calls `train()` on the batch norms or on the part that it froze."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -141,16 +141,18 @@ def norms(trace: Trace, optimizer: int) -> Iterator[Finding]:
     what = f"from step {step.step} on {count} batch norms whose weight and bias are frozen update their statistics"
     if undone:
         what += ": the script put them into evaluation mode, and model.train() turned them on again"
-    cause = "put them into evaluation mode after each model.train(), or in a train() of the model's own"
+    cause = "put them into evaluation mode after each model.train(), or override train() of the model"
     proved = len(undone) >= PATIENCE
-    otherwise = "statistics that are meant to adapt to the data"
+    otherwise = "statistics that adapt to the data on purpose"
     finding = Finding("norm-not-frozen", what, cause, step.step)
-    yield weakened(finding, proved, otherwise, "whether statistics are meant to be those of the pretrained model")
+    yield weakened(finding, proved, otherwise, "whether the statistics should stay those of the pretrained model")
 
 
 def casts(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report autocast casts older than the last update: autocast caches each weight's cast until its outermost region
-    ends. No correct program steps inside a region and continues in it without clearing the cache."""
+    ends.
+
+    No correct program steps inside a region and continues in it without clearing the cache."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -162,39 +164,40 @@ def casts(trace: Trace, optimizer: int) -> Iterator[Finding]:
     stale = [n for n in steps[0].stale_casts if n in names]
     if stale:
         what = (
-            f"from step {steps[0].step} on the forward does not see the updates: autocast ({steps[0].autocast}) keeps "
-            f"the casts of {few(stale)} and others that it made before, in {len(steps)} steps of one region"
+            f"from step {steps[0].step} on the forward pass does not see the updates: autocast ({steps[0].autocast}) "
+            f"reuses old casts of {few(stale)} and others, in {len(steps)} steps of one region"
         )
-        cause = "put `with torch.autocast(...)` around the forward and the loss of each step, not around all steps"
+        cause = "put `with torch.autocast(...)` around the forward pass and loss of each step, not around all steps"
         yield Finding("stale-cast", what, cause, steps[0].step, WRONG)
 
 
 def packed(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report packed rows (positions restart) whose attention has only a causal mask, so that documents attend to each
-    other. No correct program restarts positions in that case."""
+    """Report packed rows (positions restart) with only a causal attention mask, so that documents attend to each other.
+
+    No correct program restarts positions in that case."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.unmasked and s.restarts]
     if steps:
         what = (
-            f"step {steps[0].step}: position_ids begin anew in {steps[0].restarts} rows, and attention is causal over "
-            "the whole row: documents of a row see those before them"
+            f"step {steps[0].step}: position_ids restart in {steps[0].restarts} rows, but attention is causal over the "
+            "whole row: each document attends to the ones before it"
         )
         cause = (
-            "pass use_cache=False and no attention_mask, not even of ones, or an attention implementation that cuts "
-            "rows at positions, or a block-diagonal mask"
+            "pass use_cache=False and no attention_mask (not even ones), or use an attention "
+            "implementation that splits "
+            "rows where positions restart, or a block-diagonal mask"
         )
         yield Finding("packed-rows", what, cause, steps[0].step, WRONG)
 
 
 def without_statistics(trace: Trace) -> Iterator[Finding]:
-    """Report a copy of a trained model that is evaluated, with other weights each time, by batch norms that all keep
-    their first statistics (mean 0, variance 1), while those of the trained model collect theirs.
+    """Report an evaluated copy of a trained model whose weights change while all its batch norms keep their initial
+    statistics (mean 0, variance 1), although the trained model collects statistics.
 
-    An average of weights needs statistics, too: averages of those of the model, or new ones. A model that was never
-    trained, as a baseline, has the same weights each time. No right program normalizes by numbers that are of no
-    data."""
+    A weight average needs statistics, too: averaged or recomputed ones. An untrained baseline has the same weights in
+    every evaluation, and is excluded. No correct program normalizes by statistics of no data."""
     for rank in trace.ranks[:1]:
         models = {m["name"] for m in rank.models}
         modes = [(s.mode or {}).get("norms", [0, 0]) for steps in rank.steps.values() for s in steps.values()]
@@ -203,8 +206,8 @@ def without_statistics(trace: Trace) -> Iterator[Finding]:
         for name in sorted({r["model"] for r in rows}):
             looks = [r["unused_norms"] for r in rows if r["model"] == name]
             if all(initial and count in counts for count, initial, _ in looks) and any(new for *_, new in looks):
-                what = f"a copy of {name} is evaluated {len(looks)} times with changing weights, and its {looks[0][0]} "
-                what += "batch norms still have the statistics they were made with: mean 0, variance 1"
+                what = f"a copy of {name} is evaluated {len(looks)} times with changing weights, but its {looks[0][0]} "
+                what += "batch norms still have their initial statistics: mean 0, variance 1"
                 cause = "copy or average buffers with the parameters (AveragedModel(use_buffers=True), update_bn)"
                 yield Finding("norms-without-statistics", what, cause, None, WRONG)
                 return

@@ -1,4 +1,4 @@
-"""Rules on random numbers: dropout that stays on in evaluation mode, and generators that are seeded again in each step.
+"""Rules on random numbers: dropout that stays on in evaluation mode, and generators that every step reseeds.
 
 Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at calls with dropout.
 """
@@ -14,14 +14,14 @@ LEAST = 8  # steps
 
 
 def in_evaluation(trace: Trace) -> Iterator[Finding]:
-    """Report dropout that draws random numbers while every module is in evaluation mode and there are no gradients.
+    """Report dropout that draws random numbers while every module is in evaluation mode and gradients are off.
 
-    torch's function is on unless its argument `training` says otherwise, and fused attention drops whatever the mode.
-    A right program that wants random predictions (Monte Carlo dropout) says so, and predicts each example several times
-    to average; noise that is part of a model (a prenet that always drops) says training=True, and a model of images
-    or sounds, one that averages several draws inside of its forward, or one whose draws are an exploration, may say
-    nothing. So it is proved of attention, and of models trained by cross entropy, if nothing is said and no example is
-    predicted twice by the same weights."""
+    torch's functional dropout is on unless its argument `training` is False, and fused attention drops whatever the
+    mode. A correct program that wants random predictions (Monte Carlo dropout) passes the argument, and predicts each
+    example several times to average them. Permanent noise (a prenet) passes training=True. Models of images or sounds,
+    models that average several draws inside their forward pass, and models that explore may pass nothing. So the
+    finding is proved only for attention and for models trained by cross entropy, if the argument is not passed and no
+    example is predicted twice with the same weights."""
     for rank in trace.ranks[:1]:
         rows = [r for r in rank.noise if r["of"] in ("dropout", "attention")]
         if not rows or _repeats(rank):
@@ -29,20 +29,20 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
         silent = [r for r in rows if not r["stated"]]
         row = (silent or rows)[0]
         which = "functional.dropout" if row["of"] == "dropout" else "scaled_dot_product_attention"
-        what = f"{row['model']} is evaluated in evaluation mode, and {which} at {row['where']} still drops at random"
+        what = f"{row['model']} is evaluated in evaluation mode, but {which} at {row['where']} still drops at random"
         cause = "pass training=self.training to functional.dropout, or use nn.Dropout"
         if row["of"] == "attention":
-            cause = "pass dropout_p=self.p if self.training else 0.0: the function does not look at the mode"
+            cause = "pass dropout_p=self.p if self.training else 0.0: the function ignores the module's mode"
         finding = Finding("dropout-in-evaluation", what, cause)
-        otherwise = "random outputs on purpose" + ("" if silent else ": its argument training is stated")
+        otherwise = "random outputs on purpose" + ("" if silent else ", as its argument training is passed")
         objectives = [o for steps in rank.steps.values() for s in steps.values() for o in s.objectives or ()]
         certain = row["of"] == "attention" or any(o["kind"] == "cross entropy" for o in objectives)
-        yield weakened(finding, bool(silent) and certain, otherwise, "whether predictions are meant to be random")
+        yield weakened(finding, bool(silent) and certain, otherwise, "whether predictions should be random")
         return
 
 
 def _repeats(rank: Rank) -> bool:
-    """Return whether examples are predicted several times by the same weights."""
+    """Return whether examples are predicted several times with the same weights."""
     by_steps: dict[tuple[int, ...], list[str]] = {}
     for record in rank.evaluations:
         if record.get("trained") and not record["training"]:
@@ -51,20 +51,23 @@ def _repeats(rank: Rank) -> bool:
 
 
 def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a generator of random numbers in one state at the forward of every step, with dropout on: each step draws
-    the same masks, so that the same units are never trained.
+    """Report a random generator in the same state at the forward pass of every step, with dropout on: every step draws
+    the same masks, so the same units are never trained.
 
-    It is proved on a CPU, whose generator the masks come from, if the forward changes its state: dropout may draw from
-    another one. Programs that repeat a draw on purpose do so within a step."""
+    The finding is proved on a CPU, whose generator provides the masks, if the forward pass changes the state; otherwise
+    dropout may use another generator. Programs that repeat a draw on purpose do so within a step."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn and _drops(s)]
         states = {s.drawn[0] for s in steps}
         cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
         draws = all(len(s.drawn) > 1 and s.drawn[0] != s.drawn[1] for s in steps)
         if len(steps) >= LEAST and len(states) == 1 and cpu and draws and not any(s.closure for s in steps):
-            what = f"torch's generator is in the same state at the forward of each of {len(steps)} steps, and dropout "
-            what += "is on: the same units are dropped in every step"
-            cause = "seed once, before training: manual_seed in the loop, or in forward, begins the same numbers anew"
+            what = (
+                f"torch's generator is in the same state at the forward pass of each of {len(steps)} steps, "
+                "and dropout "
+            )
+            what += "is on: every step drops the same units"
+            cause = "seed once, before training: manual_seed in the loop or in forward restarts the same random numbers"
             yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
 
 
@@ -74,9 +77,10 @@ def _drops(step: Step) -> bool:
 
 def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report ranks that draw the same random numbers for different examples: the generator's state changes from step to
-    step, and is that of the other ranks.
+    step, but is equal on all ranks.
 
-    One seed on all ranks may be meant for the weights alone, and masks may be shared, so it is never proved."""
+    One seed on all ranks may be intended for the weights only, and shared masks may be intended, so the finding is
+    never proved."""
     if trace.world < 2:
         return
     rows = [[s for _, s in sorted(r.steps.get(optimizer, {}).items())] for r in trace.ranks]
@@ -87,10 +91,8 @@ def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
     cpu = bool(equal) and all(p.device == "cpu" for p in equal[0][0].layout.parameters)
     if len(equal) < LEAST or len(states) < 0.9 * len(equal) or not cpu:
         return
-    what = (
-        f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward, "
-    )
-    what += f"as in {len(equal)} steps, and changes in each: ranks draw the same dropout and noise for their examples"
-    cause = "seed by rank after the model is made: torch.manual_seed(seed + rank)"
-    otherwise, decides = "one seed on all ranks on purpose", "whether noise is to be independent over ranks"
+    what = f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward "
+    what += f"pass, as in {len(equal)} steps: ranks draw the same dropout and noise for different examples"
+    cause = "seed by rank after creating the model: torch.manual_seed(seed + rank)"
+    otherwise, decides = "one seed on all ranks on purpose", "whether noise should be independent across ranks"
     yield Finding("equal-masks", what, cause, equal[0][0].step, SUSPICIOUS, otherwise, decides)

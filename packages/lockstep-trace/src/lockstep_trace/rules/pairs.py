@@ -1,6 +1,6 @@
-"""A rule on pairs of an example and its class: the same examples and the same classes, put together otherwise.
+"""A rule on (example, class) pairs: the same examples and the same classes, but paired differently.
 
-Evidence: hashes of examples, and of the classes that a loss compares them with.
+Evidence: hashes of examples, and the classes that a loss compares them with.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ BITS = (1 << 64) - 1
 
 
 def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report examples whose classes change between two visits, while the classes of all of them together stay the same:
-    inputs and targets are shuffled apart.
+    """Report examples whose classes change between two visits while the class counts over all examples stay the same:
+    inputs and targets are shuffled separately.
 
-    Targets that are drawn or estimated anew (pseudo-labels, noise, rotations) seldom come out as exactly the same
-    classes, each as often; clusters of one size that are numbered anew do, so it is never proved. Numbers of places in
-    a batch (contrastive losses, matching) do in every batch: batches that all hold the same classes equally often are
-    left out."""
+    Targets that are drawn or estimated again (pseudo-labels, noise, rotations) seldom have exactly the same class
+    counts, but renumbered clusters of equal size do, so the finding is never proved. Positions in a batch as targets
+    (contrastive losses, matching) give every batch the same classes; such batches are excluded."""
     visits, batches = _visits(trace, optimizer)
     both = {e: v for e, v in visits.items() if len(v) > 1}
     counts = Counter(len(v) for v in both.values())
     if len(both) < max(ENOUGH, 0.9 * len(visits)) or counts.most_common(1)[0][1] < 0.9 * len(both):
-        return  # some examples are copies of others
+        return  # some examples are duplicates
     changed = [e for e, v in both.items() if v[0] != v[1]]
     whole = Counter(v[0] for v in both.values()) == Counter(v[1] for v in both.values())
     if len(batches) < PATIENCE or len(set(batches)) < 0.5 * len(batches) or not whole:
@@ -35,11 +34,11 @@ def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if len(changed) < 0.3 * len(both):
         return
     what = (
-        f"{len(changed)} of {len(both)} examples have another class when they come again, and all classes are as many "
+        f"{len(changed)} of {len(both)} examples have another class on their next visit, but the counts of all classes "
     )
-    what += "as before: examples and classes are put together otherwise"
+    what += "are unchanged: examples and classes are paired differently"
     cause = "shuffle inputs and targets together: one permutation, or one data set of both"
-    otherwise = "classes that are numbered anew, as clusters of one size are in each epoch, or drawn anew as a control"
+    otherwise = "renumbered classes, as of equal-sized clusters in each epoch, or labels permuted as a control"
     decides = "where the targets come from"
     yield Finding("pairs-change", what, cause, None, SUSPICIOUS, otherwise, decides)
 

@@ -1,4 +1,4 @@
-"""Rules on parameters that are not trained: in no optimizer, without gradient, unchanged, untied, cast."""
+"""Rules on parameters that do not train: in no optimizer, without a gradient, unchanged, untied, cast."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, w
 def stale(trace: Trace, optimizer: int) -> Finding | None:
     """Return a finding if no called model holds the optimizer's parameters, else None.
 
-    A gradient at one of them proves use. No correct program steps an optimizer whose parameters never get gradients
-    while the called model's parameters do, and are in no optimizer."""
+    A gradient at one of them proves that it is used. No correct program steps an optimizer whose parameters never get
+    gradients while the called model's parameters get gradients and are in no optimizer."""
     records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     if not records or any(p.held for s in records for p in s.layout.parameters) or _arrives(records):
         return None
     if not any(s.layout.parameters for s in records) or not any(s.forwards for s in records):
         return None
     outside = sorted({n for s in records for n, has in (s.outside or {}).items() if has})
-    what = f"no model that was called holds the parameters of {records[0].layout.optimizer}, and they get no gradient"
+    what = f"no called model holds the parameters of {records[0].layout.optimizer}, and they get no gradient"
     if outside:
         what += f"; {few(outside)} get gradients and are in no optimizer"
     cause = (
-        "make the optimizer after the model is moved, wrapped or replaced, from the parameters of the model that is "
-        "called"
+        "create the optimizer after the model is moved, wrapped or replaced, from the parameters of the model that "
+        "is called"
     )
     finding = Finding("stale-optimizer", what, cause)
     otherwise = "an optimizer of a model that is trained later"
@@ -47,8 +47,8 @@ def _arrives(records: list[Step]) -> bool:
 def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that are in no optimizer.
 
-    A body that is excluded on purpose, or another network's loss, looks the same. A part created after the optimizer,
-    in a model whose other parameters are in it, is a fault."""
+    A body that is excluded on purpose, or another network's loss, looks the same. A part created after the optimizer is
+    a fault if the optimizer holds the model's other parameters."""
     if optimizer != trace.optimizers[0]:
         yield from _replaced(trace, optimizer)
         return
@@ -61,22 +61,24 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     empty = [s.layout.optimizer for s in records if any(group.get("of") == 0 for group in s.groups)]
     late = sorted({n for s in last for n in s.late or ()} & set(trained))
-    cause = "add them to the optimizer, or set requires_grad to False; modules made after the optimizer are not in it"
-    otherwise = "a part that is left alone on purpose, or that other code than an optimizer of torch updates"
-    decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
+    cause = (
+        "add them to the optimizer, or set requires_grad to False; modules created after the optimizer are not in it"
+    )
+    otherwise = "a part that is excluded on purpose, or that code other than a torch optimizer updates"
+    decides = "whether they should be trained; requires_grad_(False) states that they should not"
     if late:
-        what = f"{few(late)}: made after the optimizer, get gradients and are in no optimizer"
+        what = f"{few(late)}: created after the optimizer, get gradients and are in no optimizer"
         proved = trace.complete and _with_others(trace, optimizer, late)
         yield weakened(Finding("in-no-optimizer", what, cause), proved, otherwise, decides)
         return
     what = f"{few(trained)}: get gradients and are in no optimizer"
     if empty:
         what += f", and a group of {empty[0]} has no parameter"
-        cause = "make a list of what is given to the optimizer: a generator that was used up is an empty group"
+        cause = "pass a list to the optimizer: an exhausted generator gives an empty group"
         yield Finding("in-no-optimizer", what, cause, None, WRONG)
         return
     if (twins := _twins(trace)) is not None:
-        what += f"; optimizers {twins[0]} and {twins[1]} take turns and hold the same parameters"
+        what += f"; optimizers {twins[0]} and {twins[1]} alternate and hold the same parameters"
         cause = "give each optimizer the parameters of its own model"
         yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
         return
@@ -84,8 +86,10 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _twins(trace: Trace) -> tuple[int, int] | None:
-    """Return two optimizers of the same parameters that take turns from the start, as two models' do. Another phase's
-    optimizer follows, and parameters that the script leaves alone make no second optimizer."""
+    """Return two optimizers of the same parameters that alternate from the start, like those of two models, or None.
+
+    Excluded: an optimizer of a later phase, which follows the first one, and parameters without an optimizer of their
+    own."""
     rank = trace.ranks[0]
     for one, other in itertools.combinations(rank.steps, 2):
         a, b = ([s for _, s in sorted(rank.steps[o].items())] for o in (one, other))
@@ -97,11 +101,12 @@ def _twins(trace: Trace) -> tuple[int, int] | None:
 
 
 def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an optimizer that holds all parameters of another one, and more, and takes turns with it.
+    """Report an optimizer that holds all parameters of another one, and more, and alternates with it.
 
-    Two losses may share a part on purpose. It is proved if its gradients of these parameters oppose those of the other
-    one nearly always, and several models are called: then each undoes what the other has made, as where a generator's
-    optimizer holds the discriminator. Layers of one model may be perturbed against its training on purpose."""
+    Two losses may share a part on purpose. The finding is proved if several models are called and the gradients of the
+    two optimizers for these parameters nearly always oppose each other: each undoes the other's work, as when a
+    generator's optimizer also holds the discriminator. Layers of one model may be perturbed against its training on
+    purpose."""
     rank = trace.ranks[0]
     for other in rank.steps:
         a, b = ([s for _, s in sorted(rank.steps.get(o, {}).items())] for o in (optimizer, other))
@@ -110,17 +115,18 @@ def in_two(trace: Trace, optimizer: int) -> Iterator[Finding]:
         own, others = ({p.name for p in steps[-1].layout.parameters if p.trained} for steps in (a, b))
         turns = a[1].raw["at"] > b[0].raw["at"] and b[1].raw["at"] > a[0].raw["at"]
         if turns and others and others < own and a[-1].raw["at"] > b[PATIENCE - 1].raw["at"]:
-            what = f"optimizers {optimizer} and {other} take turns, and the first holds all {len(others)} parameters of"
-            what += f" the second ({few(sorted(others))}) beside {len(own - others)} of its own: its loss trains both"
+            what = f"optimizers {optimizer} and {other} alternate, and the first holds all {len(others)} parameters of"
+            what += f" the second ({few(sorted(others))}) besides {len(own - others)} others: its loss trains both"
             cosines = _cosines(a, b)
             opposed = [c for c in cosines if c < OPPOSED]
             proved = len(a[-1].layout.models) > 1 and len(cosines) >= ENOUGH and len(opposed) >= 0.9 * len(cosines)
             if proved:
                 what += (
-                    f"; its gradients of these oppose the second's (cosine {min(cosines):.2f} to {max(cosines):.2f})"
+                    f"; for these, the two gradients oppose each other (cosine {min(cosines):.2f} to "
+                    f"{max(cosines):.2f})"
                 )
             cause = "give each optimizer the parameters of its own model"
-            otherwise, decides = "a part that both losses are meant to train", "which loss is to train which part"
+            otherwise, decides = "a part that both losses train on purpose", "which loss should train which part"
             yield weakened(Finding("in-two-optimizers", what, cause), proved, otherwise, decides)
             return
 
@@ -129,7 +135,8 @@ OPPOSED, ENOUGH = -0.5, 8  # cosine; pairs of steps
 
 
 def _cosines(a: list[Step], b: list[Step]) -> list[float]:
-    """Return the cosines of the gradients of each step of `b` and the next one of `a`, of the parameters of `b`."""
+    """Return the cosine between the gradients of each step of `b` and the next step of `a`, over the parameters of
+    `b`."""
     cosines, later = list[float](), iter(a)
     one = next(later, None)
     for other in b:
@@ -148,10 +155,10 @@ def _cosines(a: list[Step], b: list[Step]) -> list[float]:
 def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that no called model has registered and no optimizer holds.
 
-    Layers in a list of Python are not registered, and neither trained nor saved. A frozen network (a random prior or
-    target, too) is hidden from a model in the same way, often with requires_grad left on, so that is never proved. It
-    is proved of parameters made one by one (nn.Parameter) in a list of a called model: who makes one, and gives it to
-    the loss, means it to be trained, and nothing, not even other code than an optimizer, has changed it."""
+    Layers in a Python list are not registered, so they are neither trained nor saved. A frozen network (a random prior,
+    a target) is hidden from a model in the same way, often with requires_grad left on, so layers are never proved.
+    Parameters created directly (nn.Parameter) in a list of a called model are proved if nothing changes them: code that
+    creates a parameter and uses it in the loss intends to train it."""
     if optimizer != trace.optimizers[0]:
         return
     for rank in trace.ranks[:1]:
@@ -163,27 +170,26 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
         proved = len(bare) >= PATIENCE and not changed and trace.complete
         shapes = [str(shape) for shape in steps[-1].unregistered]
         what = (
-            f"{len(shapes)} parameters of shapes {few(shapes)} get gradients in {len(steps)} steps; no model that is "
+            f"{len(shapes)} parameters of shapes {few(shapes)} get gradients in {len(steps)} steps, but no "
+            "called model "
         )
-        what += "called has registered them, and no optimizer holds them"
+        what += "registers them and no optimizer holds them"
         if proved:
-            what += f"; {few(sorted({where for where, _, _ in bare[0].bare}))} holds parameters that never change"
+            what += f"; {few(sorted({where for where, _, _ in bare[0].bare}))} holds parameters that nothing changes"
         cause = (
-            "keep layers in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList: a list of Python is "
+            "keep layers in nn.ModuleList or nn.ModuleDict, and parameters in nn.ParameterList: parameters(), to() and "
         )
-        cause += "not looked into by parameters(), to() and state_dict()"
-        otherwise = (
-            "a network that is hidden and not trained on purpose (a perceptual loss, a prior), or updates by hand"
-        )
-        decides = "whether they are meant to be trained: requires_grad_(False) says that they are not"
+        cause += "state_dict() ignore Python lists"
+        otherwise = "a network that is hidden and frozen on purpose (a perceptual loss, a prior), or updates by hand"
+        decides = "whether they should be trained; requires_grad_(False) states that they should not"
         yield weakened(Finding("unregistered", what, cause, steps[0].step), proved, otherwise, decides)
 
 
 def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a part that was replaced after a later optimizer was made, which holds the old part and trains the rest.
+    """Report a part that was replaced after a later optimizer was created, which still holds the old part.
 
-    The old parameters belong to no called model and never get a gradient, or keep one of before, as many new ones get
-    gradients in each step and are in no optimizer. No correct program keeps the former and leaves the latter."""
+    The old parameters belong to no called model and get no new gradients, while as many new ones get gradients in each
+    step and are in no optimizer. No correct program does both."""
     steps = [s for r in trace.ranks for _, s in sorted(r.steps.get(optimizer, {}).items())]
     if not steps or not any(s.measured for s in steps):
         return
@@ -197,20 +203,21 @@ def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     what = (
         f"{few(late)}: get gradients and are in no optimizer; {last.layout.optimizer} holds {len(old)} parameters "
-        "of no model that is called, which get no new ones"
+        "that belong to no called model and get no new gradients"
     )
-    cause = "make the optimizer after the part is replaced"
+    cause = "create the optimizer after replacing the part"
     otherwise, decides = "a part that is trained later", "a trace of the whole run"
     yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
 
 
 def _silent(gradients: list[Value]) -> bool:
-    """Return whether no gradient arrives: each is zero, or all are the same bits."""
+    """Return whether no gradient arrives: all are zero, or all have the same bits."""
     return not any(v.square for v in gradients) or len({v.fingerprint for v in gradients}) == 1
 
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
-    """Return whether late parameters get gradients in nearly every step, along with parameters in a torch optimizer."""
+    """Return whether late parameters get gradients in nearly every step while the optimizer trains other parameters of
+    the called model."""
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     always = all(sum(bool((s.outside or {}).get(n)) for s in steps) >= 0.9 * len(steps) for n in late)
     return always and len(steps) >= PATIENCE and any(p.held for s in steps for p in s.layout.parameters)
@@ -219,7 +226,8 @@ def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
 def frozen(trace: Trace, optimizer: int) -> Finding | None:
     """Return a finding if all parameters of the optimizer are frozen throughout a completed run, else None.
 
-    No correct program steps such an optimizer; one that sets gradients itself (evolution strategies) has gradients."""
+    No correct program steps such an optimizer; code that writes gradients itself (evolution strategies) has nonzero
+    ones."""
     records = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     parameters = [p for s in records for p in s.layout.parameters]
     if len(records) < PATIENCE or not parameters or any(p.trained for p in parameters):
@@ -228,19 +236,19 @@ def frozen(trace: Trace, optimizer: int) -> Finding | None:
         return None
     kind, names = records[0].layout.optimizer, [p.name for p in records[0].layout.parameters]
     what = (
-        f"{kind} makes {len(records)} steps, and requires_grad is False for all of its {len(names)} parameters "
+        f"{kind} takes {len(records)} steps, but requires_grad is False for all of its {len(names)} parameters "
         f"({few(names)})"
     )
-    cause = "set requires_grad to True for what is to be trained, or leave the optimizer out"
-    otherwise, decides = "they may be set free later", "a trace of the whole run"
+    cause = "set requires_grad to True for the parameters to train, or remove the optimizer"
+    otherwise, decides = "parameters that are unfrozen later", "a trace of the whole run"
     return weakened(Finding("frozen-optimizer", what, cause), trace.complete, otherwise, decides)
 
 
 def frozen_moves(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report parameters with requires_grad False that the optimizer changes although their gradient is zero: by its
-    moments, or by decay.
+    """Report parameters with requires_grad False that the optimizer changes by its moments or by decay, although their
+    gradient is zero.
 
-    Who freezes a parameter means it to stay. Gradients written by hand, as to master weights, are not zero."""
+    Freezing a parameter means that it should stay. Gradients written by hand, as for master weights, are not zero."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     rows: dict[str, list[int]] = {}
     own = False
@@ -258,11 +266,13 @@ def frozen_moves(trace: Trace, optimizer: int) -> Iterator[Finding]:
         kind = rank.steps[optimizer][first[0]].layout.optimizer
         what = f"from step {first[0]} on {kind} changes {few(names)} in {len(first)} steps although requires_grad is "
         what += "False and the gradient is zero"
-        cause = "moments and decay still move what the optimizer holds: set .grad to None (zero_grad does so by "
-        cause += "default), or leave frozen parameters out of the optimizer"
-        otherwise = "an optimizer that keeps averages of its own in the weights"
+        cause = (
+            "moments and decay still change parameters with a zero gradient: set .grad to None (zero_grad does so by "
+        )
+        cause += "default), or keep frozen parameters out of the optimizer"
+        otherwise = "an optimizer that stores averages in the weights"
         finding = Finding("frozen-moves", what, cause, first[0])
-        yield weakened(finding, not own, otherwise, "whether frozen parameters may change")
+        yield weakened(finding, not own, otherwise, "whether frozen parameters should change")
 
 
 def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -293,22 +303,22 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:
     """Return the finding of weights that never change.
 
-    No correct program makes all its steps with gradients and a learning rate without changing a bit of nearly all
+    No correct program takes all its steps with gradients and a learning rate without changing a bit of nearly all
     weights. Single tensors in half precision may stay equal, and custom optimizers may update parts in turn."""
     records = [s for _, s in trace.at(optimizer, steps[0])]
     dtypes = {p.name: p.dtype for s in records for p in s.layout.parameters}
     half = all("16" in dtypes[n] for n in same)
     cause = (
-        "the change is smaller than the last bit of half precision: keep the weights in float32"
+        "updates are smaller than the last bit of half precision: keep the weights in float32"
         if half
         else "the optimizer's step does not reach them: the parameter was replaced, or its gradient is "
         "cleared before the step"
     )
-    what = f"{few(sorted(same))}: have gradients and do not change in {len(steps)} steps"
+    what = f"{few(sorted(same))}: have gradients but do not change in {len(steps)} steps"
     what += f" ({len(same)} parameters, {len(changing)} others do)"
     own = any(s.layout.own for s in records)
     proved = trace.complete and not own and len(same) >= 9 * len(changing)
-    otherwise = "a rate that is still in its warm-up, or an optimizer that updates parts in turn"
+    otherwise = "a learning rate that is still warming up, or an optimizer that updates parts in turn"
     return weakened(Finding("unchanged", what, cause), proved, otherwise, "a trace of more steps")
 
 
@@ -320,21 +330,23 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
     if cut and len(never) < len(every):
         what = (
             f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)}), and a reentrant "
-            "checkpoint is given inputs none of which has a gradient"
+            "checkpoint has no input that requires a gradient"
         )
-        cause = "call checkpoint(..., use_reentrant=False), or let an input require a gradient: it computes none else"
+        cause = (
+            "call checkpoint(..., use_reentrant=False), or let an input require a gradient; otherwise it computes none"
+        )
         return Finding("no-gradient", what, cause, None, WRONG)
     if len(never) < len(every):
         cause = (
-            "the computation is cut (detach, no_grad, argmax, .item()), or these parameters are "
-            "not used; freeze them if that is meant"
+            "the graph is cut (detach, no_grad, argmax, .item()), or these parameters are not "
+            "used; freeze them if that is intended"
         )
         what = f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})"
         otherwise = "parts of the model that this training does not use"
-        return Finding("no-gradient", what, cause, None, SUSPICIOUS, otherwise, "whether they are meant to be trained")
+        return Finding("no-gradient", what, cause, None, SUSPICIOUS, otherwise, "whether they should be trained")
     what = f"no parameter of {records[0][1].layout.optimizer} gets a gradient in {len(steps)} steps"
     why, known = _why_zero(trace, optimizer)
-    otherwise = "an optimizer whose part of the loss is not yet switched on"
+    otherwise = "an optimizer whose part of the loss is switched on later"
     finding = Finding("all-zero", what + known, why)
     return weakened(finding, trace.complete, otherwise, "a trace of the whole run")
 
@@ -350,34 +362,34 @@ def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
         empty = targets and not any(targets)
         numbers = f"; the loss is {losses[0]} in each of them" + (", and no target counts" if empty else "")
         return (
-            "no target counts: every label is ignored (-100), so that the mean is one over nothing: look at how labels "
-            "are made and masked"
+            "no target counts: every label is ignored (-100), so the mean divides by 0; check how labels are made and "
+            "masked"
             if empty
-            else "the loss is not a finite number: look at what it is made of (a mean over nothing, a logarithm of 0)"
+            else "the loss is not finite: check its terms (a mean over nothing, a logarithm of 0)"
         ), numbers
     if losses and not any(losses):
         return (
-            "the loss is 0 in each step, whatever the model computes: cross entropy over a single class, or a mask "
-            "that leaves nothing"
+            "the loss is 0 in each step whatever the model computes: cross entropy over a single class, or a mask that "
+            "excludes everything"
         ), "; the loss is 0 in each of them"
     called = "; backward is called in each of them"
     if backwards and any(s.rewritten for s in steps):
         return "gradients are zeroed between backward and step: call zero_grad() before backward or after step", called
     if backwards:
         return (
-            "the loss does not depend on them, or only through zeros: the computation is cut (detach, no_grad, argmax, "
-            ".item()), or both factors of a product begin at zero"
-        ), f"{called}, and gradients are not seen to change after it"
+            "the loss does not depend on them, or only through zeros: the graph is cut (detach, no_grad, argmax, "
+            ".item()), or both factors of a product start at zero"
+        ), f"{called}, and nothing changes gradients after it"
     return "backward is not called between steps", ""
 
 
 def self_loads(trace: Trace) -> Iterator[Finding]:
     """Report a model that loads its own tensors after some steps.
 
-    A state_dict references the model's tensors, so this changes nothing. No correct program does it repeatedly, or at
-    the end, to restore other weights. Where other weights were written to the model and evaluated before, the tensors
-    hold these: what is meant to be put back is lost. A checkpoint that is read into the model's own tensors writes to
-    them after the evaluation, which versions tell."""
+    A state_dict references the model's tensors, so this changes nothing; no correct program does it to restore other
+    weights. If the script wrote other weights to the model for an evaluation before, the tensors hold those, and the
+    trained weights are lost. Reading a checkpoint into the model's own tensors writes to them after the evaluation,
+    which tensor versions show."""
     for rank in trace.ranks[:1]:
         if not rank.loads:
             continue
@@ -387,18 +399,18 @@ def self_loads(trace: Trace) -> Iterator[Finding]:
         what = f"after {sum(record['steps'])} steps {record['model']} loads a state_dict of its own tensors, which "
         what += f"changes nothing{times}"
         if record.get("instead"):
-            what += "; they hold the weights that were written to it for an evaluation, not the trained ones"
-        cause = "keep copies (copy.deepcopy(model.state_dict())), or a model of its own (copy.deepcopy(model))"
+            what += "; the tensors hold the weights that were written for an evaluation, not the trained ones"
+        cause = "keep a copy: copy.deepcopy(model.state_dict()), or copy.deepcopy(model)"
         yield Finding("self-load", what, cause, next(iter(record["steps"]), None), WRONG)
 
 
 def empty_loads(trace: Trace) -> Iterator[Finding]:
-    """Report a state_dict of which no key is the model's, loaded with strict=False into a model that is used then.
+    """Report a state_dict with none of the model's keys, loaded with strict=False into a model that is used afterwards.
 
-    Such a load changes nothing. A program that looks at what it returned may go on without, and one that gives the same
-    state_dict to several parts has parts without any. So it is proved only if all names are the model's but for a
-    prefix, what it returned is dropped, and neither another load nor other code wrote to the weights before the model
-    was called."""
+    Such a load changes nothing. A program that checks the result may continue without it, and one that passes a
+    state_dict to several parts may have parts that take nothing. So the finding is proved only if the names match
+    except for a prefix, the script drops the result, and nothing else writes to the weights before the model is
+    called."""
     for rank in trace.ranks[:1]:
         for record in rank.empty_loads[:1]:
             what = (
@@ -407,8 +419,8 @@ def empty_loads(trace: Trace) -> Iterator[Finding]:
             what += (
                 f"the model's {record['own']} ({record['unexpected']}; the model has {record['missing']}), so nothing "
             )
-            what += "is loaded, and the model is used as it was"
-            otherwise = "a checkpoint that is tried, where the model can do without; or one of other parts"
+            what += "is loaded, and the model is used unchanged"
+            otherwise = "an optional checkpoint, or one that belongs to other parts"
             decides = "what the script does if keys are missing"
             proved = record["dropped"] and record["prefixed"]
             cause = _other_keys(record)
@@ -421,8 +433,8 @@ def _other_keys(record: Mapping[str, Any]) -> str:
         longer, shorter = sorted((key, own), key=len, reverse=True)
         prefix = longer.removesuffix(shorter)
         where = "of the checkpoint" if longer == key else "of the model"
-        return f"keys {where} begin with {prefix!r}: a wrapper saved or loads them; load with strict=True"
-    return "give it the part of the checkpoint that holds the model's weights, and load with strict=True"
+        return f"keys {where} begin with {prefix!r}: a wrapper saved them or loads them; load with strict=True"
+    return "pass the part of the checkpoint that holds the model's weights, and load with strict=True"
 
 
 def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -434,9 +446,12 @@ def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
             changed = [n for n in now if n in known and known[n] != now[n]]
             if changed:
                 n = changed[0]
-                cause = "something casts the model while it trains (.half(), .to(dtype), loading a checkpoint)"
-                what = f"step {number}: {few(changed)} turned from {known[n]} into {now[n]}"
-                otherwise, decides = "a phase in another precision", "whether the script means to cast the model here"
+                cause = "code casts the model during training (.half(), .to(dtype), loading a checkpoint)"
+                what = f"step {number}: {few(changed)} changed from {known[n]} to {now[n]}"
+                otherwise, decides = (
+                    "a phase in another precision",
+                    "whether the script casts the model here on purpose",
+                )
                 yield Finding("dtype", what, cause, number, SUSPICIOUS, otherwise, decides)
                 return
             known = now
@@ -445,8 +460,8 @@ def dtypes(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report tied weights that become untied.
 
-    A model whose config ties its embeddings is saved with one of the two, so no correct program trains them to
-    different values. Without a config they may be untied on purpose, even during the run."""
+    A model whose config ties its embeddings saves only one of the two, so no correct program trains them to different
+    values. Without a config, they may be untied on purpose, even during the run."""
     for rank in trace.ranks[:1]:
         steps = sorted(rank.steps.get(optimizer, {}).items())
         first = steps[0][1].layout.ties if steps else ()
@@ -455,24 +470,25 @@ def ties(trace: Trace, optimizer: int) -> Iterator[Finding]:
             lost = [t for t in first if t not in step.layout.ties and set(t) & names]
             if step.layout.untied:
                 cause = (
-                    "call model.tie_weights() after embeddings are replaced, resized or loaded; both "
-                    "halves train apart else"
+                    "call model.tie_weights() after embeddings are replaced, resized or loaded; "
+                    "otherwise both train separately"
                 )
-                what = "the model's config ties input and output embeddings, and they are two parameters"
+                what = "the model's config ties input and output embeddings, but they are two parameters"
                 yield Finding("untied", what, cause, number if lost else None, WRONG)
                 return
             if lost and step.layout.ties != first:
                 cause = (
-                    "one of the names was given a new parameter: tie it again, unless they are to be two from here on"
+                    "one of the two was replaced by a new parameter: tie it again, unless they should be "
+                    "separate from now on"
                 )
-                what = f"step {number}: {' and '.join(lost[0])} were one parameter and are two"
+                what = f"step {number}: {' and '.join(lost[0])} were one parameter and are now two"
                 otherwise, decides = "weights that are untied on purpose", "whether the script replaces one on purpose"
                 yield Finding("untied", what, cause, number, SUSPICIOUS, otherwise, decides)
                 return
 
 
 def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a learning rate of 0 until the end: no correct program continues to compute gradients that change nothing.
+    """Report a learning rate of 0 until the end: no correct program keeps computing gradients that change nothing.
 
     Excludes runs that recompute batch-norm statistics, or switch to another optimizer."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
@@ -487,16 +503,16 @@ def rate_zero(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return  # the rate is in another option
     step = steps[-tail].step
     what = f"from step {step} on the learning rate is 0: the last {tail} of {len(steps)} steps change nothing"
-    cause = "the schedule is over too early: it is stepped more often than it is long, or its length is too small"
+    cause = "the schedule ends too early: it is stepped too often, or its length is too small"
     alone = len(trace.optimizers) == 1 and not any((s.mode or {}).get("norms", [0, 0])[0] for s in steps[-tail:])
-    otherwise = "statistics that are computed anew, or another optimizer that goes on"
+    otherwise = "recomputed batch-norm statistics, or another optimizer that continues"
     yield weakened(Finding("rate-zero", what, cause, step), alone, otherwise, "what the last steps are for")
 
 
 def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report weight decay on vectors (biases, norms) alone, beside matrices that have none: groups that are swapped.
+    """Report weight decay on vectors (biases, norms) only, while matrices have none: swapped parameter groups.
 
-    Any choice of decay is possible, so it is never proved."""
+    Any choice of decay is possible, so the finding is never proved."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -509,9 +525,9 @@ def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if not decayed or len(matrices) < 2 or any(dims[n] > 1 for n in decayed):
         return
     what = (
-        f"weight decay ({max(decays[n] or 0 for n in decayed):g}) is given to {few(decayed)} and no other: all of them "
-        f"are vectors; {few(matrices)} have none"
+        f"weight decay ({max(decays[n] or 0 for n in decayed):g}) applies only to {few(decayed)}, which are all "
+        f"vectors; {few(matrices)} have none"
     )
-    cause = "swap the groups: decay is for weight matrices, and left out for biases and norms"
-    otherwise, decides = "matrices that other code decays", "which group is meant to decay"
+    cause = "swap the groups: decay applies to weight matrices, not to biases and norms"
+    otherwise, decides = "matrices that other code decays", "which group should decay"
     yield Finding("decay-of-vectors", what, cause, None, SUSPICIOUS, otherwise, decides)

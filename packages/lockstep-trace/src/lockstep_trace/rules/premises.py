@@ -1,7 +1,7 @@
-"""Premises of the rules: evidence in a trace that ranks are replicas of one model, on parts of one data set.
+"""Premises of the rules: evidence in a trace that ranks are replicas of one model and share one data set.
 
-A rule reports a fault as proved only if its premise holds. In: a trace, an optimizer. Out: names, or whether a premise
-holds. A trace cannot distinguish manually sharded models or independent models from faulty replicas.
+A rule reports a fault as proved only if its premise holds. In: a trace, an optimizer. Out: parameter names, or whether
+a premise holds. A trace cannot distinguish manually sharded or independent models from faulty replicas.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def partitioned(trace: Trace) -> bool:
 
 
 def exchanges(trace: Trace, optimizer: int) -> bool:
-    """Return whether collectives between steps carry as much as a model's parameters, so that ranks may average
-    them."""
+    """Return whether collectives between steps carry at least half as many elements as the parameters have, so that
+    ranks may average them."""
     for rank in trace.ranks:
         steps = rank.steps.get(optimizer, {})
         size = sum(_count(p.size) for s in list(steps.values())[:1] for p in s.layout.parameters)

@@ -1,8 +1,8 @@
 """Rules on replicas that diverge: the first step and the first quantity that differ between ranks.
 
 Consequences of a difference are not reported. A difference is `wrong` if the trace shows that ranks are replicas
-(`premises.py`) and they still differ at the end. Otherwise ranks may hold manually cut parts of a model, independent
-models (an ensemble, a sweep), or be averaged later (local SGD).
+(`premises.py`) and they still differ at the end. Otherwise ranks may hold parts of a model that is split by hand, or
+independent models (an ensemble, a sweep), or average their weights later (local SGD).
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from lockstep_trace.read import Step, Trace, Value
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
-PARTS = (
-    "ranks may hold parts of one model that are cut by hand, models of their own, or weights that are averaged later"
-)
-MEANT = "whether ranks are meant to hold the same model: then wrap it in DDP, or reduce every gradient"
-DISTINCT = 3  # least number of shared batches that is not chance
+PARTS = "ranks may hold parts of a model that is split by hand, independent models, or weights that are averaged later"
+MEANT = "whether ranks should hold the same model; if so, wrap it in DDP, or reduce every gradient"
+DISTINCT = 3  # shared batches; fewer may be chance
 
 
 def replicas(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -30,8 +28,8 @@ def replicas(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     start = {n: w for n, w in merged_start(trace, optimizer).items() if w.differences}
     if start:
-        cause = "seed every rank alike before the model is made, or wrap it in DDP, which sends weights"
-        what = f"rank {_rank_of(start)} starts from other weights than rank 0: {few(list(start))}"
+        cause = "seed every rank alike before creating the model, or wrap it in DDP, which broadcasts weights"
+        what = f"rank {_rank_of(start)} starts from different weights than rank 0: {few(list(start))}"
         alike = set(start) & premises.reduced(trace, optimizer)
         if alike:
             what += f"; the same gradients are applied to them ({few(sorted(alike))})"
@@ -49,26 +47,24 @@ def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
         return {n: w for n, w in merged(trace, optimizer, step, of).items() if w.differences}
 
     if names := differing(lambda s: s.before):
-        cause = (
-            "something beside the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
-        )
-        what = f"before step {step} rank {_rank_of(names)} has other weights: {few(list(names))}"
+        cause = "code besides the optimizer writes to weights on some ranks only (loading, averaging, a branch by rank)"
+        what = f"before step {step} rank {_rank_of(names)} has different weights: {few(list(names))}"
         return _judged(trace, optimizer, Finding("replicas-weights", what, cause, step), set(names))
     if (names := differing(lambda s: s.unclipped)) and not _largest(names) < premises.DIFFERENT:
         if not differing(lambda s: s.grads):
-            cause = "clip after gradients are reduced: each rank scales by the norm of its own gradient here"
+            cause = "clip after gradients are reduced: here each rank scales by the norm of its own gradient"
             what = f"step {step}: gradients are clipped before they are reduced over ranks"
-            private = "a rank may bound its own share on purpose, as private and robust averaging do"
+            private = "ranks that clip their own share on purpose, as private and robust averaging do"
             finding = Finding("clip-before-reduce", what, cause, step)
-            return weakened(finding, False, private, "whether the limit is meant for a rank's own gradient")
+            return weakened(finding, False, private, "whether the limit applies to each rank's own gradient")
         return _not_reduced(trace, optimizer, step, list(names), _largest(names))
     if (options := _unequal_options(trace.at(optimizer, step))) is not None:
-        cause = "every rank has to use the same learning rate and options"
+        cause = "use the same learning rate and options on every rank"
         finding = Finding("replicas-options", f"step {step}: {options}", cause, step)
         return _judged(trace, optimizer, finding, premises.reduced(trace, optimizer))
     if (names := differing(lambda s: s.grads)) and not _largest(names) < premises.DIFFERENT:
-        cause = "each rank clips by a norm or a limit of its own: clip reduced gradients, by one norm and one limit"
-        what = f"step {step}: gradients agree, and after clipping ranks have other ones: {few(list(names))}"
+        cause = "each rank clips with its own norm or limit: clip reduced gradients, with one norm and one limit"
+        what = f"step {step}: gradients agree between ranks before clipping, but not after it: {few(list(names))}"
         before = merged(trace, optimizer, step, lambda s: s.unclipped)
         alike = {n for n in names if not before[n].differences and before[n].value.square > 0}
         return _judged(trace, optimizer, Finding("replicas-clipping", what, cause, step), alike, alike)
@@ -77,13 +73,14 @@ def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
     if (moments := _differing_moments(trace, optimizer, step)) is not None:
         state, names = moments
         cause = "gradients agree: the optimizer's state was loaded or changed on some ranks only: load it on every rank"
-        what = f"after step {step} rank {_rank_of(names)} has other moments ({state}): {few(list(names))}"
+        what = f"after step {step} rank {_rank_of(names)} has different moments ({state}): {few(list(names))}"
         return _judged(trace, optimizer, Finding("replicas-moments", what, cause, step), set(names))
     if names := differing(lambda s: s.weights):
         cause = (
-            "equal gradients make other weights: the optimizer's state (moments) or its options differ between ranks"
+            "gradients are equal but updates differ: the optimizer's state (moments) or its options differ "
+            "between ranks"
         )
-        what = f"after step {step} rank {_rank_of(names)} has other weights: {few(list(names))}"
+        what = f"after step {step} rank {_rank_of(names)} has different weights: {few(list(names))}"
         return _judged(trace, optimizer, Finding("replicas-weights", what, cause, step), set(names))
     return None
 
@@ -99,7 +96,8 @@ def _judged(
 
 
 def _reduced_until(trace: Trace, optimizer: int, step: int | None) -> set[str]:
-    """Return the parameters with equal gradients on all ranks in some step up to this one, from different losses."""
+    """Return the parameters whose gradients were equal on all ranks, despite different losses, in some step up to this
+    one."""
     names: set[str] = set()
     for number in [s for s in trace.measured(optimizer) if step is None or s <= step]:
         wholes = merged(trace, optimizer, number, lambda s: s.grads)
@@ -121,11 +119,14 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
         ddp, fsdp = premises.groups(trace), any(m.get("fsdp") for r in trace.ranks for m in r.models)
         cause = "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
         if ddp:
-            cause = "the forward goes around the DDP wrapper (model.module), or the step's backward runs under no_sync"
+            cause = (
+                "the forward pass bypasses the DDP wrapper (model.module), or the step's backward runs under no_sync"
+            )
         elif fsdp:
             cause = (
-                "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a forward that "
-                "goes around the wrapper"
+                "FSDP does not reduce over these ranks: a mesh with sharding groups of one rank, or a "
+                "forward pass that "
+                "bypasses the wrapper"
             )
         alone = premises.partitioned(trace) and not premises.exchanges(trace, optimizer)
         if alone and not ddp:
@@ -133,22 +134,24 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
         proved = diverged and enough and (premises.declared(trace) or (alone and not fsdp) or (fsdp and not ddp))
         return weakened(Finding("not-reduced", what, cause, step), proved, PARTS, MEANT)
     cause = (
-        "these parameters are not reduced over ranks: DDP ignores them, they were added after "
-        "wrapping, or a hook changes them"
+        "gradients of these parameters are not reduced over ranks: DDP ignores them, they were added "
+        "after wrapping, or a hook changes them"
     )
     covered = premises.declared(trace) and not any(g["part"] for g in premises.groups(trace))
     proved = diverged and enough and covered and bool(set(names) - premises.left_alone(trace))
-    otherwise = "parts that each rank has for itself on purpose: experts, a head of its own, tensor parallelism by hand"
+    otherwise = "parts that each rank has for itself on purpose: experts, a separate head, tensor parallelism by hand"
     return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT)
 
 
 def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
-    cause = "nobody keeps these buffers alike: DDP sends rank 0's, FSDP and a loop by hand do not; reduce them"
-    what = f"after step {step} rank {_rank_of(names)} has other buffers: {few(list(names))}"
+    cause = (
+        "nothing synchronizes these buffers: DDP broadcasts rank 0's, FSDP and hand-written loops do not; reduce them"
+    )
+    what = f"after step {step} rank {_rank_of(names)} has different buffers: {few(list(names))}"
     statistics = any(n.rpartition(".")[2].startswith(("running_", "num_ba")) for n in names)
     level = SUSPICIOUS if statistics else INFO
     otherwise = (
-        "statistics of a rank's own batches, of which rank 0's are saved" if statistics else "a rank's own state"
+        "statistics of each rank's own batches, where rank 0's are saved" if statistics else "state of each rank"
     )
     decides = "which rank's buffers are saved and evaluated"
     return Finding("replicas-buffers", what, cause, step, level, otherwise, decides)
@@ -225,10 +228,10 @@ def equal_shards(trace: Trace, optimizer: int) -> Iterator[Finding]:
     drawn = [n for n in even if n not in constant]
     equal = [n for n in drawn if len(contents[n]) == 1]
     if len(equal) >= 2 and len(equal) >= 0.9 * len(drawn):
-        what = f"the shards of all ranks start with the same numbers: {few(equal)} ({len(equal)} tensors)"
+        what = f"the shards of a tensor start with the same numbers on all ranks: {few(equal)} ({len(equal)} tensors)"
         cause = (
-            "each rank draws its shard from the same random numbers: load or draw the weights before they are "
-            "sharded, or send them from one rank (set_model_state_dict with broadcast_from_rank0), or seed by rank"
+            "each rank draws its shard from the same random numbers: load or initialize the weights before "
+            "sharding, or broadcast them (set_model_state_dict with broadcast_from_rank0), or seed by rank"
         )
         yield Finding("equal-shards", what, cause, 0, WRONG)
 
@@ -257,11 +260,11 @@ def same_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     together = premises.declared(trace) or premises.sharded(trace) or bool(premises.reduced(trace, optimizer))
     proved = together and all(work) and distinct >= DISTINCT and len(same) >= PATIENCE
     cause = (
-        "give each rank its share: DistributedSampler, accelerator.prepare of the loader, or "
-        "split_dataset_by_node; and a seed that is the same on all ranks"
+        "give each rank its own share (DistributedSampler, accelerator.prepare of the loader, or "
+        "split_dataset_by_node), with the same seed on all ranks"
     )
     what = f"step {step}: ranks {ranks[i].number} and {ranks[j].number} train on the same examples"
     what += f", and in {len(same)} of {len(rows)} steps"
-    otherwise = "ranks may each compute a part of the same loss, or models of their own; or it is a trial on one batch"
-    decides = "whether ranks are meant to see different examples"
+    otherwise = "ranks that each compute a part of the same loss, or independent models; or a trial on one batch"
+    decides = "whether ranks should see different examples"
     yield weakened(Finding("same-examples", what, cause, step), proved, otherwise, decides)

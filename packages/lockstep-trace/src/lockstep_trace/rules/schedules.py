@@ -1,4 +1,4 @@
-"""Rules on learning rate schedulers: stepped too often, too rarely or never, or created after a state was loaded."""
+"""Rules on learning rate schedulers: stepped too often, too rarely or never, or reset after a state was loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import epochs
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
-LENGTH = "the schedule may be as long as that"
-COUNTS = "what the schedule's length counts: steps of the optimizer, micro-batches, examples or epochs"
-ENDED = 0.1  # share of the maximum below which a schedule may be at its end
-JUMP, LEAST_GAP = 0.1, 0.05  # shares of the distance of two rates, and of the larger one
+LENGTH = "a schedule whose length accounts for it"
+COUNTS = "the unit of the schedule's length: optimizer steps, micro-batches, examples or epochs"
+ENDED = 0.1  # share of the maximum; below it, a schedule may have ended
+JUMP, LEAST_GAP = 0.1, 0.05  # shares of the difference between two rates, and of the larger rate
 TINY = 1e-4  # of the largest rate
 MOST_OF = 20  # steps
-LEAST_OF = 8  # steps whose number is no other one by chance
+LEAST_OF = 8  # steps; a smaller count may match another number by chance
 LATER = ("SWALR",)  # schedulers that start at an epoch chosen by the script
 
 
 def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report schedulers not stepped exactly once per optimizer step. The schedule's length may account for it, unless
-    it is exactly the number of the optimizer's steps in a whole run."""
+    """Report schedulers that are not stepped exactly once per optimizer step.
+
+    The schedule's length may account for it, unless it is exactly the number of optimizer steps of a whole run."""
     for rank in trace.ranks[:1]:
         steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n > 0]
         if len(steps) < PATIENCE:
@@ -34,8 +35,8 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
             if name.endswith(" by accelerate"):
                 continue  # once per process, by design: docs/how-to/trace.md
             if usual == 0 and (interval := _seldom(rank, optimizer, name)) is not None:
-                why = "step it where the optimizer steps: its length counts the optimizer's steps"
-                what = f"from step {interval[0]} on {name} is stepped once in {interval[1]} steps of the optimizer"
+                why = "step it where the optimizer steps, if its length counts optimizer steps"
+                what = f"from step {interval[0]} on {name} is stepped once every {interval[1]} optimizer steps"
                 yield Finding("scheduler", what, why, interval[0], SUSPICIOUS, LENGTH, COUNTS)
             if usual < 2 or counts.count(usual) < 0.6 * len(counts):
                 continue
@@ -51,11 +52,11 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
             why = (
                 "it is stepped with each micro-batch: step it where the optimizer steps"
                 if usual == micro
-                else "it is stepped with each rank or twice: call scheduler.step() once for each optimizer.step()"
+                else "it is stepped once per rank, or twice: call scheduler.step() once for each optimizer.step()"
             )
-            what = f"before step {at} {name} is stepped {usual} times between two steps of the optimizer"
+            what = f"before step {at} {name} is stepped {usual} times between two optimizer steps"
             if proved:
-                what += f"; it is made for {len(steps) + 1}, as many as the optimizer makes"
+                what += f"; its length is {len(steps) + 1}, the number of optimizer steps"
             yield weakened(Finding("scheduler", what, why, at), proved, LENGTH, COUNTS)
 
 
@@ -72,12 +73,12 @@ def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
 
 
 def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a schedule of exactly as many steps as the optimizer makes in a whole run, that is stepped once an epoch;
-    and a cosine of as many steps as epochs, that is stepped with the optimizer.
+    """Report a schedule whose length counts optimizer steps but which is stepped once per epoch, and a cosine schedule
+    whose length counts epochs but which is stepped with the optimizer.
 
-    The first is over at the end of no such run: who makes a schedule of exactly as many steps as all epochs have means
-    it to end with them, and a trial of a longer run has another number, unless it is a round one. The second goes up
-    and down many times, which may be meant."""
+    The first has hardly begun when the run ends: a length of exactly all optimizer steps means that it should end with
+    them, unless it is a round number that a trial of a longer run may share. The second rises and falls many times,
+    which may be intended."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
         return
@@ -87,27 +88,27 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
         if row["opt"] != optimizer or rounds < 2 or steps < max(MOST_OF, 4 * rounds):
             continue
         if length == steps and rounds - 1 <= count <= rounds + 1:
-            what = f"{name} is made for {length} steps, as many as the optimizer makes, and is stepped {count} times, "
-            what += f"once in each of {rounds} epochs: {count / length:.0%} of the schedule have passed at the end"
-            cause = "step it after each optimizer.step() (interval 'step' in Lightning), or make it for the epochs"
+            what = f"{name} has a length of {length}, the number of optimizer steps, but is stepped {count} times, "
+            what += f"once in each of {rounds} epochs: the run ends after {count / length:.0%} of the schedule"
+            cause = "step it after each optimizer.step() (interval 'step' in Lightning), or set its length in epochs"
             round_ = length % 10 == 0 or length & (length - 1) == 0
-            otherwise = "a short trial of a long schedule, whose round length is this number by chance"
+            otherwise = "a short trial of a long schedule, whose round length equals this number by chance"
             yield weakened(Finding("scheduler-unit", what, cause), not round_, otherwise, COUNTS)
         elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
-            what = f"{name} is made for {length} steps, as many as there are epochs, and is stepped {count} times, "
-            what += f"with the optimizer: the rate falls and rises {count / length / 2:.3g} times"
-            cause = "step it once an epoch, or make it for all steps of the optimizer"
-            otherwise = "a rate that is meant to go up and down with this period"
+            what = f"{name} has a length of {length}, the number of epochs, but is stepped {count} times, with the "
+            what += f"optimizer: the learning rate falls and rises {count / length / 2:.3g} times"
+            cause = "step it once per epoch, or set its length to all optimizer steps"
+            otherwise = "a learning rate that oscillates with this period on purpose"
             proved = rounds > 2 and abs(count / rounds - length) >= 1
             yield weakened(Finding("scheduler-unit", what, cause), proved, otherwise, COUNTS)
 
 
 def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an optimizer or a schedule that begins anew where weights go on.
+    """Report an optimizer or a schedule that restarts although its weights continue from an earlier state.
 
-    A new phase may begin with empty moments and a new schedule, from weights and a checkpoint of the last one. It is
-    proved by the schedule: made for exactly the steps of the saved state and those made here together, in a whole run,
-    it began at its first step; or its state was loaded, and the moments that belong to it were not."""
+    A new phase may start with empty moments and a new schedule from the weights of the previous one. The schedule
+    proves a fault in two cases: in a whole run, its length is exactly the steps of the saved state plus those taken
+    here, but it started at its first step; or its state was loaded and the moments were not."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     first = rank.steps[optimizer].get(0) if rank is not None else None
     if rank is None or first is None or not first.resume:
@@ -126,17 +127,24 @@ def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:
     ]
     midway = [r["name"] for r in lengths if r["resumed"] and not loaded and first.moments]
     kind = first.layout.optimizer
-    what = f"{kind} begins with empty moments, from weights with which a state of {(goes_on or [0])[0]} steps was saved"
+    what = (
+        f"{kind} starts with empty moments, although its weights were saved with a state of {(goes_on or [0])[0]} steps"
+    )
     if anew:
         name, steps, length = anew[0]
-        what = f"{kind} goes on after {steps} steps with its state" if loaded else what
-        what += f"; {name} is made for {length} steps, {steps} and the {count} made here, and begins at its first one"
+        what = f"{kind} continues after {steps} steps with its state" if loaded else what
+        what += (
+            f"; {name} has a length of {length}, which is {steps} plus the {count} steps here, but starts at its first"
+        )
     elif midway:
-        what += f"; {midway[0]} goes on where it was"
+        what += f"; {midway[0]} continues where it was"
     elif loaded:
         return
-    cause = "load the states of optimizer and scheduler with the weights: look at the names under which they are saved"
-    otherwise, decides = "a new phase with new moments", "whether the run is to go on with that of the checkpoint"
+    cause = "load the states of optimizer and scheduler with the weights; check the keys under which they are saved"
+    otherwise, decides = (
+        "a new phase with new moments",
+        "whether the run should continue the checkpoint's optimizer and schedule",
+    )
     yield weakened(Finding("state-not-loaded", what, cause, 0), bool(anew or midway), otherwise, decides)
 
 
@@ -146,7 +154,7 @@ def _read(first: Step) -> bool:
 
 
 def _same_weights(rank: Rank, other: int, first: Step) -> bool:
-    """Return whether a step begins with the weights that another optimizer of the process has left."""
+    """Return whether a step starts with the weights that another optimizer of the process left."""
     steps = rank.steps.get(other)
     last = steps[max(steps)] if steps else None
     if last is None or not (last.measured and first.measured) or last.layout.optimizer != first.layout.optimizer:
@@ -168,21 +176,18 @@ def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
         idle = [name for number, name in steps[-1].idle or () if number not in later]
         rates = {tuple(group.get("lr") for group in s.groups) for s in steps}
         if idle and len(rates) == 1:
-            why = (
-                "call scheduler.step() after each optimizer.step(), or after each epoch where its length counts epochs"
-            )
+            why = "call scheduler.step() after each optimizer.step(), or after each epoch if its length counts epochs"
             rate = ", ".join(f"{x:g}" for x in dict.fromkeys(rates.pop()) if x is not None)
             what = f"{idle[-1]} is never stepped: the learning rate is {rate} in all {len(steps)} steps"
             proved = trace.complete and not any(n in LATER for n in idle) and epochs.rounds(rank, optimizer) > 1
-            otherwise = "a scheduler that begins at a later step or epoch"
+            otherwise = "a scheduler that starts at a later step or epoch"
             yield weakened(Finding("scheduler-not-stepped", what, why), proved, otherwise, "a trace of the whole run")
 
 
 def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a scheduler that is stepped while another optimizer than its own updates the same parameters.
+    """Report a scheduler that is stepped although another optimizer than its own updates the parameters.
 
-    No correct program keeps stepping it when its optimizer makes no further steps; optimizers that alternate both
-    do."""
+    No correct program keeps stepping it after its optimizer's last step; optimizers that alternate both take steps."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         calls = [s for s in steps if s.elsewhere]
@@ -193,13 +198,13 @@ def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
         others = [o for o in rank.steps if o != optimizer]
         kind = steps[0].layout.optimizer
         what = (
-            f"{name} is stepped {len(calls)} times from step {first} of {kind} on, and belongs to another optimizer of "
-            f"the same parameters: the rate of {kind} is not changed by it"
+            f"{name} is stepped {len(calls)} times from step {first} of {kind} on, but belongs to another optimizer of "
+            f"the same parameters: it does not change the learning rate of {kind}"
         )
-        cause = "make the scheduler of the optimizer that steps, after that is made"
+        cause = "create the scheduler with the optimizer that steps"
         turns = any(_later(rank, o, calls[0]) for o in others)
         proved = len(rates) == 1 and not turns
-        otherwise = "optimizers that take turns"
+        otherwise = "optimizers that alternate"
         yield weakened(Finding("scheduler-elsewhere", what, cause, first), proved, otherwise, "which optimizers step")
 
 
@@ -221,30 +226,33 @@ def after_load(trace: Trace, optimizer: int) -> Iterator[Finding]:
             now = [group.get("lr") for group in step.groups]
             if _near(now, loaded["rates"]) or not _near(now, loaded["set_to"]):
                 continue
-            rates = f"{loaded['rates'][0]:g} was loaded, step {number} is made with {now[0]:g}"
+            rates = f"{loaded['rates'][0]:g} was loaded, but step {number} uses {now[0]:g}"
             cause = (
-                "make the scheduler before the optimizer's state is loaded (load_state_dict comes last), or with "
+                "create the scheduler before loading the optimizer's state (load_state_dict comes last), or with "
                 "last_epoch"
             )
-            what = f"{loaded['scheduler']} was made after the optimizer's state was loaded, and set its rate: {rates}"
+            what = (
+                f"{loaded['scheduler']} was created after the optimizer's state was loaded, and reset the "
+                f"learning rate: {rates}"
+            )
             resumed = loaded["resumed"]
             proved = bool(resumed) and not _near(now, resumed)
             if proved:
-                what += f"; the scheduler's own state, which was loaded later, says {resumed[0]:g}"
-            otherwise = "a schedule that begins anew on purpose"
+                what += f"; the scheduler's own state, loaded later, has {resumed[0]:g}"
+            otherwise = "a schedule that restarts on purpose"
             finding = Finding("scheduler-after-load", what, cause, number)
-            yield weakened(finding, proved, otherwise, "whether the run goes on with the schedule of the one it loads")
+            yield weakened(finding, proved, otherwise, "whether the run should continue the schedule that it loads")
             return
 
 
 def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a schedule that begins anew after its optimizer went on with a loaded state.
+    """Report a schedule that restarts although its optimizer continues with a loaded state.
 
-    Made before the state was loaded, it has set the rate of its first step, which the state's rate replaces: the first
-    step is made with that of the old schedule, and the next one with the second of the new. One that goes on by an
-    offset or `last_epoch` has rates that follow the loaded one; one that begins a new phase makes its schedule, or sets
-    its rate, after loading. A new phase may do neither, as one step at another rate does no harm: so it is proved where
-    the schedules have one maximum, and the old one has not come to its end."""
+    A schedule created before the load sets its first learning rate, which the loaded state replaces: the first step
+    uses the old schedule's rate, and the next one the second rate of the new schedule. A schedule that continues by an
+    offset or `last_epoch` has rates that follow the loaded one; a new phase creates its schedule, or sets its rate,
+    after loading. A new phase may do neither, because one step at another rate does no harm. So the finding is proved
+    only if both schedules have the same maximum and the old one has not ended."""
     for rank in trace.ranks[:1]:
         steps = rank.steps.get(optimizer, {})
         for number, step in sorted(steps.items()):
@@ -258,12 +266,15 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
             sizes = {len(each) for each in (rates, then, later, loaded["begun"])}
             if len(sizes) > 1 or not all(map(_begins, loaded["begun"], rates, then, later)):
                 continue
-            what = f"step {number} is made with the rate of the loaded state, {rates[0]:g}, and the next one with "
-            what += f"{then[0]:g}: {step.loaded['earlier']} was made before, did not load its state, and begins anew"
+            what = f"step {number} uses the learning rate of the loaded state, {rates[0]:g}, and the next step uses "
+            what += (
+                f"{then[0]:g}: {step.loaded['earlier']} was created before the load, did not load its own "
+                "state, and restarts"
+            )
             cause = "save and load the scheduler's state_dict with the optimizer's"
             otherwise, decides = (
                 "a new phase with its own schedule",
-                "whether the run goes on with the schedule it loads",
+                "whether the run should continue the schedule it loads",
             )
             one = loaded["peaks"] == loaded["own_peaks"] and bool(loaded["peaks"])
             unfinished = one and all(r > ENDED * p for r, p in zip(rates, loaded["peaks"], strict=False))
@@ -272,7 +283,7 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _begins(begun: float, rate: float, then: float, later: float) -> bool:
-    """Return whether two rates, drawn on backwards, follow the one that a schedule began with, not a loaded one."""
+    """Return whether two rates, extrapolated backwards, follow a schedule's initial rate and not the loaded one."""
     gap = abs(begun - rate)
     return gap > LEAST_GAP * max(begun, rate) and abs(2 * then - later - begun) < JUMP * gap
 
@@ -286,10 +297,10 @@ def _near(one: list[float], other: list[float]) -> bool:
 
 
 def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a rate that is at most a ten-thousandth of its largest value from some step in the first half to the end.
+    """Report a learning rate that falls to a ten-thousandth of its maximum in the first half of a run and stays there.
 
-    The schedule counts other things than it was made for, or training had converged: it is never proved. A rate of
-    exactly 0 is `rate-zero`."""
+    Either the schedule counts another unit than intended, or training had converged, so the finding is never proved. A
+    rate of exactly 0 is `rate-zero`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or not trace.complete:
         return
@@ -301,20 +312,20 @@ def vanishing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if tail < 0.5 * len(steps):
         return
     step = steps[-tail].step
-    what = f"from step {step} on the learning rate is below {max(rates) * TINY:.2g}, a ten-thousandth of its largest: "
-    what += f"{tail} of {len(steps)} steps hardly change weights; at the end it is {rates[-1]:.2g}"
-    cause = "the schedule is stepped more often than its numbers count: once per step what is meant once per epoch"
-    otherwise = "a long last phase that is meant to change hardly anything"
+    what = f"from step {step} on the learning rate is below {max(rates) * TINY:.2g}, a ten-thousandth of its maximum: "
+    what += f"{tail} of {len(steps)} steps hardly change the weights; at the end it is {rates[-1]:.2g}"
+    cause = "the schedule is stepped too often, for example once per step where its numbers count epochs"
+    otherwise = "a long last phase that hardly changes anything on purpose"
     yield Finding("rate-vanishes", what, cause, step, SUSPICIOUS, otherwise, COUNTS)
 
 
 def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report groups that an optimizer was made with, each with a rate of its own, all of which have one rate in every
-    step of a whole run.
+    """Report an optimizer created with a different learning rate for each group that uses one rate for all groups in
+    every step of a whole run.
 
-    Other code sets one rate for all before the first step, and again whenever it changes: no step ever uses the
-    different rates that the script states. A right program that wants one rate states none for a group, but in a search
-    for a rate, which lets one grow from step to step."""
+    Other code sets one rate for all groups before the first step and at each change, so no step ever uses the rates
+    that the script states. A correct program that wants one rate states none per group. A learning rate search, whose
+    rate grows from step to step, is the exception."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     first = rank.steps[optimizer].get(0) if rank is not None else None
     if rank is None or first is None or not trace.complete:
@@ -327,26 +338,24 @@ def overwritten(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if any(None in row or len(set(row)) > 1 for row in rates) or sum(row[0] > 0 for row in rates) < LEAST_OF:
         return
     stated = ", ".join(f"{rate:g}" for rate in dict.fromkeys(own))
-    what = (
-        f"{first.layout.optimizer} was made with rates of {stated} for its groups, and in all {len(steps)} steps all "
-    )
-    what += f"groups have one rate ({rates[0][0]:g} in the first)"
+    what = f"{first.layout.optimizer} was created with learning rates {stated} for its groups, but in all {len(steps)} "
+    what += f"steps all groups have the same rate ({rates[0][0]:g} in the first)"
     cause = (
-        "something sets one rate for all groups: multiply each group's own (LambdaLR does), or give a list of rates "
+        "other code sets one rate for all groups: scale each group's own rate (LambdaLR does), or pass a list of rates "
     )
     cause += "(max_lr of OneCycleLR)"
     grows = all(b[0] > a[0] for a, b in itertools.pairwise(rates))
-    otherwise = "a search for a rate" if grows else "an optimizer that sets rates itself"
+    otherwise = "a learning rate search" if grows else "an optimizer that sets rates itself"
     finding = Finding("rates-overwritten", what, cause, 0)
-    yield weakened(finding, not first.layout.own and not grows, otherwise, "what sets the rates of its groups")
+    yield weakened(finding, not first.layout.own and not grows, otherwise, "which code sets the rates of its groups")
 
 
 def unread(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report an attribute `lr` of an optimizer of torch that changes from step to step, while the rates of its groups
-    never do.
+    """Report an attribute `lr` on a torch optimizer that changes from step to step while the rates of its groups never
+    do.
 
-    torch reads the rates of groups alone. A right program that keeps a number of its own there sets the groups' rates
-    from it, or keeps it constant."""
+    torch reads only the rates of the groups. A correct program that stores its own number there copies it to the
+    groups, or keeps it constant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [s for _, s in sorted(rank.steps[optimizer].items())] if rank is not None else []
     rates = {tuple(group.get("lr") for group in s.groups) for s in steps}
@@ -354,17 +363,19 @@ def unread(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if len(set(written)) < LEAST_OF or len(rates) != 1 or len(written) < len(steps) - 1:
         return
     rate = next(iter(rates))[0]
-    what = f"{steps[0].layout.optimizer} has an attribute lr of {len(set(written))} values, from {min(written):.3g} to "
-    what += f"{max(written):.3g}, and the rate of its groups is {rate:g} in all {len(steps)} steps"
+    what = (
+        f"{steps[0].layout.optimizer} has an attribute lr with {len(set(written))} values, from {min(written):.3g} to "
+    )
+    what += f"{max(written):.3g}, but the learning rate of its groups is {rate:g} in all {len(steps)} steps"
     cause = "torch does not read optimizer.lr: set group['lr'] for each group of optimizer.param_groups"
     finding = Finding("rate-unread", what, cause, steps[0].step)
-    yield weakened(finding, trace.complete, "a rate that is set later", "a trace of the whole run")
+    yield weakened(finding, trace.complete, "group rates that are set later", "a trace of the whole run")
 
 
 def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report ReduceLROnPlateau that waits for a maximum of a score that falls together with the training loss.
+    """Report a ReduceLROnPlateau with mode 'max' whose score falls together with the training loss.
 
-    An accuracy that falls from the first epoch on does so in a training that fails, so it is never proved."""
+    In failing training, accuracy may fall from the first epoch on, so the finding is never proved."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None:
         return
@@ -378,11 +389,11 @@ def direction(trace: Trace, optimizer: int) -> Iterator[Finding]:
         fall = all(x < scores[0] for x in scores[1:]) and pairs[-1][1] < 0.8 * pairs[0][1]
         if fall and statistics.correlation(*zip(*pairs, strict=True)) > 0.8:
             what = (
-                f"ReduceLROnPlateau waits for a maximum, and is given numbers that fall with the loss, {scores[0]:.4g} "
+                f"ReduceLROnPlateau has mode='max', but its scores fall with the training loss, from {scores[0]:.4g} "
             )
-            what += f"to {scores[-1]:.4g}: the rate falls from {rates[0]:g} to {rates[-1]:g} while they do"
-            cause = "a loss is to be smallest: mode='min'"
-            otherwise, decides = "a score that becomes worse from the start", "what number the scheduler is given"
+            what += f"to {scores[-1]:.4g}; meanwhile the learning rate falls from {rates[0]:g} to {rates[-1]:g}"
+            cause = "a loss improves by falling: mode='min'"
+            otherwise, decides = "a score that worsens from the start", "which number the scheduler receives"
             yield Finding("scheduler-direction", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 

@@ -1,4 +1,4 @@
-"""A rule on the score by which a trainer chooses the best weights, or when to stop."""
+"""A rule on the metric by which a trainer chooses the best weights, or when to stop."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ OTHER = {
     "improvement",
     "scale",
 }
-# leave the meaning of a name as it is, if it does not begin with a number ("1-acc")
+# words that do not change a name's meaning, unless it begins with a number ("1-acc")
 NEUTRAL = {"eval", "val", "valid", "validation", "dev", "test", "rate", "mean", "avg", "average", "macro", "micro"}
 NEUTRAL |= {"weighted", "balanced", "top", "at", "k", "word", "char", "character", "token", "epoch", "step", "score"}
 
 
 def wrong_way(trace: Trace) -> Iterator[Finding]:
-    """Report an error of which the largest value counts as the best, or a score of which the smallest does.
+    """Report an error metric whose largest value counts as the best, or a score whose smallest value does.
 
-    What the name means is known for a few names alone, without a word that turns it round. Values below 0 may be turned
-    round, too, and are left out. Nobody keeps the weights with the largest error of the model itself; that of an
-    adversary, or on what is to be forgotten, may be wanted: other words in a name, and a loss that is maximized, weaken
-    it."""
+    The direction is known only for a few names, without a word that reverses it. Metrics with negative values may be
+    reversed, too, and are skipped. No one keeps the weights with the largest error of the model itself, but the error
+    of an adversary, or on data to be forgotten, may be maximized: other words in the name, and a loss that is
+    maximized, make it a suspicion."""
     raised = any(g.get("maximize") for r in trace.ranks[:1] for s in r.steps.values() for g in s[max(s)].groups)
     rows: dict[tuple[str, str, str], list[float]] = {}
     for rank in trace.ranks[:1]:
@@ -67,13 +67,15 @@ def wrong_way(trace: Trace) -> Iterator[Finding]:
             continue
         best, other = (max, min) if is_error else (min, max)
         which = "largest" if is_error else "smallest"
-        what = f"{by} takes the {which} {metric} for the best: {best(values):.4g}, of {other(values):.4g} to "
-        what += f"{best(values):.4g} in {len(values)} evaluations"
+        what = (
+            f"{by} treats the {which} {metric} as the best: {best(values):.4g}, in a range of {other(values):.4g} to "
+        )
+        what += f"{best(values):.4g} over {len(values)} evaluations"
         usual = f"mode='{'min' if is_error else 'max'}'"
         cause = f"set {f'greater_is_better={not is_error}' if by == 'Trainer' else usual}"
         rest = [w for w in parts if w not in NEUTRAL]
         plain = all(w in ERRORS | SCORES or (i and w.isdigit()) for i, w in enumerate(rest))
-        otherwise = "a score of something that is to get worse, as an adversary"
+        otherwise = "a metric of something that should get worse, such as an adversary"
         yield weakened(
-            Finding("best-is-worst", what, cause), plain and not raised, otherwise, "what the name stands for"
+            Finding("best-is-worst", what, cause), plain and not raised, otherwise, "what the metric measures"
         )

@@ -1,4 +1,4 @@
-"""Rules on gradients that no step reads, and on steps that read the same gradients again.
+"""Rules on gradients that no step uses, and on steps that use the same gradients again.
 
 Evidence: `tracer/gradient_use.py`, and the fingerprints of gradients.
 """
@@ -17,12 +17,12 @@ MOST = 0.8  # share of steps
 
 
 def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps that get the gradient of the last micro-batch alone, because those before it were cleared.
+    """Report steps that use only the last micro-batch's gradient, because those of earlier ones were cleared.
 
-    Proved if all backwards of a step take following batches of one pass over a loader, in nearly all steps, and nobody
-    wrote to the gradients: then each epoch trains on one batch of k. Programs that read a gradient and drop it
-    (meta-learning, gradient surgery, a perturbation of weights or inputs) write to the gradients before the step, or
-    take the same batch, or one of another loader."""
+    The finding is proved if, in nearly all steps, all backwards take consecutive batches of one pass over a loader, and
+    no code modified the gradients: then each epoch trains on one batch of k. Programs that read a gradient and drop it
+    (meta-learning, gradient surgery, perturbed weights or inputs) modify gradients before the step, or use the same
+    batch again, or a batch of another loader."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -32,50 +32,53 @@ def cleared(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     step, count = rows[0], rows[0].backwards
     what = (
-        f"step {step.step}: gradients of the first {count - 1} of {count} backwards are cleared before the last one, "
+        f"step {step.step}: the gradients of the first {count - 1} of {count} backwards are cleared before "
+        "the last one, "
     )
-    what += f"in {len(rows)} steps: no step gets the gradients of their examples"
+    what += f"in {len(rows)} steps: no step uses the gradients of their examples"
     cause = "call zero_grad() once a step, after optimizer.step(), not before each backward"
     proved = all(_following(s) for s in rows) and not any(c.get("early") for s in rows for c in s.clips or ())
     proved = proved and not step.layout.own
-    otherwise = "gradients that are only looked at, as for a weight of each task"
+    otherwise = "gradients that are only inspected, as for task weights"
     finding = Finding("gradients-cleared", what, cause, step.step)
     yield weakened(finding, proved, otherwise, "what reads the gradients of the first backwards")
 
 
 def undivided(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided.
+    """Report steps whose gradient is the sum of the means of k batches of one loader, none of them divided by k.
 
-    It may be meant, with a rate chosen for it, and Adam does not see a factor. In transformers' Trainer it is not: who
-    gives it a mean expects that it divides, as its documentation says, and it divides no loss of a function that takes
-    `num_items_in_batch`."""
+    This may be intended, with a learning rate that accounts for it, and Adam ignores a constant factor. In
+    transformers' Trainer it is a fault: a user who returns a mean expects Trainer to divide it, as documented, but
+    Trainer divides no loss of a function that takes `num_items_in_batch`."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
     steps = [s for _, s in sorted(rank.steps[optimizer].items())]
     rows = [s for s in steps if (s.backwards or 0) > 1 and s.means == s.backwards and not (s.cleared or s.rewritten)]
-    trainer = any("own loss of a Trainer" in (s.notes or ()) for s in steps)  # which takes the batches beforehand
+    trainer = any(
+        "own loss of a Trainer" in (s.notes or ()) for s in steps
+    )  # Trainer fetches the batches of a step beforehand
     rows = [s for s in rows if trainer or (_distinct_examples(s) and _following(s))]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
         return
     step, count = rows[0], rows[0].backwards
-    what = (
-        f"step {step.step}: the gradient is the sum of {count} means, over {count} batches that follow each other, and "
-    )
-    what += f"no loss is divided: it is {count} times that of one batch of all of them"
+    what = f"step {step.step}: the gradient is the sum of {count} means over {count} consecutive batches, and no loss "
+    what += f"is divided: it is {count} times that of one large batch"
     cause = f"divide each loss by the number of batches of a step ({count}) before backward"
     if trainer:
         cause = "Trainer does not divide a loss that takes num_items_in_batch: return the sum divided by that number"
-    otherwise = "a rate that is chosen for a sum; Adam's updates do not see a factor, clipping and decay do"
-    decides = "whether a step is meant to be that of one large batch"
+    otherwise = (
+        "a learning rate that accounts for the sum (a constant factor affects clipping and decay, not Adam's updates)"
+    )
+    decides = "whether a step should equal that of one large batch"
     yield weakened(Finding("accumulation-undivided", what, cause, step.step), trainer, otherwise, decides)
 
 
 def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report means that are divided twice by the number of batches of a step.
 
-    No correct program makes the gradient k times smaller than that of the mean of k batches. A weight of the loss may
-    be 1/k by chance: so it is proved of two divisions by an integer, and not of two batches."""
+    No correct program makes the gradient k times smaller than that of the mean of k batches. A loss weight may be 1/k
+    by chance, so the finding is proved only for two divisions by an integer and more than two batches."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
     ways = ("divided twice", "weighted")
@@ -90,15 +93,15 @@ def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
     what = (
         f"step {step.step}: the mean of each of {count} batches is divided by {count} twice: the gradient is {count} "
     )
-    what += "times smaller than that of one batch of all of them"
-    cause = f"divide by {count} once: Accelerate, Trainer and Lightning divide by themselves"
+    what += "times smaller than that of one large batch"
+    cause = f"divide by {count} only once: Accelerate, Trainer and Lightning already divide"
     otherwise = "a factor that belongs to the loss"
     finding = Finding("divided-twice", what, cause, step.step)
     yield weakened(finding, count > 2 and way != "weighted", otherwise, "who divides the loss")
 
 
 def _distinct_examples(step: Step) -> bool:
-    """Return whether each backward of a step has examples of its own."""
+    """Return whether each backward of a step has different examples."""
     parts = _parts(step)
     every = [h for part in parts for h in part]
     return all(parts) and len(parts) == step.backwards and len(set(every)) > 0.9 * len(every)
@@ -111,17 +114,17 @@ def _parts(step: Step) -> list[list[str]]:
 
 
 def _following(step: Step) -> bool:
-    """Return whether the inputs of a step are following batches of one pass over a loader."""
+    """Return whether the inputs of a step are consecutive batches of one pass over a loader."""
     fed = [(name, batch) for name, batch in step.fed or ()]
     names, batches = {name for name, _ in fed}, [batch for _, batch in fed]
     return len(names) == 1 and None not in names and all(b - a == 1 for a, b in itertools.pairwise(batches))
 
 
 def doubled(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps in which backward is called twice on one loss, whose gradients are added.
+    """Report steps that call backward twice on the same loss, so that its gradient counts twice.
 
-    The second call adds the same gradient again. Programs that call it twice for something else clear or change what
-    the first one left, or ask for the gradients of certain inputs, or pass a gradient of their own."""
+    Programs that call it twice on purpose clear or change the first gradients, request gradients of certain inputs, or
+    pass their own gradient."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
     rows = [s for s in steps if "backward twice" in (s.notes or ()) and not s.rewritten and not s.closure]
@@ -133,10 +136,10 @@ def doubled(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def repeated(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps without a backward since the last one, with gradients of the same bits: applied twice.
+    """Report steps that apply the same gradients again: no backward since the last step, and the same bits.
 
-    No correct program of torch's optimizers does so: one that steps without a backward writes other gradients, and a
-    closure computes them anew."""
+    No correct program with a torch optimizer does so: one that steps without a backward writes other gradients, and a
+    closure recomputes them."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -146,11 +149,12 @@ def repeated(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     step = rows[0]
     what = (
-        f"step {step.step}: no backward since the step before, and all gradients have the same bits, as in {len(rows)} "
+        f"step {step.step}: no backward since the previous step, and all gradients have the same bits, as in "
+        f"{len(rows)} "
     )
     what += f"of {len(steps)} steps: each gradient is applied more than once"
-    cause = "step once for each backward: a scaler, a trainer or a hook may step already"
-    otherwise = "an optimizer whose formula takes several steps of one gradient"
+    cause = "step once for each backward; a scaler, a trainer or a hook may already step"
+    otherwise = "an optimizer that takes several steps with one gradient by design"
     finding = Finding("step-repeated", what, cause, step.step)
     yield weakened(finding, not step.layout.own, otherwise, "the optimizer's source")
 
@@ -169,10 +173,10 @@ def _again(one: Step, other: Step) -> bool:
 
 
 def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report clippings none of which changes a gradient that a step reads: after the step, or before any backward.
+    """Report clipping that never changes a gradient that a step uses: it runs after the step, or before any backward.
 
-    No correct program states a limit that limits nothing. A norm that is only logged has an infinite limit, or is not
-    above the limit."""
+    No correct program sets a limit without effect. Clipping that only logs the norm has an infinite limit, or its norm
+    stays below the limit."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -189,11 +193,11 @@ def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     if after and not any((c.get("norm") or 0) > c["limit"] for s in rows for c in s.clips):
         return
-    where = "after the step that used them, and cleared then" if after else "before backward, when they are zero"
+    where = "after the step that uses them, and then cleared" if after else "before backward, when they are zero"
     what = (
         f"step {rows[0].step}: gradients are clipped at {limits[0]:g} {where}, in {len(rows)} of {len(steps)} steps: "
     )
-    what += "no gradient that a step gets is clipped"
+    what += "no step uses a clipped gradient"
     cause = "clip between backward and optimizer.step()"
     finding = Finding("clip-unused", what, cause, rows[0].step)
     otherwise = "gradients of parameters that have none yet"
@@ -201,21 +205,21 @@ def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def of_nothing(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report clippings that are given no parameter at all after a backward: a generator that was used up before.
+    """Report clipping that receives no parameters after a backward, such as an exhausted generator.
 
-    No correct program states a limit for an empty list."""
+    No correct program sets a limit for an empty list."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.clips]
     rows = [s for s in steps if all(c.get("given") == 0 and c["backwards"] for c in s.clips)]
     if len(rows) < PATIENCE or len(rows) < MOST * len(steps) or not any(s.unclipped for s in rows):
         return
-    what = f"step {rows[0].step}: clipping is given no parameter, in {len(rows)} steps, and clips no gradient"
-    cause = "give it model.parameters() each time: a generator that was used up, as by the optimizer, is empty"
+    what = f"step {rows[0].step}: clipping receives no parameters, in {len(rows)} steps, and clips no gradient"
+    cause = "pass model.parameters() each time: a generator is empty after its first use, for example by the optimizer"
     yield Finding("clip-unused", what, cause, rows[0].step, WRONG)
 
 
 def _nothing(step: Step, clip: dict[str, object]) -> bool:
-    """Return whether a clipping found no gradient, or zeros alone, of parameters that get one afterwards."""
+    """Return whether clipping found no gradient, or only zeros, at parameters that get one afterwards."""
     if clip["backwards"] or clip.get("used") or not clip.get("all"):
         return False
     same = clip["all"] == len([p for p in step.layout.parameters if p.trained])

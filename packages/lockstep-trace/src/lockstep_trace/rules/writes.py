@@ -1,9 +1,9 @@
-"""Rules on what other code than an optimizer's step does to weights and moments: weights that are written to between
-steps, steps that are undone, optimizers that are made anew.
+"""Rules on code besides the optimizer that changes weights and moments: weights written between steps, steps that are
+undone, optimizers that are recreated.
 
-Right programs do each of these on purpose: they clip, project and mask weights, average them (Lookahead, local SGD), go
-back to the best ones, draw low-rank parts anew. So none of the findings is `wrong`. Weights that are swapped for an
-evaluation and back are as before, and no finding.
+Correct programs do each of these on purpose: they clip, project and mask weights, average them (Lookahead, local SGD),
+restore the best ones, redraw low-rank parts. So none of the findings is `wrong`. Weights that are swapped for an
+evaluation and swapped back are unchanged, and cause no finding.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from lockstep_trace.causes import few
 from lockstep_trace.read import Rank, Step, Trace, Value
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, Finding
 
-ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # relative: what adding and subtracting a change leaves
-OFTEN = 0.4  # share of steps before which weights are written to by design
-ENOUGH = 8  # steps, each of which begins with the same weights
+ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # relative: rounding left after adding and subtracting a change
+OFTEN = 0.4  # share of steps; writes before more steps than this are a design
+ENOUGH = 8  # steps that all start with the same weights
 
 
 def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report weights that differ before a step from those after the last one, where no model loaded a state_dict, or
-    loaded one before it was evaluated and none afterwards."""
+    """Report weights that change between two steps, unless the script loaded a state_dict to continue from.
+
+    A state_dict that is loaded before an evaluation, with none loaded after it, counts as a change."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or not all(s.measured for steps in rank.steps.values() for s in steps.values()):
         return
@@ -44,29 +45,32 @@ def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
     gaps = {b - a for a, b in itertools.pairwise(at)}
     evaluated = [s.step for s in steps[1:] if s.evaluated]
     if set(at) <= set(evaluated) and len(at) >= 0.5 * len(evaluated) and len(evaluated) < OFTEN * len(steps):
-        what += ": each time after an evaluation, and the training goes on from there"
-        cause = "put the trained weights back after an evaluation of others (an average, a checkpoint)"
-        otherwise = "a return to the best weights, or an average that is trained further (Lookahead)"
-        decides = "which weights the steps after an evaluation are to begin with"
+        what += ": each time after an evaluation, and training continues from these weights"
+        cause = "restore the trained weights after evaluating other weights (an average, a checkpoint)"
+        otherwise = "restoring the best weights, or continuing from an average (Lookahead)"
+        decides = "which weights training should continue from after an evaluation"
         yield Finding("weights-written", what, cause, at[0], SUSPICIOUS, otherwise, decides)
     elif len(at) >= OFTEN * len(steps) or (len(at) >= PATIENCE and len(gaps) == 1):
-        cause = "as clipping, projections, masks and averages do"
+        cause = "clipping, projections, masks and averages of weights do this"
         yield Finding("weights-written", what, cause, at[0], INFO)
     else:
         if (back := _again(steps, at[0])) is not None:
-            what += f"; they are those of before step {back}"
-        cause = "moments belong to the weights that were replaced: load the optimizer's state, too, or make it anew"
-        otherwise = "a merge, a pruning, or weights that were kept for this"
-        yield Finding("weights-written", what, cause, at[0], SUSPICIOUS, otherwise, "what writes to the weights here")
+            what += f"; they equal the weights before step {back}"
+        cause = "the moments belong to the replaced weights: load the optimizer's state, too, or create a new optimizer"
+        otherwise = "merging, pruning, or restoring stored weights on purpose"
+        yield Finding(
+            "weights-written", what, cause, at[0], SUSPICIOUS, otherwise, "which code writes to the weights here"
+        )
 
 
 def _loaded(step: Step) -> bool:
-    """Return whether a state_dict was loaded to go on from, as of the best weights after an evaluation."""
+    """Return whether a state_dict was loaded to continue from, such as the best weights after an evaluation."""
     return step.loaded_model == "after" or (step.loaded_model == "before" and not step.evaluated)
 
 
 def _written(rank: Rank, optimizer: int) -> Iterator[tuple[Step, list[str]]]:
-    """Yield the steps before which weights were written to, beyond rounding, by something else than an optimizer."""
+    """Yield the steps before which code other than an optimizer changed weights beyond rounding, and the weights'
+    names."""
     known: dict[tuple[str, object, str], Value] = {}
     at = sorted((s for steps in rank.steps.values() for s in steps.values()), key=lambda s: int(s.raw["at"]))
     for step in at:
@@ -97,27 +101,27 @@ def _state(step: Step) -> tuple[int, ...]:
 
 
 def _undone(steps: list[Step]) -> Finding | None:
-    """Return the finding of steps each of which begins with the weights of the first and changes them, or None."""
+    """Return a finding if all steps start with the weights of the first step and change them, else None."""
     begins = {_state(s) for s in steps}
     changes = all(any(s.weights[n].fingerprint != v.fingerprint for n, v in s.before.items()) for s in steps)
     if len(steps) < ENOUGH or len(begins) > 1 or not changes:
         return None
-    what = f"each of {len(steps)} steps begins with the weights of step 0: what a step learns is undone before the next"
-    cause = "something restores weights between steps: weights that are put back after an evaluation have to be those "
-    cause += "of before it, not those of the beginning"
-    otherwise = "a measure of what one step would change (influence of examples, a search for a rate)"
-    return Finding("steps-undone", what, cause, 1, SUSPICIOUS, otherwise, "whether weights are to move at all")
+    what = f"each of {len(steps)} steps starts with the weights of step 0: every update is undone before the next step"
+    cause = "code restores weights between steps: after an evaluation, restore the weights from before it, not the "
+    cause += "initial ones"
+    otherwise = "measuring the effect of single steps (influence of examples, a learning rate search)"
+    return Finding("steps-undone", what, cause, 1, SUSPICIOUS, otherwise, "whether the weights should change at all")
 
 
 def _again(steps: list[Step], number: int) -> int | None:
-    """Return the earlier step that began with the weights of a step, if there is one."""
+    """Return the first earlier step that started with the same weights, or None."""
     now = next(s for s in steps if s.step == number)
     return next((s.step for s in steps if s.step < number and _state(s) == _state(now)), None)
 
 
 def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report optimizers of one kind that follow each other twice or more, each of them with the same parameters, the
-    weights that the last one left, and empty moments."""
+    """Report three or more optimizers of one kind in succession, each with the same parameters, the weights that the
+    previous one left, and empty moments."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -132,16 +136,16 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
     firsts = [rank.steps[o][min(rank.steps[o])] for o in chain]
     counts = list(dict.fromkeys(str(len(rank.steps[o])) for o in chain))
     kind = firsts[0].layout.optimizer
-    what = f"{kind} is made anew {len(chain) - 1} times for the same parameters, after {few(counts)} steps, and begins "
+    what = f"{kind} is recreated {len(chain) - 1} times for the same parameters, after {few(counts)} steps, and starts "
     what += "with empty moments each time"
-    cause = "make the optimizer once; a scheduler, or group['lr'], changes its rate"
-    otherwise = "warm restarts, rounds of federated learning, or low-rank parts that are drawn anew"
-    decides = "whether moments are to begin anew"
+    cause = "create the optimizer once; a scheduler, or group['lr'], changes its learning rate"
+    otherwise = "warm restarts, rounds of federated learning, or redrawn low-rank parts"
+    decides = "whether the moments should restart"
     yield Finding("optimizer-made-anew", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 
 def _follows(rank: Rank, one: int, other: int) -> bool:
-    """Return whether an optimizer goes on where another one has ended, without its moments."""
+    """Return whether an optimizer continues from another's last weights, without its moments."""
     last, first = (rank.steps[o][pick(rank.steps[o])] for o, pick in ((one, max), (other, min)))
     if first.raw["at"] != last.raw["at"] + 1 or first.step != 0 or first.loaded or not first.moments:
         return False

@@ -1,4 +1,4 @@
-"""Detect losses that compare every output with every target, although each example has its own target.
+"""Detects losses that compare every output with every target, although each example has its own target.
 
 In: a loss before backward, and the columns of the batch. Out: whether a loss compares each output with each target.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from .graph import NODES, name_of, shape_of
 
 CLOSE = 1e-6
-# of one operand each, element by element, and what puts their results together
+# element-wise operations of one operand, and reductions of their results
 ALONE = ("Abs", "Pow", "Sqrt", "Log", "Log1P", "Exp", "Expm1", "Cosh", "Tanh", "Neg", "Softplus", "Sigmoid", "Square")
 TOGETHER = ("Mean", "Sum", "Add", "Sub", "Div", "Mul")
 
@@ -61,7 +61,7 @@ def _is_of_pairs(node: Any) -> bool:
 
 
 def is_number(node: Any) -> bool:
-    """Return whether a product is with a number, and not with a tensor of weights."""
+    """Return whether a product's other factor is a number, not a tensor of weights."""
     other = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
     return all(not isinstance(value, Tensor) or value.dim() == 0 for value in other)
 

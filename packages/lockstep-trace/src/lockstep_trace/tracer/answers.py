@@ -1,6 +1,6 @@
-"""Whether a model is given the answers that its loss asks for: at their own positions of a decoder, or as a column.
+"""Detects losses whose answers are in the model's input: at their own position of a decoder, or as a column.
 
-In: a loss before backward, and the inputs of the call that it is of. Out: (note, bool on its device).
+In: a loss before backward, and the inputs of the call that computed it. Out: (note, bool on its device).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .placement import is_plain_tensor
 
 NODES = 4096
 LEAST = 8  # targets
-MOVES = 0.3  # share of tokens that differ from the one before them
+MOVES = 0.3  # share of tokens that differ from their predecessor
 # move positions, or mix them
 MOVING = ("Cat", "Slice", "Roll", "ConstantPadNd", "Index", "IndexSelect", "Gather", "Flip", "Convolution", "Stack")
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")
@@ -52,11 +52,11 @@ def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
 
 
 def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
-    """Return whether a causal decoder reads the targets themselves, each at its own position.
+    """Yield whether a causal decoder reads the targets themselves, each at its own position.
 
     A decoder that shifts its input, inside or outside of the model, reads other tokens there, or moves their
-    embeddings. An autoencoder reads the targets with an encoder, which nothing hides later tokens from, or on a way
-    that is narrower than the embedding. A denoiser adds numbers to the embeddings; a tagger changes some tokens."""
+    embeddings. An autoencoder reads the targets through an encoder without a causal mask, or through a bottleneck
+    narrower than the embedding. A denoiser adds numbers to the embeddings; a tagger changes some tokens."""
     if not is_plain_tensor(node._saved_target):
         return []
     target = node._saved_target.detach().reshape(-1)
@@ -76,7 +76,8 @@ def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
 
 
 def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
-    """Return whether a way from the logits' layer to an embedding has everywhere half of its width or more."""
+    """Return whether the path from the logits' layer to an embedding has at least half of the embedding's width
+    everywhere."""
     width = shape_of(embedding)[-1]
     waiting: list[tuple[Any, bool]] = [(loss, False)]
     known: set[Any] = set()
@@ -97,7 +98,7 @@ def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
 
 
 def _is_causal(look: tuple[Any, Any], ids: Tensor) -> Tensor:
-    """Return whether an attention lets positions see themselves and earlier ones alone."""
+    """Return whether an attention lets each position see only itself and earlier ones."""
     sees = weights_of(*look, ids)
     if sees is None or sees is ALL or sees.shape[1] != ids.shape[1]:
         return torch.zeros((), dtype=torch.bool, device=ids.device)
@@ -111,8 +112,8 @@ def _fits(node: Any, target: Tensor) -> bool:
 
 
 def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool) -> bool:
-    """Return whether an attention reads an embedding, position by position, on a way that no other attention, shift or
-    pooling is on, nor a sum with numbers that may have been drawn."""
+    """Return whether an attention reads an embedding position by position: no other attention, shift or pooling is on
+    the path, nor a sum with numbers that may be random."""
     waiting: list[Any] = [n for n, _ in attention.next_functions]
     known: set[Any] = set()
     if name_of(attention) in SOFTMAX:
@@ -135,6 +136,6 @@ def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool
 
 
 def floats_of(values: Any) -> list[Tensor]:
-    """Return the inputs [N, F] of a call that are no token numbers."""
+    """Return the inputs [N, F] of a call that are not token ids."""
     rows = [v for v in values if is_plain_tensor(v) and v.dim() == 2 and v.layout == torch.strided]
     return [v.detach() for v in rows if v.is_floating_point() and not v.requires_grad and v.numel() <= 1 << 20]

@@ -1,7 +1,7 @@
-"""Detect from the graph of a language model's first losses whether its attention sees later tokens, or padding alone.
+"""Detects attention that sees later tokens, or only padding, from the graph of a language model's first losses.
 
-In: the loss before backward, the token numbers that the model was given. Out: counts on their device, `SEEN`.
-Nothing is looked at while hooks on saved tensors are in use: reading one would recompute a checkpointed forward.
+In: the loss before backward, the token ids that the model received. Out: counts on their device, `SEEN`. Skipped while
+hooks on saved tensors are in use: reading a saved tensor would recompute a checkpointed forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .placement import is_plain_tensor
 
 NODES = 8192  # nodes of a graph to visit
 MOST = 256  # attentions
-LEAST = -30.0  # added to scores of what is seen; masks by large negative numbers are below
+LEAST = -30.0  # added to scores of visible positions; masks with large negative numbers are below
 MOST_SEEN = 0.8  # share of targets
 LARGEST = 1 << 24  # most elements of weights or masks to look at
 SOFTMAX = ("Softmax", "SafeSoftmax")
@@ -52,10 +52,10 @@ def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | N
         for each in weights:
             if each is ALL:
                 answered = answered + 1
-            elif each.shape[1] <= ids.shape[1]:  # else which token stands where is not known
+            elif each.shape[1] <= ids.shape[1]:  # otherwise the positions of tokens are unknown
                 sees = each.diagonal(1, 1, 2)[:, : positions.shape[1]]
                 here = positions[:, : sees.shape[1]]
-                answered = answered + ((sees & here).sum() > MOST_SEEN * here.sum())  # dropout hides some
+                answered = answered + ((sees & here).sum() > MOST_SEEN * here.sum())  # dropout may hide some positions
     padded = _padding(ids, [w for w in weights if w is not ALL])
     number = zero + len(weights)
     return torch.stack([n.reshape(()).long() for n in (*following, number, answered, *padded)])
@@ -65,9 +65,8 @@ ALL = torch.ones(())  # stands for attention without a mask
 
 
 def attentions(loss: Any) -> list[tuple[Any, Any]] | None:
-    """Return (node, the one that uses it) of fused attentions and softmaxes, nearest to the loss first.
-
-    None if the graph is too large, or the weights or masks of one of them."""
+    """Return (node, its user) of fused attentions and softmaxes, nearest to the loss first; None if the graph, or the
+    weights or masks of one of them, are too large."""
     queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), None)])
     known: set[Any] = set()
     rows: list[tuple[Any, Any]] = []
@@ -91,10 +90,14 @@ def _saved(node: Any) -> list[Tensor]:
 
 
 def weights_of(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
-    """Return which positions attend to which, bool [B, T, T] over all heads; `ALL` if all do to all; None if the
-    node is no attention of the tokens, or cannot be read."""
+    """Return which positions attend to which, bool [B, T, T] over all heads; `ALL` if all positions attend to all; None
+    if the node is no attention over tokens, or cannot be read."""
     size, length = ids.shape
-    lengths = (length, length - 1, length + 1)  # the last one is an input without its last token, or with a first one
+    lengths = (
+        length,
+        length - 1,
+        length + 1,
+    )  # the second case: an input without its last token, or with an additional first one
     if name_of(node) in SOFTMAX:
         result = node._saved_result
         if name_of(parent) == "Mul":  # dropout, or a mask after the softmax
@@ -137,7 +140,7 @@ def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     ids = inputs[0]
     size, length = ids.shape
     if getattr(node, "_saved_reduction", 0) == 0:
-        return None  # the script may leave out targets itself
+        return None  # the script may exclude targets itself
     if target is None or target.numel() not in (size * length, size * (length - 1)) or length < 3:
         return None
     target = target.reshape(size, -1)
@@ -149,8 +152,8 @@ def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _padding(ids: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the number of rows that end in padding, runs of different lengths of a value that stands nowhere else,
-    and how many of them attend to the padding alone."""
+    """Return the number of rows that end in padding (runs, of different lengths, of a value that occurs nowhere else),
+    and how many of them attend only to the padding."""
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)
     first = next((w for w in weights if w.shape[1] >= ids.shape[1]), None)
     if first is None:

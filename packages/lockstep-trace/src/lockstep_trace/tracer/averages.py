@@ -1,7 +1,8 @@
-"""Measure the distance between a trained model and a copy that no optimizer holds: an average, a target or a teacher.
+"""Measures the distance between a trained model and a copy that no optimizer holds: an average, a target or a teacher.
 
-In: models before a step. Out: [name, distance, update] of each copy: the distance between the two, and how far the
-trained one has moved since the step before. Measured at a few early steps, without a wait for the device.
+In: models before a step. Out: [name, distance, update] of each copy: its distance from the trained model, and the
+distance that the trained model has moved since the previous step. Measured at a few early steps, without waiting for
+the device.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from . import placement
 
 FIRST, LAST = 4, 9  # steps before which distances are measured
 
-Pair = tuple[weakref.ref[Any], weakref.ref[Any]]  # (of the copy, of the trained model)
+Pair = tuple[weakref.ref[Any], weakref.ref[Any]]  # (the copy's, the trained model's)
 
 
 class Averages:
@@ -73,7 +74,8 @@ def _pairs(roots: Sequence[nn.Module], others: Iterable[nn.Module], optimized: s
 
 
 def _matching(name: str, parameter: Any, trained: Sequence[tuple[str, Any]]) -> Any:
-    """Return the only trained parameter of a name and shape; names that begin with a dot may have any first part."""
+    """Return the only trained parameter with this name and shape; a name that begins with a dot matches any first
+    part."""
     fits = [
         p
         for n, p in trained

@@ -1,7 +1,7 @@
-"""Hides the recording of operations from `torch.compile`, which would run eagerly under a dispatch mode: a compiled
-region is one entry, and runs as it does without the tracer.
+"""Hides the recording of operations from `torch.compile`, which would fall back to eager mode under a dispatch mode.
 
-In: `Hooks`. Out: calls of the region's `around`.
+A compiled region becomes one entry, and runs as it does without the tracer. In: `Hooks`. Out: calls of the region's
+`around`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXTS = ("_TorchDynamoContext", "OptimizeContext")
 
 
 class Regions(Protocol):
-    """The names of compiled regions, for messages."""
+    """Names of compiled regions, for messages."""
 
     def around(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a compiled function and return its result."""
@@ -49,7 +49,7 @@ class _Finder:
 
 
 def install(regions: Regions) -> None:
-    """Wrap what `torch.compile` makes from now on. Regions compiled before are seen by `call_sites` alone."""
+    """Wrap everything that `torch.compile` compiles from now on. Only `call_sites` sees regions compiled before."""
     if MODULE in sys.modules:
         _wrap(sys.modules[MODULE], regions)
     else:

@@ -28,7 +28,7 @@ class EngineOptimizer:
         self._parts: dict[int, FlatPart] = {}
 
     def refresh(self, gradients: bool) -> None:
-        """Read the present parts of this rank."""
+        """Read the current parts of this rank."""
         groups: dict[int, list[FlatPart]] = {}
         for parameter in self.engine.module.parameters():
             gradient_part = _part(parameter, gradients)

@@ -1,7 +1,7 @@
-"""Random numbers that a model in evaluation mode draws in a forward without gradients, and which function draws them.
+"""Records which functions draw random numbers while a model in evaluation mode runs without gradients.
 
-In: calls of outermost modules without gradients. Out: `noise` records. Whether a forward draws any is seen by the
-generator's state. Only if it does, the next one runs under a mode that names the functions, which changes no number.
+In: calls of outermost modules without gradients. Out: `noise` records. The generator's state shows whether a forward
+pass draws any. Only then does the next one run under a mode that names the functions; the mode changes no number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import placement
 
-CHECKED = 64  # first calls whose generator is looked at
+CHECKED = 64  # first calls whose generator state is compared
 NAMED = 2  # calls that run under the mode
 DRAWS = ("bernoulli", "native_dropout", "_fused_dropout")
 ATTENTION = "scaled_dot_product_attention"
@@ -71,7 +71,7 @@ def _states(module: nn.Module) -> list[Any]:
 
 
 class _Naming(TorchDispatchMode):
-    """Counts (function, whether its `training` argument is stated, file and line) of dropout."""
+    """Counts dropout calls by (function, whether its `training` argument is passed, file and line)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def _dropout_of(func: Any, args: Any, kwargs: dict[str, Any]) -> float:
 
 
 def _caller(attends: bool) -> tuple[str, bool, str] | None:
-    """Return the row of the function of torch that draws now: `dropout`, or fused `attention`; None for others."""
+    """Return the row of the torch function that is drawing, `dropout` or fused `attention`; None for others."""
     frame: Any = sys._getframe(2)
     kind = "attention" if attends else ""
     while frame is not None:
@@ -117,7 +117,7 @@ def _caller(attends: bool) -> tuple[str, bool, str] | None:
 
 
 def _call(frame: Any) -> ast.Call | None:
-    """Return the call that a frame is in, or None if its source is not known."""
+    """Return the call that a frame is executing, or None if its source is unknown."""
     positions = [*frame.f_code.co_positions()]
     first, last, begin, end = positions[frame.f_lasti // 2]
     if None in (first, last, begin, end):

@@ -1,4 +1,4 @@
-"""Forward passes without gradients, until training continues: an evaluation.
+"""Collects the forward passes without gradients between two training steps: an evaluation.
 
 In: calls of an outermost module without gradients. Out: the values of one record per evaluation.
 """
@@ -18,8 +18,8 @@ HASHES = 200_000  # most hashes recorded per evaluation
 
 @dataclass(frozen=True)
 class Setting:
-    """What has to stay the same during an evaluation. `trained`: the model's parameters are in an optimizer's model.
-    `between`: after a forward whose backward is still to come."""
+    """Properties that stay the same during an evaluation. `trained`: an optimizer holds the model's parameters.
+    `between`: between a forward pass and its backward."""
 
     model: str
     loader: str | None
@@ -30,7 +30,7 @@ class Setting:
 
 @dataclass
 class Evaluation:
-    """One evaluation. `active`: modules whose output is random now. `optimizers`: numbers of those that hold the
+    """One evaluation. `active`: modules whose output is currently random. `optimizers`: numbers of those that hold the
     model's parameters."""
 
     setting: Setting
@@ -45,7 +45,7 @@ class Evaluation:
     unused_norms: Tensor | None = None  # `UnusedNorms.look`
 
     def add(self, batch: CallInputs) -> None:
-        """Count a batch, and keep its hashes."""
+        """Count a batch, and store its hashes."""
         self.count += len(batch.hashes)
         if self.count <= HASHES:
             self.hashes.append(batch.hashes)

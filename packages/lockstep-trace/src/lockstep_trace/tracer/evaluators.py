@@ -1,4 +1,4 @@
-"""Records the scores of known evaluators, and which scores known trainers take for the best.
+"""Records the scores of known evaluators, and the metric by which known trainers choose the best weights.
 
 In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate; calls of Lightning's
 `ModelCheckpoint` and `EarlyStopping`. Out: records of the numbers.
@@ -31,7 +31,7 @@ TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names
 
 
 def install(hooks: Hooks, module: str) -> None:
-    """Wrap the evaluator, or what selects by a score, after its module is imported."""
+    """Wrap the evaluator, or the code that selects by a score, after its module is imported."""
     if module in SELECTORS:
         _install_selector(hooks, getattr(sys.modules[module], SELECTORS[module][0]), SELECTORS[module][1])
         return
@@ -60,7 +60,7 @@ def _write(recorder: Recorder, by: str, scores: Mapping[str, Any]) -> None:
 
 
 def _selects(recorder: Recorder, options: Any, scores: Mapping[str, Any]) -> None:
-    """Record by which score a Trainer chooses the weights that it loads at the end."""
+    """Record the metric by which a Trainer chooses the weights that it loads at the end."""
     metric = getattr(options, "metric_for_best_model", None)
     if getattr(options, "load_best_model_at_end", False) and isinstance(metric, str):
         name = metric if metric.startswith("eval_") else f"eval_{metric}"

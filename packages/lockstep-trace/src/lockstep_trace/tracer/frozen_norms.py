@@ -1,6 +1,7 @@
-"""Detect batch norms that a script puts into evaluation mode and that a later `train()` of the model switches back.
+"""Detects batch norms that a script puts into evaluation mode and that a later `train()` of the model switches back.
 
-In: calls of `Module.train`, and forwards. Out: how many of them update their statistics under frozen weights.
+In: calls of `Module.train`, and forward passes. Out: how many batch norms with frozen weights update their
+statistics.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ ALONE, EFFECTIVE = "alone", "effective"
 
 
 class FrozenNorms:
-    """The batch norms that were put into evaluation mode by a call on themselves or on a part of the model.
-
-    `ALONE`: no forward has seen that mode yet. `EFFECTIVE`: a training forward has."""
+    """Batch norms put into evaluation mode by a call on themselves or on a part of the model. `ALONE`: no forward pass
+    has run in that mode yet. `EFFECTIVE`: a training forward pass has."""
 
     def __init__(self) -> None:
         self._states: weakref.WeakKeyDictionary[nn.Module, tuple[str, weakref.ref[nn.Module]]] = (
@@ -53,8 +53,8 @@ class FrozenNorms:
                     del self._states[norm]
 
     def undone(self, root: nn.Module, norms: Iterable[nn.Module]) -> tuple[int, int]:
-        """Return how many batch norms with frozen weights update their statistics in this forward, and how many of
-        these were put into evaluation mode before."""
+        """Return how many batch norms with frozen weights update their statistics in this forward pass, and how many of
+        these had been put into evaluation mode."""
         frozen = [m for m in norms if m.training and _frozen(m)]
         before = [m for m in frozen if (row := self._states.get(m)) is not None and row[1]() is not root]
         return len(frozen), len(before)
@@ -76,7 +76,7 @@ def install(hooks: Any) -> None:
             return original(self, mode)
         outermost = getattr(_THREAD, "outermost", None)
         if outermost is not None and outermost[1] != mode:
-            outermost = None  # a module's own `train` that leaves some of it in another mode
+            outermost = None  # an overridden `train` that leaves a part in another mode
         if isinstance(self, BATCH_NORM):
             hooks.guarded(hooks.recorder.norms.switched, self, mode, self if outermost is None else outermost[0])
         before, _THREAD.outermost = getattr(_THREAD, "outermost", None), outermost or (self, mode)

@@ -1,7 +1,7 @@
-"""The history of gradients between two steps: zeroed, modified after backward, clipped, modified after clipping.
+"""Tracks gradients between two steps: zeroed, modified after backward, clipped, modified after clipping.
 
-In: calls around backward, clipping and steps. Out: answers for the record, by version counters; and whether gradients
-at a step are known from those before clipping, so that they need not be measured a second time.
+In: calls around backward, clipping and steps. Out: answers for the record, from version counters; and whether the
+gradients at a step follow from those before clipping, so that a second measurement is unnecessary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .versions import GradientVersion, gradient_versions, has_gradient, touched,
 LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
 PROBED = 8  # elements of each gradient that are compared between clipping and step, on a CPU
 ROUNDING = 1e-5  # relative, of a sum of squares after clipping
-EXACT = (torch.float32, torch.float64)  # dtypes of gradients in which a factor is told from another one
+EXACT = (torch.float32, torch.float64)  # gradient dtypes precise enough to distinguish factors
 
 
 class GradientHistory:
@@ -70,12 +70,12 @@ class GradientHistory:
         self.after = gradient_versions(p for root in roots for p in root.parameters())
 
     def added_to(self, number: int) -> bool:
-        """Return whether a backward added to the gradients of an optimizer's last step, also in its hooks."""
+        """Return whether a backward, or a hook in it, added to the gradients of an optimizer's last step."""
         added = number in self.added or (self.in_backward and touched(self.last.get(number, [])))
         return added and not self.zeroed.get(number, True)
 
     def is_stale(self, number: int, optimizer: Any) -> bool:
-        """Return whether an optimizer steps inside of backward, before that has added to any of its gradients."""
+        """Return whether an optimizer steps inside of backward before that has accumulated any of its gradients."""
         if not self.in_backward:
             return False
         known = self.inside.get(number)
@@ -108,11 +108,11 @@ def parameters_of(optimizer: Any) -> list[Any]:
 
 
 class ClippingFactors:
-    """Whether the gradients of a step are those before `clip_grad_norm_` times its factor.
+    """Decides whether the gradients of a step equal those before `clip_grad_norm_` times its factor.
 
-    They are if nothing writes to them after clipping. Version counters tell, but not of writes through `grad.data`. So
-    an optimizer is trusted only after a step in which both were measured and agreed, and some elements of each gradient
-    are compared (on a CPU, where that needs no wait)."""
+    They do if nothing writes to them after clipping. Version counters show writes, except those through `grad.data`. So
+    an optimizer is trusted only after a step in which both were measured and agreed, and a few elements of each
+    gradient are compared (only on a CPU, where that needs no synchronization)."""
 
     def __init__(self) -> None:
         self.agreed: dict[int, bool] = {}  # by optimizer: whether its last measured step agreed
@@ -166,12 +166,12 @@ class ClippingFactors:
 
 
 def clipping_factor(limit: float, norm: float) -> float:
-    """Return the factor of `clip_grad_norm_`; NaN if the norm is NaN."""
+    """Return the factor by which `clip_grad_norm_` multiplies; NaN if the norm is NaN."""
     return limit / (norm + 1e-6) if not limit / (norm + 1e-6) >= 1.0 else 1.0
 
 
 def _probe(grads: Sequence[Tensor]) -> Tensor | None:
-    """Return a few elements of each contiguous gradient; None on another device than a CPU."""
+    """Return a few elements of each contiguous gradient; None on a device other than a CPU."""
     if any(g.device.type != "cpu" for g in grads):
         return None
     flats = [g.view(-1) for g in grads if g.layout == torch.strided and g.is_contiguous() and g.numel()]

@@ -1,4 +1,4 @@
-"""Gradients that no optimizer reads: cleared before the next backward, or clipped when the step has been made.
+"""Tracks gradients that no optimizer reads: cleared before the next backward, or clipped only after the step.
 
 In: calls around backward, `zero_grad`, clipping and steps. Out: counts in `Since`, and a mark on the clipping's record.
 A gradient counts as cleared only if nothing holds the tensor any more, or `zero_grad` wrote zeros into it.
@@ -13,7 +13,7 @@ from .versions import GradientVersion, gradient_versions, has_gradient, untouche
 
 
 class GradientUse:
-    """Tracks which gradients of this process an optimizer reads."""
+    """Tracks which gradients of this process are read by an optimizer."""
 
     def __init__(self) -> None:
         self.zeroed = False  # `zero_grad` was called since the last backward

@@ -136,8 +136,8 @@ def loss_function(node: Any) -> LossFunction:
 
 
 def _gathered(loss: Any) -> list[int] | None:
-    """Return [rows, classes, place of this rank's own] of a loss over the products of a rank's rows with rows that are
-    gathered from all ranks in their order; None for another one."""
+    """Return [rows, classes, index of this rank's part] of a loss over the products of a rank's rows with the rows
+    gathered from all ranks in order; None for other losses."""
     queue: deque[tuple[Any, int]] = deque((n, 0) for n, _ in loss.next_functions)
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     rows: list[int] | None = None
@@ -164,7 +164,7 @@ PRODUCTS = ("Mm", "Addmm", "Mul", "Div", "Exp", "Clamp", "Neg")
 
 
 def _own_place(cat: Any, world: int, rank: int) -> int | None:
-    """Return which part of a concatenation over ranks is this rank's own, or None."""
+    """Return the index of this rank's part in a concatenation over ranks, or None."""
     parts = cat.next_functions
     if len(parts) != world or world < 2:
         return None
@@ -178,7 +178,7 @@ def _own_place(cat: Any, world: int, rank: int) -> int | None:
 
 
 def _normalized(node: Any, viewed: bool) -> list[Any]:
-    """Return [dimension, shape] of a softmax whose output is used in its own shape, else an empty list."""
+    """Return [dimension, shape] of a softmax whose output keeps its shape, else an empty list."""
     shape = shape_of(node)
     dim = getattr(node, "_saved_dim", None)
     if viewed or dim is None or not shape:
@@ -188,9 +188,11 @@ def _normalized(node: Any, viewed: bool) -> list[Any]:
 
 
 def handmade(loss: Any) -> list[str]:
-    """Return what a loss written by hand does, by its graph: `spread N`, an absolute difference [N, N] of an output
-    [N, 1] and a constant; `spread squares N`, a squared one that is averaged or summed without weights; `kl of
-    probabilities`, as kl_div computes it: a constant less the product of another one with what a softmax returns."""
+    """Return notes on hand-written losses in a graph.
+
+    `spread N`: an absolute difference [N, N] of an output [N, 1] and a constant; `spread squares N`: a squared one that
+    is averaged or summed without weights; `kl of probabilities`: the form of kl_div, a constant minus its product with
+    the output of a softmax."""
     queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), ())])
     notes: list[str] = []
     for _ in range(NODES):
@@ -230,7 +232,7 @@ def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
 
 
 def is_mean(node: Any) -> bool:
-    """Return whether a node returns a mean: that of a loss function, or one written by hand."""
+    """Return whether a node computes a mean: a loss function's, or a hand-written one."""
     before = [n for n, _ in node.next_functions if n is not None]
     if name_of(node) == "Add" and len(before) == 2 and all(name_of(n) == "Mul" for n in before):  # smoothed labels
         other = before[1].next_functions[0][0]
@@ -244,8 +246,8 @@ def is_mean(node: Any) -> bool:
 
 
 def divisors(loss: Any) -> tuple[bool, list[float]]:
-    """Return whether a loss is a mean, and the numbers other than 1 that it is divided by, the last one first: integers
-    where it is divided by integers."""
+    """Return whether a loss is a mean, and its divisors other than 1, the last one first; integers if it is divided by
+    integers."""
     node, numbers = getattr(loss, "grad_fn", None), list[float]()
     while node is not None and name_of(node) in ("Div", "Mul") and len(node.next_functions) < 3:
         before = [n for n, _ in node.next_functions if n is not None]
@@ -267,7 +269,7 @@ def shape_of(node: Any) -> list[int]:
 
 def unmasked_attention(loss: Any) -> bool | None:
     """Return whether the first fused attention in a loss's graph is causal without a mask, so that each query attends
-    to all earlier tokens. None if the graph has no fused attention."""
+    to all earlier tokens; None if the graph has no fused attention."""
     for node in nodes_of(loss, ATTENTION_NODES):
         if name_of(node).startswith("ScaledDotProduct"):
             masks = [getattr(node, n, None) for n in ("_saved_attn_mask", "_saved_attn_bias")]

@@ -34,7 +34,7 @@ _THREAD = threading.local()
 
 
 def working() -> bool:
-    """Return whether this thread does the tracer's own work, whose operations are not the script's."""
+    """Return whether this thread is running the tracer's own code, whose operations are not the script's."""
     return bool(getattr(_THREAD, "working", 0))
 
 
@@ -62,7 +62,7 @@ class Hooks:
             self.recorder.write("error", text=f"{type(error).__name__}: {error}", stack=traceback.format_exc()[-2000:])
             if not self.failed:
                 self.failed = True
-                warn(f"an error of the tracer's own, the trace is incomplete: {type(error).__name__}: {error}")
+                warn(f"internal error of the tracer, the trace is incomplete: {type(error).__name__}: {error}")
             return None
         finally:
             _THREAD.working -= 1
@@ -84,7 +84,8 @@ class Hooks:
 
     @contextlib.contextmanager
     def clipping(self) -> Iterator[None]:
-        """Context manager for a clipping that is recorded already, so that nested calls are not recorded again."""
+        """Return a context manager for clipping that is already recorded, so that nested calls are not recorded
+        again."""
         _THREAD.clipping = True
         try:
             yield
@@ -122,7 +123,7 @@ class Hooks:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _measured(self, optimizer: Any) -> dict[str, Any]:
-        """Measure, and check, a step whose gradients are complete."""
+        """Measure, and optionally check, a step whose gradients are complete."""
         assert self.recorder is not None
         here: dict[str, Any] = self.guarded(self.recorder.before_step, optimizer) or {}
         if self.recorder.checker is not None and here:
@@ -130,8 +131,8 @@ class Hooks:
         return here
 
     def _is_part(self, optimizer: Any) -> bool:
-        """Return whether a step is a part of the step of a wrapper with the same parameters, as in
-        ZeroRedundancyOptimizer, which is measured already."""
+        """Return whether a step is part of an already measured step of a wrapper with the same parameters, as in
+        ZeroRedundancyOptimizer."""
         outer = [here["optimizer"] for here in self._stepping.values() if "optimizer" in here]
         own = wrappers.parameters_of(optimizer)
         return any(id(optimizer) in wrappers.inside(o) and own <= wrappers.parameters_of(o) for o in outer)
@@ -354,7 +355,7 @@ OWNERS = ("lightning", "pytorch_lightning", "transformers.trainer")
 
 
 def _by_a_trainer(frame: Any) -> bool:
-    """Return whether a trainer that steps schedulers at times of its own choice creates this one."""
+    """Return whether this scheduler is created by a trainer that decides itself when to step it."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name in OWNERS or name.startswith(tuple(f"{owner}." for owner in OWNERS)):

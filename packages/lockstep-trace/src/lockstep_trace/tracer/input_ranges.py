@@ -1,5 +1,5 @@
-"""Mean, deviation, least and greatest number of inputs of first training calls, and of first evaluations; the state of
-the generator.
+"""Measures mean, deviation, minimum and maximum of the inputs of the first training calls and evaluations, and hashes
+the generator's state.
 
 In: inputs of a call. Out: float64 [4] on their device.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from .inputs import tensors_of, wrapped
 
 TRAINED, EVALUATED = 8, 4  # calls: first ones of training, and of each evaluation
-WIDE = 32  # least numbers of an example
+WIDE = 32  # minimum count of numbers per example
 
 
 def ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the numbers of the first input of several examples of many floating-point numbers, or None."""
+    """Return the four numbers of the first input that has several examples of many floating-point numbers, or None."""
     for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]:
         if not tensor.is_floating_point() or tensor.dim() < 2 or wrapped(tensor) or tensor.requires_grad:
             continue

@@ -28,8 +28,8 @@ LABELS = ("labels", "label", "label_ids", "start_positions")
 
 class CallInputs(NamedTuple):
     """Inputs of one call: hashes [B] of all inputs and of those without labels, and the number of targets (None without
-    labels). `restarts`: number of rows without padding in which position_ids restart. `tokens`: int64, what
-    `TOKENS` names, of an input of token numbers; None if it was not looked at."""
+    labels). `restarts`: number of rows without padding in which position_ids restart. `tokens`: int64, the counts that
+    `TOKENS` names, of an input of token ids; None if not examined."""
 
     hashes: Tensor
     unlabelled: Tensor | None
@@ -55,7 +55,7 @@ def tensors_of(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str
 
 
 def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: bool = False) -> CallInputs | None:
-    """Hash the inputs of a call; None if no input has a batch dimension. `tokens`: look at token numbers, too."""
+    """Hash the inputs of a call; None if no input has a batch dimension. `tokens`: also count token ids."""
     tensors = [(n, t) for n, t in [*tensors_of(args), *tensors_of(kwargs)] if t.dim() and t.numel()]
     if not tensors or any(wrapped(t) for _, t in tensors):
         return None
@@ -78,13 +78,13 @@ def call_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any], tokens: bool =
 
 
 def wrapped(tensor: Tensor) -> bool:
-    """Return whether a tensor is seen from inside of vmap or grad of torch.func, where it has no values."""
+    """Return whether a tensor is a wrapper of torch.func (inside vmap or grad), which has no values."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
-    """Return the number of rows whose positions restart after a run of more than two, as in packed rows, and of which
-    an attention mask hides nothing: the restart may be padding, and a mask may number the texts."""
+    """Return the number of rows whose positions restart after a run of more than two, as in packed rows, and in which
+    the attention mask hides nothing. Otherwise the restart may be padding; a mask may also number the documents."""
     positions = next((t for n, t in tensors if n == "position_ids" and t.dim() == 2), None)
     if positions is None or positions.shape[1] < 4:
         return None
@@ -97,11 +97,12 @@ def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor 
 
 
 def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
-    """Return numbers about the token numbers [B, T] of a call, None without: an order-dependent hash of them and their
-    count; of labels [B, T]: how many are not ignored, how many of these stand first in a row, equal the token at their
-    position, and equal the next one; of a mask [B, T]: zeros between ones of a row, and ones at padding, which are
-    runs of one value at the ends of rows that stands nowhere else in them; and of both, `_ends`, and labels that are
-    the token at masked positions behind masked ones."""
+    """Return counts of the token ids [B, T] of a call, or None if it has none.
+
+    Of the ids: an order-dependent hash and their number. Of labels [B, T]: the number not ignored, and of these, the
+    numbers that are first in a row, equal the token at their position, and equal the next one. Of a mask [B, T]: zeros
+    between the ones of a row, and ones at padding (runs, at the ends of rows, of a value that occurs nowhere else in
+    the row). Of labels and mask: `_ends`, and labels that equal the token at masked positions after masked ones."""
     named = dict(tensors)
     integers = [t for n, t in tensors if t.dim() == 2 and t.dtype in (torch.int32, torch.int64) and n not in IGNORED]
     ids = named.get("input_ids", integers[0] if integers else None)
@@ -129,8 +130,8 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
 
 
 def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
-    """Return how many rows end in the token that fills masked positions, if all of these hold one; how many of these
-    rows have no label there and one at the token before; and how many labels are this token."""
+    """Return how many rows end in the token that fills all masked positions, how many of these rows have no label there
+    but one at the token before, and how many labels are this token."""
     least, most = (ids.masked_fill(keep, fill).reshape(-1) for fill in (1 << 30, -1))
     value = most.max()
     last = (keep * torch.arange(1, ids.shape[1] + 1, device=ids.device)).max(1, keepdim=True).values - 1
@@ -141,7 +142,7 @@ def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
 
 
 def token_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the token numbers [B, T] of a call, those called `input_ids` first."""
+    """Return the token ids [B, T] of a call, preferring an input named `input_ids`."""
     rows = [
         (n, t) for n, t in [*tensors_of(args), *tensors_of(kwargs)] if n not in (*IGNORED, *LABELS) and t.dim() == 2
     ]

@@ -1,5 +1,5 @@
-"""How a model's layers are made: one object several times in a list, layers made inside of a forward, layers whose
-units are all equal.
+"""Detects how a model's layers are created: one object several times in a list, layers created inside a forward pass,
+layers whose units are all equal.
 
 In: models, losses before backward. Out: facts for a model's or a step's record. Units are compared once.
 """
@@ -19,13 +19,13 @@ from .graph import name_of
 from .strays import NODES
 
 UNITS_AT = 4  # step before which units are compared
-BORN = 256  # most parameters made in forwards that are remembered
+BORN = 256  # remembered parameters created in forward passes
 PRODUCTS, TRANSPOSED = ("Addmm", "Mm", "Linear", "Convolution"), ("T", "Transpose", "View")
 WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def repeated(root: nn.Module) -> list[tuple[str, str, int]]:
-    """Return (name, class, count) of lists of modules all of whose entries are one layer with parameters."""
+    """Return (name, class, count) of module lists whose entries are all one layer with parameters."""
     rows = []
     for name, module in root.named_modules():
         entries = list(module) if isinstance(module, nn.ModuleList) else []
@@ -36,7 +36,7 @@ def repeated(root: nn.Module) -> list[tuple[str, str, int]]:
 
 
 class Born:
-    """Parameters that were registered inside of an outermost module's forward, until the next backward."""
+    """Parameters registered inside an outermost module's forward pass, until the next backward."""
 
     def __init__(self) -> None:
         self._refs: dict[int, tuple[weakref.ref[Any], str]] = {}
@@ -46,9 +46,11 @@ class Born:
             self._refs[id(parameter)] = weakref.ref(parameter), type(module).__name__
 
     def in_graph(self, loss: Any, leaves: Sequence[Any], models: Iterable[nn.Module]) -> list[str]:
-        """Return the classes of layers made in the last forwards that a loss depends on, that no model has registered,
-        and that are given what registered parameters have computed; forget all. Layers that distort inputs at random
-        are given no such thing, and the weights of a task's own layers are updated in the forward."""
+        """Return the classes of unregistered layers created in the last forward passes on which a loss depends and
+        whose input depends on registered parameters; forget all layers created so far.
+
+        Layers that distort inputs at random have no such input, and a task's own layers are updated inside the forward
+        pass."""
         refs, self._refs = self._refs, {}
         if not refs:
             return []
@@ -113,6 +115,6 @@ def units_alike(models: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def adapters(root: nn.Module) -> list[int]:
-    """Return how many low-rank adapters a model has, by their names in peft, and how many of these are trained."""
+    """Return the number of low-rank adapter matrices of a model, by peft's names, and how many of them are trained."""
     rows = [p for n, p in root.named_parameters() if ".lora_A." in n or ".lora_B." in n]
     return [len(rows), sum(p.requires_grad for p in rows)]

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer as the trace describes them, and what was measured of their weights last.
+"""Stores the description of an optimizer's parameters in the trace, and the last measurement of their weights.
 
 In: an optimizer's parameters and their names. Out: a `SketchedLayout`, and the values of a `layout` record whenever the
 parameters change.
@@ -18,7 +18,7 @@ from .fingerprint import width_of
 
 @dataclass
 class SketchedLayout:
-    """The parameters of an optimizer, as last recorded."""
+    """An optimizer's parameters as last recorded."""
 
     signature: tuple[Any, ...]
     number: int

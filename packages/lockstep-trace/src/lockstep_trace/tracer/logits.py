@@ -1,9 +1,8 @@
-"""What the logits of a loss over classes are made of, by its graph: the axis of their classes, and pairs of embeddings.
+"""Examines the logits of a classification loss in its graph: the axis of their classes, and products of embeddings.
 
-In: a loss before backward. Out: (note, bool on its device or None if the graph is enough).
-
-A class is a channel of a layer. A view that takes numbers of another axis together with it, or in its place, makes
-"classes" of positions: `transpose` and `permute` move an axis, `view` and `reshape` cut memory.
+In: a loss before backward. Out: (note, bool on its device, or None if the graph suffices). A class is a channel of a
+layer. A view that merges or replaces the channel axis with another one turns positions into "classes": `transpose` and
+`permute` move an axis, `view` and `reshape` cut memory.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from .placement import is_plain_tensor
 
 DEPTH = 24  # operations between a loss and the layer that its logits come from
 WHOLE = ("Clone", "ToCopy", "Alias", "Div", "Mul", "Neg", "Slice")  # leave axes as they are
-CLOSE = 1e-5  # of a row's spread: two logits that are one, summed in another order
-CERTAIN = 30.0  # negative logarithm of the chance that all rows have such a pair
+CLOSE = 1e-5  # of a row's spread: two equal logits, summed in different orders, may differ by this
+CERTAIN = 30.0  # negative logarithm of the probability that all rows have such a pair by chance
 LARGEST = 1 << 22  # most logits to compare
 Note = tuple[str, Tensor | None]
 
 
 def logits_notes(loss: Any) -> list[Note]:
-    """Return the notes on the logits of a loss over classes, or an empty list."""
+    """Return the notes on the logits of a classification loss, or an empty list."""
     notes: list[Note] = []
     for node in loss_nodes(loss):
         if name_of(node).startswith("NllLoss"):
@@ -48,7 +47,7 @@ def _softmax(node: Any) -> Any:
 
 
 def _only(node: Any) -> Any:
-    """Return the one node before a node, or None."""
+    """Return the only input node of a node, or None."""
     before = [n for n, _ in node.next_functions if n is not None]
     return before[0] if len(before) == 1 else None
 
@@ -61,7 +60,8 @@ def _signed(number: int) -> int:
 
 
 def _axes(softmax: Any) -> Iterator[Note]:
-    """Yield a note if a view lies between the channels of a layer and as many classes that are not these channels."""
+    """Yield a note if a view between a layer and its logits makes as many classes as channels, but from another
+    axis."""
     shape = shape_of(softmax)
     axis: int | None = _signed(int(softmax._saved_dim)) % max(len(shape), 1)
     classes = shape[axis] if axis is not None and len(shape) > 1 else 0
@@ -85,7 +85,7 @@ def _axes(softmax: Any) -> Iterator[Note]:
                 return
             here = None if axis is None else place(before, after, axis)
             if here is None and axis is not None and is_union(before, after, axis):
-                return  # of positions, as of a heat map
+                return  # classes are positions, as in a heat map
             if axis is not None and (here is None or before[here] != classes):
                 text = text or f"{before} to {after}"
             axis = here
@@ -97,7 +97,7 @@ def _axes(softmax: Any) -> Iterator[Note]:
 
 
 def place(before: list[int], after: list[int], axis: int) -> int | None:
-    """Return the axis of `before` that an axis of `after`, a view of it, lies in; None if it lies in several."""
+    """Return the axis of `before` that contains an axis of its view `after`; None if that spans several."""
     inner = math.prod(after[axis + 1 :])
     outer = inner * after[axis]
     for i, size in enumerate(before):
@@ -108,14 +108,14 @@ def place(before: list[int], after: list[int], axis: int) -> int | None:
 
 
 def is_union(before: list[int], after: list[int], axis: int) -> bool:
-    """Return whether an axis of `after` is several axes of `before`, each of them whole."""
+    """Return whether an axis of `after` merges several whole axes of `before`."""
     inner = math.prod(after[axis + 1 :])
     strides = [math.prod(before[i + 1 :]) for i in range(len(before))]
     return inner in strides and inner * after[axis] in [n * s for n, s in zip(before, strides, strict=True)]
 
 
 def _unmoved(node: Any, axis: int | None) -> int | None:
-    """Return where an axis was before a transpose or permutation."""
+    """Return the position of an axis before a transpose or permutation."""
     if axis is None:
         return None
     count = len(shape_of(node))
@@ -130,7 +130,7 @@ def _unmoved(node: Any, axis: int | None) -> int | None:
 
 
 def _twice(node: Any, softmax: Any) -> Iterator[Note]:
-    """Yield whether each row's target, which is put before other logits, stands among these again."""
+    """Yield whether each row's target logit, which comes first, occurs again among the other logits."""
     target, shape = node._saved_target, shape_of(softmax)
     if len(shape) != 2 or target.dim() != 1 or not shape[0] >= 8 or not shape[1] >= 4 or math.prod(shape) > LARGEST:
         return
@@ -145,13 +145,15 @@ def _twice(node: Any, softmax: Any) -> Iterator[Note]:
     rows = target.clamp(min=0).unsqueeze(1)
     own, spread = result.gather(1, rows), result.std(1, keepdim=True)
     near = ((result - own).abs() <= CLOSE * spread).sum(1) - 1
-    again = (result.sort(1).values.diff(dim=1) <= 0).float().mean() > 0.25  # candidates come twice, not positives alone
+    again = (
+        result.sort(1).values.diff(dim=1) <= 0
+    ).float().mean() > 0.25  # all candidates occur twice, not only positives
     yield "positive among negatives", ((near >= 1) & (near <= shape[1] // 4) & (spread[:, 0] > 1e-3)).all() & ~again
 
 
 def _self(node: Any, softmax: Any) -> Iterator[Note]:
-    """Yield whether rows are compared with themselves, in a product of embeddings with their own transpose, where the
-    target of each is another one."""
+    """Yield whether a product of embeddings with their own transpose compares rows with themselves although the target
+    of each is another row."""
     target, shape = node._saved_target, shape_of(softmax)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 4 or target.shape != (shape[0],):
         return
@@ -172,7 +174,7 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
 
 
 def _equally_long(node: Any, count: int) -> Tensor | None:
-    """Return whether the embeddings that a product is of have one length; None if they are not kept."""
+    """Return whether the embeddings of a product all have the same length; None if they are not stored."""
     rows = next((r for r in (node._saved_self, node._saved_mat2) if isinstance(r, Tensor)), None)
     if rows is None or not is_plain_tensor(rows):
         return None
@@ -181,7 +183,8 @@ def _equally_long(node: Any, count: int) -> Tensor | None:
 
 
 def _scaled(node: Any) -> Any:
-    """Return the node before a node, over factors that are numbers; one without a name if there are several."""
+    """Return the input node of a node, skipping multiplications by numbers; a node without a name if there are
+    several."""
     node = _only(node)
     while node is not None and name_of(node) in ("Div", "Mul") and is_number(node):
         node = _only(node)

@@ -1,5 +1,5 @@
-"""What is measured of an optimizer's tensors at a step: gradients and weights before it; weights, changes, moments and
-buffers after it.
+"""Measures an optimizer's tensors at a step: gradients and weights before it; weights, changes, moments and buffers
+after it.
 
 In: parameters, optimizer state, modules. Out: vectors of `fingerprint.measure`, on the tensors' devices.
 """
@@ -45,7 +45,7 @@ class Before:
 
 
 def measured_gradients(parameters: Sequence[Any], sketch: bool = True) -> list[Tensor]:
-    """Measure the gradients of parameters, all of which have one."""
+    """Measure the gradients of parameters that all have one."""
     return measured_locals([placement.local(p.grad) for p in parameters], sketch)
 
 
@@ -92,8 +92,8 @@ def before_step(
 def after_step(
     layout: SketchedLayout, before: Before, parameters: Sequence[Any], record: dict[str, Any]
 ) -> dict[str, list[Tensor]]:
-    """Measure weights and their changes; return these and what was measured before, by name. Adds to the record which
-    parameters they are of."""
+    """Measure weights and their changes; return both, and the measurements before the step, by name. Adds the
+    parameters' numbers to the record."""
     after = measured_locals(before.locals)
     last = layout.sketches or after
     earlier = [b if b.numel() == a.numel() else c for a, b, c in zip(after, before.weights, last, strict=True)]
@@ -118,7 +118,7 @@ def after_step(
 
 
 def moments(optimizer: Any, parameters: Sequence[Any], record: dict[str, Any]) -> list[Tensor]:
-    """Measure the optimizer's elementwise state, without sketches, and add to the record what it is."""
+    """Measure the optimizer's elementwise state, without sketches, and add its names to the record."""
     tensors, blocks, names = [], [], []
     holders = [o.state for o in nested(optimizer) if isinstance(getattr(o, "state", None), Mapping)]
     for i, p in enumerate(parameters):
@@ -146,7 +146,8 @@ def buffers(roots: Sequence[nn.Module], record: dict[str, Any]) -> list[Tensor]:
 
 
 def modules(since: Since, record: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return what was measured of modules at the level `modules`, and add their names and shapes to the record."""
+    """Return the measurements of modules at the level `modules`, and add the modules' names and shapes to the
+    record."""
     vectors: dict[str, list[Tensor]] = {}
     for kind, rows in (("modules", since.modules), ("returned", since.returned)):
         if rows:

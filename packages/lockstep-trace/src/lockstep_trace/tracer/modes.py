@@ -1,4 +1,4 @@
-"""Decide whether a model is in training mode, by its dropout and batch norm modules.
+"""Decides whether a model is in training mode, by its dropout and batch norm modules.
 
 In: an outermost module. Out: one truth value, and counts for the record.
 """

@@ -139,7 +139,7 @@ def _wrap_optimizers(hooks: Any) -> None:
 
 
 def _wrap_reading(hooks: Any) -> None:
-    """Wrap `torch.load`, to see the states of optimizers in checkpoints."""
+    """Wrap `torch.load` to find optimizer states in checkpoints."""
     original = torch.load
 
     @functools.wraps(original)
@@ -233,7 +233,8 @@ def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
 
 
 def _wrap_saved(hooks: Any) -> None:
-    """Wrap hooks on saved tensors, which checkpoints use: what they saved must not be read before backward."""
+    """Wrap hooks on saved tensors, which checkpointing uses: tensors saved under them must not be read before
+    backward."""
     kind: Any = torch.autograd.graph.saved_tensors_hooks
     enter = kind.__enter__
 
@@ -256,7 +257,9 @@ def _wrap_checkpoint(hooks: Any) -> None:
     @functools.wraps(original)
     def check(inputs: Any) -> Any:
         inputs = list(inputs)
-        if hooks.recorder is not None and hooks.recorder.with_gradients:  # off inside the checkpoint itself
+        if (
+            hooks.recorder is not None and hooks.recorder.with_gradients
+        ):  # gradients are off inside the checkpoint itself
             hooks.recorder.since.cut |= not any(isinstance(i, Tensor) and i.requires_grad for i in inputs)
         return original(inputs)
 
@@ -264,7 +267,7 @@ def _wrap_checkpoint(hooks: Any) -> None:
 
 
 def _wrap_divergence(hooks: Any) -> None:
-    """Wrap `kl_div`, to look at which operation its input comes from: log-probabilities are expected."""
+    """Wrap `kl_div` to find which operation its input comes from; it expects log-probabilities."""
     original = nn.functional.kl_div
 
     @functools.wraps(original)
@@ -336,7 +339,7 @@ def number_of_data(recorder: Any, data: Any) -> int:
 
 
 def weights_of(sampler: Any) -> list[int] | None:
-    """Return how many weights torch's WeightedRandomSampler has, and how many draws; None for another sampler."""
+    """Return the number of weights of a WeightedRandomSampler and its number of draws; None for other samplers."""
     if type(sampler) is not torch.utils.data.WeightedRandomSampler:
         return None
     return [len(sampler.weights), int(sampler.num_samples)]

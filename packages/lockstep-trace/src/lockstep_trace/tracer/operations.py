@@ -102,7 +102,7 @@ class Operations(dispatch.TorchDispatchMode):
     # -- from when to when -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start to record in this thread, below the user's own modes."""
+        """Start recording in this thread, below the user's own dispatch modes."""
         self.active = True
         self._enter()
 
@@ -119,13 +119,13 @@ class Operations(dispatch.TorchDispatchMode):
             self.begin()
 
     def skipped(self) -> None:
-        """A scaler skipped a step: the operations up to here belong to none."""
+        """Discard the operations so far, because a scaler skipped the step."""
         if self.active:
             self._forget()
 
     def finish(self, unfinished: bool = False) -> None:
-        """Stop recording. What is on a device is written at the next step or at the end. `unfinished`: the process ends
-        within the step."""
+        """Stop recording. Numbers on a device are written at the next step or at the end. `unfinished`: the process
+        ends within the step."""
         if not self.active:
             return
         self._leave()
@@ -180,7 +180,7 @@ class Operations(dispatch.TorchDispatchMode):
     # -- compiled regions and modules --------------------------------------------------------------------------------
 
     def around(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a compiled function without this mode, as one entry."""
+        """Call a compiled function without this mode, and record it as one entry."""
         if not self.active and self.is_first():
             self.begin()
         if not self.active or working() or not self._leave():
@@ -205,7 +205,7 @@ class Operations(dispatch.TorchDispatchMode):
 
     @contextlib.contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
-        """Context manager: operations belong to a module."""
+        """Return a context manager that assigns operations to a module."""
         stack = self._stack()
         stack.append(self._name(module))
         try:
@@ -246,7 +246,7 @@ class Operations(dispatch.TorchDispatchMode):
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Tensor]] | None:
-        """Return the entry of an operation that is about to run, and the tensors that it writes to; None if it is not
+        """Return the entry of an operation that is about to run, and the tensors that it writes; None if it is not
         recorded."""
         site = call_site(bool(self.hooks.backward_depth))
         if site is None:
@@ -295,7 +295,7 @@ class Operations(dispatch.TorchDispatchMode):
         return "forward" if torch.is_grad_enabled() else "no grad"
 
     def _of_autograd(self, entry: dict[str, Any], site: CallSite) -> None:
-        """Note which operation of the forward pass an operation belongs to, by autograd's sequence numbers."""
+        """Note the forward operation to which an operation of backward belongs, by autograd's sequence numbers."""
         if entry["phase"] != "backward":
             self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, len(self.entries))
             return
@@ -312,7 +312,7 @@ class Operations(dispatch.TorchDispatchMode):
             entry["parameter"] = self.recorder.names()[0].get(id(variable))
 
     def _after(self, entry: dict[str, Any], writes: list[Tensor], func: Any, result: Any) -> None:
-        """Complete an entry by what its operation has computed."""
+        """Complete an entry with the results of its operation."""
         name, results = _base(func), list(_tensors(result))
         if name in MAKE_NOTHING or (name == "resize_" and not writes):
             for address in map(self._address, results):
@@ -329,8 +329,8 @@ class Operations(dispatch.TorchDispatchMode):
         self._outputs_of(entry, outputs, later=collective and name != "wait_tensor")
 
     def _outputs_of(self, entry: dict[str, Any], tensors: list[tuple[Tensor, bool]], later: bool = False) -> None:
-        """Note the outputs of an entry: (tensor, whether it is a view). `later`: a collective may be on its way still;
-        its outputs are read before their next use."""
+        """Note the outputs of an entry: (tensor, whether it is a view). `later`: a collective may still be running; its
+        outputs are read before their next use."""
         at = next(i for i in range(len(self.entries) - 1, -1, -1) if self.entries[i] is entry)
         for tensor, viewed in tensors:
             address = self._address(tensor)
@@ -350,7 +350,7 @@ class Operations(dispatch.TorchDispatchMode):
                 entry["out"].append(self._value(tensor))
 
     def allocated(self, address: int) -> None:
-        """Note that nothing is written yet to the storage at an address."""
+        """Note that nothing has been written yet to the storage at an address."""
         self._renew(address)
         self._undefined[address] = []
 
@@ -389,7 +389,7 @@ class Operations(dispatch.TorchDispatchMode):
             del self._undefined[address]
 
     def _is_undefined(self, address: int, tensor: Tensor) -> bool:
-        """Return whether a tensor has elements that nothing was written to."""
+        """Return whether a tensor has elements that were never written."""
         if address not in self._undefined:
             return False
         begin, end = _span(tensor)
@@ -403,7 +403,7 @@ class Operations(dispatch.TorchDispatchMode):
             self.vectors[index] = _summary(tensor)
 
     def _value(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's hash, which is computed if the tensor is another since."""
+        """Return the index of a tensor's hash, computing it if the tensor has changed."""
         address = self._address(tensor)
         if not _is_measurable(tensor) or self._is_undefined(address, tensor):
             return UNDEFINED
@@ -543,7 +543,7 @@ def _read_and_written(func: Any, arguments: list[tuple[Any, Any]]) -> tuple[list
 
 
 def _as_text(value: Any) -> str | None:
-    """Return an argument that is no tensor as text, or None."""
+    """Return a non-tensor argument as text, or None."""
     if isinstance(value, bool | int | float | complex | str | torch.dtype):
         return repr(value)[:ARGUMENTS].removeprefix("torch.")
     if isinstance(value, list | tuple) and value and all(isinstance(v, bool | int | float) for v in value):

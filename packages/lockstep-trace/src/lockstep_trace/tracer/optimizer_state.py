@@ -1,4 +1,4 @@
-"""Attributes of an optimizer that torch does not read, and state that is the memory of a gradient.
+"""Detects optimizer attributes that torch does not read, and state that shares memory with a gradient.
 
 In: an optimizer before a step. Out: a number, or names of states.
 """
@@ -13,13 +13,13 @@ from . import placement
 
 
 def unread_rate(optimizer: Any) -> float | None:
-    """Return the number in an attribute `lr` of an optimizer of torch, which reads the rates of its groups alone."""
+    """Return the number in an attribute `lr` of a torch optimizer, which reads only the rates of its groups."""
     value = vars(optimizer).get("lr") if type(optimizer).__module__.startswith("torch.optim") else None
     return float(value) if isinstance(value, int | float) else None
 
 
 def shared_with_gradients(optimizer: Any) -> list[str]:
-    """Return the names of states that are the memory of the gradients of all parameters that have both."""
+    """Return the names of states that share memory with the gradient of every parameter that has both."""
     rows: dict[str, list[bool]] = {}
     for parameter, state in optimizer.state.items():
         grad: Any = getattr(parameter, "grad", None)

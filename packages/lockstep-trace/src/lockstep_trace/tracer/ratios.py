@@ -1,4 +1,4 @@
-"""Detect whether the probability ratios that a loss clamps (PPO) are all exactly 1.
+"""Detects whether the probability ratios that a loss clips (PPO) are all exactly 1.
 
 In: a loss before backward. Out: one number on its device.
 """
@@ -15,7 +15,7 @@ FIRST, MOST = 1, 96  # losses to look at: without such a ratio, and with one
 
 
 def all_one(loss: Any) -> Tensor | None:
-    """Return whether all ratios are 1 that are clamped in the graph of a loss, int64 [1]; None without any."""
+    """Return whether all clipped ratios in the graph of a loss are 1, int64 [1]; None if it has none."""
     for node in nodes_of(loss, NODES):
         before = [n for n, _ in node.next_functions]
         if name_of(node) == "Clamp" and before and before[0] is not None:

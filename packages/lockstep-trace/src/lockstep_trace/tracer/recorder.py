@@ -148,7 +148,7 @@ class Recorder:
             self.since.fed.append((self.loader, self.batch))
 
     def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the shape that a recurrent layer or attention is given inside of a call."""
+        """Record the input shape of a recurrent layer or attention inside of a call."""
         look = sequences.look(module, args, kwargs) if self.with_gradients and self.since.inputs else None
         if look is not None:
             self.sequence_looks -= 1
@@ -260,7 +260,7 @@ class Recorder:
             self.since.unmasked = unmasked_attention(loss)
 
     def _divided(self, loss: Tensor) -> None:
-        """Take note of what a mean is divided by."""
+        """Note the divisors of a mean."""
         mean, numbers = divisors(loss)
         self.since.means += mean and not numbers
         if mean and len(numbers) > 1 and numbers[0] == numbers[1] > 1:
@@ -268,7 +268,7 @@ class Recorder:
             self.since.notes.append(f"{how} by {numbers[0]:g}")
 
     def _look(self, loss: Tensor) -> None:
-        """Take note of what a loss compares with what, at first losses."""
+        """Note how the first losses compare outputs with targets."""
         self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
         pairs = compares_all(loss, self.columns) if self.columns else None
         rows = [] if pairs is None else [("spread over targets", pairs)]
@@ -339,7 +339,7 @@ class Recorder:
         return len(self.optimizers) - 1
 
     def saves_state(self, optimizer: Any) -> None:
-        """Record that an optimizer's state was taken, if it has made a step."""
+        """Record that an optimizer's state was read by `state_dict`, if the optimizer has stepped."""
         number = next((n for n, ref in enumerate(self.optimizers) if ref() is optimizer), None)
         if number is not None:
             self.resumes.saves(number, optimizer, self.steps[number])
@@ -512,12 +512,12 @@ class Recorder:
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
-        """Return the rates that an optimizer was made with, before its first step."""
+        """Return the learning rates with which an optimizer was created, before its first step."""
         ref, rates = self.rates_made.pop(id(optimizer), (None, []))
         return {"rates_made": rates} if ref is not None and ref() is optimizer else {}
 
     def in_optimizers(self) -> set[int]:
-        """Return the ids of the parameters of all optimizers made, whether or not they have stepped."""
+        """Return the ids of the parameters of all optimizers created, whether or not they have stepped."""
         alive = (o for ref in self.optimizer_refs if (o := ref()) is not None)
         return {id(p) for o in alive for g in o.param_groups for p in g["params"]}
 

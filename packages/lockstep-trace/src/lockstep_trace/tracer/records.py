@@ -1,4 +1,4 @@
-"""State collected between two steps, and its conversion to a record. Numbers that may be on a device are kept apart.
+"""Collects state between two steps, and converts it to a record. Numbers that may be on a device are stored separately.
 
 In: a `Since`, vectors of measured tensors. Out: JSON values.
 """

@@ -1,7 +1,7 @@
-"""States of optimizers that were saved or read in this process, and that a later optimizer did not load.
+"""Tracks optimizer states that were saved or read in this process and that a later optimizer did not load.
 
-In: calls of `Optimizer.state_dict` and `load_state_dict`, results of `torch.load`. Out: what an optimizer could have
-gone on with, at its first step.
+In: calls of `Optimizer.state_dict` and `load_state_dict`, results of `torch.load`. Out: the states that an optimizer
+could have continued from, at its first step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ DEPTH = 4  # nesting of a checkpoint
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state with `steps` steps (None: not known) of an optimizer of `count` parameters. `by`: the number of the
-    optimizer of this process that it is of, None if it was read from a file."""
+    """A state after `steps` steps (None: unknown) of an optimizer of `count` parameters. `by`: the number of its
+    optimizer in this process, or None if it was read from a file."""
 
     count: int
     steps: int | None
@@ -47,7 +47,7 @@ class Resumes:
 
     @property
     def from_file(self) -> bool:
-        """Whether a checkpoint with an optimizer's state was read."""
+        """Return whether a checkpoint with an optimizer's state was read."""
         return any(state.by is None for state in self._saved.values())
 
     def loads(self, optimizer: Any) -> None:
@@ -56,7 +56,7 @@ class Resumes:
             self._loaded[id(optimizer)] = weakref.ref(optimizer), _steps(optimizer.state)
 
     def at_first_step(self, number: int, optimizer: Any) -> dict[str, Any] | None:
-        """Return what is known of states that an optimizer could have loaded, or None without."""
+        """Return the known states that an optimizer could have loaded, or None if there are none."""
         ref, steps = self._loaded.get(id(optimizer), (None, None))
         if ref is not None and ref() is optimizer:
             return {"loaded": True, "states": [[steps, None]], "model_loads": self.model_loads}
@@ -83,7 +83,7 @@ def _states(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
 
 
 def _steps(state: Any) -> int | None:
-    """Return the number of steps that a state counts, or None."""
+    """Return the number of steps counted in a state, or None."""
     rows = (row for row in state.values() if isinstance(row, Mapping) and "step" in row)
     step = next((row["step"] for row in rows), None)
     if isinstance(step, Tensor):

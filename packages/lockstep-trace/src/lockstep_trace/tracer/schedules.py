@@ -12,12 +12,12 @@ from typing import Any
 
 from .wrappers import inside, parameters_of
 
-FROM_BASE = ("LambdaLR", "OneCycleLR", "CyclicLR")  # their rates do not depend on the rate before
+FROM_BASE = ("LambdaLR", "OneCycleLR", "CyclicLR")  # schedulers whose rates do not depend on the previous rate
 
 
 @dataclass
 class Scheduler:
-    """A scheduler since its creation. `foreign`: created by a trainer, which steps it at times of its own choice."""
+    """A scheduler since its creation. `foreign`: created by a trainer that decides itself when to step it."""
 
     ref: weakref.ref[Any]
     optimizer: weakref.ref[Any]
@@ -42,7 +42,7 @@ class Loaded:
     scheduler: str | None = None
     set_to: list[float] | None = None
     resumed: list[float] | None = None
-    earlier: str | None = None  # a scheduler that was made before, has made no step and loaded no state
+    earlier: str | None = None  # a scheduler that was created before, was not stepped and loaded no state
     begun: list[float] | None = None  # the rates that it began with
     peaks: list[float] = field(default_factory=list)  # rates that the loaded state's schedule multiplies
     own_peaks: list[float] = field(default_factory=list)  # and those of the scheduler made before
@@ -81,7 +81,7 @@ class Schedules:
             known.length = known.length or length_of(scheduler)
 
     def watches(self, scheduler: Any, score: Any, steps: list[int]) -> None:
-        """Record a score that ReduceLROnPlateau was given, and the rate after it."""
+        """Record a score that ReduceLROnPlateau received, and the rate after it."""
         known = next((s for s in self.schedulers if s.ref() is scheduler), None)
         if known is not None:
             row = known.watched or {"mode": scheduler.mode, "scores": [], "rates": [], "steps": []}
@@ -144,7 +144,7 @@ class Schedules:
         return [(i, each.name) for i, each in idle if members & inside(each.optimizer())]
 
     def loads(self, optimizer: Any) -> None:
-        """Record that an optimizer's state was loaded, unless it is empty: of an optimizer without steps."""
+        """Record that an optimizer's state was loaded, unless the state is empty (no steps yet)."""
         if optimizer.state:
             peaks = [float(g["initial_lr"]) for g in optimizer.param_groups if "initial_lr" in g]
             row = weakref.ref(optimizer), Loaded(rates_of(optimizer), peaks=peaks)
@@ -180,7 +180,7 @@ class Schedules:
 
 
 def length_of(scheduler: Any) -> int | None:
-    """Return how many steps a scheduler is made for, or None if it does not say so."""
+    """Return the number of steps in a scheduler's schedule, or None if it is not stated."""
     if type(scheduler).__name__ in ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "LinearLR"):
         length = next((v for n in ("T_max", "total_steps", "total_iters") if (v := getattr(scheduler, n, None))), None)
     else:  # transformers' schedules

@@ -1,7 +1,7 @@
-"""Input shapes of recurrent layers and attention, with the batch size.
+"""Records input shapes of recurrent layers and attention, with the batch size.
 
-In: calls of inner modules. Out: [class, first dimension, second one, rows of the call, loader pass] of those that take
-time first.
+In: calls of inner modules. Out: [class, first dimension, second one, rows of the call, loader pass] of those whose
+first dimension is time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOKS = 64  # first calls
 
 
 def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """Return [class, first dimension, second one] of a module's input, None if it takes the batch first."""
+    """Return [class, first dimension, second one] of a module's input; None if the first dimension is the batch."""
     value: Any = args[0] if args else kwargs.get("input", kwargs.get("query"))
     if module.batch_first or not is_plain_tensor(value) or value.dim() != 3:
         return None

@@ -13,10 +13,11 @@ CHECKED = (1, 10)  # steps that --check recomputes if none is given
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after so
-    many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward. `replace`:
-    replace what an earlier run left in the folder; False if a command has prepared it. `check`: steps of each optimizer
-    to recompute on copies. `step`: whose operations are recorded at the level `operations`; None: 0."""
+    """Settings of the recorder. `folder`: folder of the trace. `every`: measure each N-th step. `steps`: stop after
+    this many steps; None: never. `perturb`: flip the last bit of half of the weights before the first forward pass.
+    `replace`: replace the contents that an earlier run left in the folder; False if a command has prepared it. `check`:
+    steps of each optimizer to recompute on copies. `step`: the step whose operations are recorded at the level
+    `operations`; None: 0."""
 
     folder: str
     every: int = 1

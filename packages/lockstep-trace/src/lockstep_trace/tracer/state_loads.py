@@ -1,7 +1,7 @@
-"""Loads of state_dicts of which no key is the model's, with `strict=False`: they change nothing.
+"""Detects state_dicts with none of the model's keys, loaded with `strict=False`: they change nothing.
 
-In: a module, what it was given and what `load_state_dict` returned. Out: records of kind `empty load`, when the module
-is called with weights that nobody has written to since.
+In: a module, the argument and the result of `load_state_dict`. Out: `empty load` records, when the module is called
+with weights that nothing has changed since.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StateLoads:
         self._waiting: list[EmptyLoad] = []
 
     def loaded(self, module: nn.Module, state: Any, result: Any, dropped: bool) -> None:
-        """Take note of a load. `dropped`: whether the caller dropped what it returned."""
+        """Record a load. `dropped`: whether the caller dropped the result."""
         own = list(module.parameters())
         missing, unexpected = getattr(result, "missing_keys", None), getattr(result, "unexpected_keys", None)
         if not own or not isinstance(state, Mapping) or missing is None or unexpected is None:
@@ -78,7 +78,7 @@ class StateLoads:
 
 
 def is_dropped(frame: FrameType) -> bool:
-    """Return whether the call that a frame is in the middle of is a statement: its result is dropped."""
+    """Return whether the call that a frame is executing is an expression statement, which drops its result."""
     rows = iter(dis.get_instructions(frame.f_code))
     after = next((r for r in rows if r.offset > frame.f_lasti and r.opname not in ("CACHE", "EXTENDED_ARG")), None)
     return after is not None and after.opname == "POP_TOP"
