@@ -275,7 +275,7 @@ def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, 
     assert scores["splits"]["validation"]["loss"] == min(losses.values())
     assert scores["splits"]["validation"]["examples"] == 7
     assert all(losses[step] != told(early / "out")[step] for step in (2, 4))
-    assert "Validation metrics are of at most 7 examples" in (tmp_path / "out/export/README.md").read_text()
+    assert "Validation metrics use at most 7 examples" in (tmp_path / "out/export/README.md").read_text()
     other = tmp_path / "other"
     other.mkdir()
     shutil.copy(early / "run.yaml", other)

@@ -86,7 +86,7 @@ def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) 
         space.export = 150_000
         space.check(0, 9, 3, 1)
         space.export = 200_000
-        with raises("LS6160", "at most 150 kB", "the export has one of about 200 kB"):
+        with raises("LS6160", "at most 150 kB", "the export has a file of about 200 kB"):
             space.check(0, 9, 3, 1)
         space.export_written = True
         space.check(0, 9, 3, 1)

@@ -1,4 +1,4 @@
-"""Bad input: exit status 2, one message that names the key, and nothing started or written."""
+"""Bad input ends with exit status 2 and one message that names the key; nothing is started or written."""
 
 import json
 from collections.abc import Callable
@@ -35,12 +35,12 @@ def many(*makers: Callable[[Path], Any]) -> Callable[[Path], None]:
 
 
 def rows(**values: Any) -> list[dict]:
-    """Good rows, the fifth of them changed."""
+    """Write good rows, with the fifth one changed."""
     return [row | values if i == 4 else row for i, row in enumerate(EMOTION)]
 
 
 def nothing(_: Path) -> None:
-    """No file is needed."""
+    """Write nothing, for cases that need no file."""
 
 
 def blocked(folder: Path) -> None:
@@ -339,7 +339,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to run in, where starting a process is a failure."""
+    """Return a folder to run in; starting a process there fails the test."""
 
     def started(*_: object) -> int:
         raise AssertionError("a process was started")
@@ -381,7 +381,7 @@ def test_a_secret_is_never_repeated(here: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_good_input_is_not_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: with the same run file and nothing wrong, the processes are started."""
+    """Control: the same run file without the fault starts processes."""
     monkeypatch.setattr(Local, "start", lambda *_: 0)
     jsonl("train.jsonl", EMOTION)(here)
     assert run_with({"data": OWN}, []) == 0

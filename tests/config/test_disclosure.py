@@ -1,4 +1,4 @@
-"""Secrets leave through no sink, and what people write commands no terminal and no page."""
+"""No sink reveals secrets, and user text can control neither a terminal nor a page."""
 
 import html
 import json

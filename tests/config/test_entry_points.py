@@ -1,5 +1,5 @@
-"""Plug-ins of other distributions: found by their entry points, listed without being imported, refused where a name is
-not one plug-in's alone. The distribution of docs/how-to/plug-ins is built, installed and trained with."""
+"""Plug-ins of other distributions are found by entry points, listed without import, and refused if a name is ambiguous.
+The distribution of docs/how-to/plug-ins is built, installed and used in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.messages import raises
 
 
 def installed(site: Path, name: str, entries: dict[str, dict[str, str]], version: str = "1.0") -> None:
-    """The metadata of a distribution, as pip leaves them in a folder of sys.path."""
+    """Write the metadata of a distribution to a folder of sys.path, as pip does."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -35,7 +35,7 @@ def installed(site: Path, name: str, entries: dict[str, dict[str, str]], version
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that Python looks for modules and distributions in."""
+    """Return a folder in which Python looks for modules and distributions."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
@@ -44,7 +44,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def gossip(site: Path) -> Iterator[Path]:
-    """The strategy and the command of docs/how-to/plug-ins, without the build."""
+    """Return the strategy and the command of docs/how-to/plug-ins, without the build."""
     source = distribution(site.parent) / "src/lockstep_gossip"
     source.rename(site / "lockstep_gossip")
     entries = {
@@ -153,7 +153,7 @@ def test_what_is_not_one_plug_in_is_refused(
 
 
 def test_one_that_cannot_be_loaded_hides_no_message(site: Path) -> None:
-    """Keys of all plug-ins are looked through where one is unknown."""
+    """The message about an unknown key searches the keys of all plug-ins, and skips those that cannot be loaded."""
     installed(site, "broken", {f"lockstep.{kind}": {"mine": "not_there:Mine"} for kind in ("tasks", "launchers")})
     with raises("LS1000", "launch.machnes"):
         load(None, ["launch.machnes=2"], {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}})
@@ -172,7 +172,7 @@ def test_a_checkpoint_compares_the_source_of_a_plug_in(gossip: Path) -> None:
 
 @pytest.mark.processes
 def test_the_distribution_of_contributing_is_installed_and_trains(tmp_path: Path, cache: Path) -> None:
-    """pip builds and installs it, as a user's does; nothing is asked of a registry."""
+    """pip builds and installs it like a user's distribution, without contacting a registry."""
     source, site = distribution(tmp_path), tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--root-user-action=ignore"]
     alone = ["--no-index", "--no-deps", "--no-build-isolation"]

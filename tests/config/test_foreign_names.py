@@ -1,4 +1,4 @@
-"""Names of other systems, names in the wrong place, and short ways to write a section."""
+"""Names of other systems, misplaced keys, and short forms of sections are explained or accepted."""
 
 import re
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_foreign_name_is_explained_and_not_guessed(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(trainer.TABLE))
 def test_every_field_of_training_arguments_is_answered(name: str) -> None:
-    """Ours, or that there is none and why; of what has our own name, where it stands."""
+    """Each field has our key, or a reason why there is none; a field with the same name here has its section."""
     if name in Run.model_fields:
         return
     message = said(f"{name}=3")
@@ -199,7 +199,7 @@ SECTIONS = sorted(set(re.findall(r"^## (.*)$", PAGE, re.M)) - {"Names in a run f
 
 
 def denied(section: str) -> dict[str, str]:
-    """Names that have no counterpart, by the page, and why."""
+    """Return the names without a counterpart, and the reasons, from the page."""
     text = PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     found, columns = {}, 0
     for line in text.splitlines():

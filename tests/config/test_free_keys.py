@@ -1,7 +1,5 @@
-"""Keys of the run file that do not decide the weights: runs that differ in all of them come to the same bits.
-
-Each kind of task is trained twice more: with every such key changed, and with those that would not go with these.
-"""
+"""Keys that do not determine the weights: runs that differ in all of them have equal bits. Each kind of task is trained
+twice more, once with every such key changed, and once with those that conflict with these."""
 
 from __future__ import annotations
 
@@ -97,7 +95,7 @@ def draws(predictions: np.ndarray, labels: np.ndarray) -> float:
 
 
 def changed(run: Run, values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a run file, some of them changed, as far as its task has them."""
+    """Return a run file's keys, some of them changed, as far as its task supports them."""
     given = run.model_dump(mode="json")
     given["task"] |= {key: value for key, value in SHOWN.items() if key in given["task"]}
     for key, value in values.items():
@@ -117,7 +115,7 @@ def gathers(run: Run) -> bool:
 
 
 def hashes(folder: Path, name: str, values: dict[str, Any]) -> dict[int, dict[str, str]]:
-    """Step -> hashes of its loss and norm, and for some steps of the weights and moments after it."""
+    """Return step -> hashes of its loss and norm, and for some steps of the weights and moments after it."""
     (folder / f"{name}.json").write_text(json.dumps(values | {"output": str(folder / name)}))
     assert main(["train", str(folder / f"{name}.json")]) == 0
     lines = map(json.loads, (folder / name / "fingerprints.jsonl").read_text().splitlines())

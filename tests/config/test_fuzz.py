@@ -1,5 +1,4 @@
-"""What people give lockstep, at random: success, or status 2 and a message. `fuzz.py` makes the cases, and goes on for
-as long as one likes."""
+"""Random input ends in success, or in status 2 with a message. `fuzz.py` generates the cases, also for longer runs."""
 
 import os
 from pathlib import Path
@@ -36,7 +35,7 @@ def test_what_is_given_is_used_or_refused(
 
 
 def test_a_finding_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that nobody explains, and a failure without a word."""
+    """Unexplained errors and failures without a message count as findings."""
     monkeypatch.setattr("lockstep.cli.main", lambda words: 1 // 0)
     fuzz = Fuzz(here / "case", seed=1)
     fuzz.run(0)

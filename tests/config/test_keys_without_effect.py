@@ -1,4 +1,5 @@
-"""Keys that have no effect beside the others of a run file are refused by name, or noted: none is read in silence."""
+"""Keys that have no effect beside other keys of a run file are refused by name, or noted; none is ignored in
+silence."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def test_what_a_length_or_other_keys_leave_without_effect_is_noted(
 
 
 def job_of(strategy: type[Any], *keys: str) -> Any:
-    """What `without_effect` asks of a job."""
+    """Return the parts of a job that `without_effect` reads."""
     run = tiny(f"strategy.name={strategy.__name__.lower()}", "launch.on_rank_failure=continue", *keys)
     return SimpleNamespace(run=run, strategy=strategy)
 

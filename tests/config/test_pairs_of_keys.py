@@ -1,4 +1,4 @@
-"""Keys of memory and speed, several at a time: the bits of `single` under every strategy that does not refuse them."""
+"""Combined keys of memory and speed keep the bits of `single` under every strategy that does not refuse them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def run_of(folder: Path, name: str, kind: str, *keys: str) -> Run:
 
 
 def check(run: Run, ranks: int) -> None:
-    """What is refused before any process starts. Errors: `RunError`."""
+    """Raise the refusals that come before any process starts. Errors: `RunError`."""
     task: Any = plugins.find("tasks", run.task.name)
     if task.chunks_loss:
         chunked_loss.check(run, task.head)
@@ -105,7 +105,7 @@ def check(run: Run, ranks: int) -> None:
 
 
 def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:
-    """Two steps of each: the second begins with what the first has made."""
+    """Train two steps of each run; the second step continues from the first."""
     found = []
     for run in runs:
         _, strategy, feed = build_with_feed(run, world)
@@ -129,7 +129,7 @@ def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:
 
 @cache
 def of(folder: Path, group: str, name: str) -> list[dict[str, Any] | None]:
-    """Of each case; None where the strategy refuses it."""
+    """Return the results of each case; None if the strategy refuses it."""
     ranks = 1 if name == "single" else 2
     found: list[dict[str, Any] | None] = []
     runs = []
@@ -159,7 +159,7 @@ def test_keys_together_have_the_bits_of_single(data: Path, group: str, name: str
 
 
 def test_layers_computed_again_have_the_same_bits(data: Path) -> None:
-    """With texts laid end to end, in float32, fp16 and beside a loss in chunks."""
+    """This holds for unpadded texts, in float32 and fp16, and with a chunked loss."""
     pairs = [("bert", *FP16), ("gpt2", CHUNK), ("marian", CHUNK, *BF16), ("llama", *LOW)]
     runs = [run_of(data, "single", kind, *keys, *more) for kind, *keys in pairs for more in ((), (AGAIN,))]
     found = run_on(1, trained, runs, timeout_s=600)[0]

@@ -38,7 +38,7 @@ def test_a_base_says_so_itself() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_plug_in_of_a_folder_is_declared(kind: str) -> None:
-    """A class of one's own that is left out of `BUILT_IN` would have no name."""
+    """A class that `BUILT_IN` lacks would have no name in the run file."""
     folder = plugins._FOLDERS.get(kind, kind).replace(".", "/")
     there: dict[str, str] = {}
     for file in sorted((ROOT / "src/lockstep" / folder).glob("*.py")):

@@ -1,4 +1,4 @@
-"""The run file: what is accepted, what is said of what is not."""
+"""The run file: which files are accepted, and the messages about others."""
 
 import os
 from pathlib import Path

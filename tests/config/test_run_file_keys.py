@@ -1,4 +1,4 @@
-"""Changing a key of the run file changes what the table says (tests/support/key_table.py), and nothing else."""
+"""Changing a key of the run file has exactly the effects in the table (tests/support/key_table.py)."""
 
 import re
 from typing import Any
@@ -43,13 +43,13 @@ def test_a_key_changes_what_the_table_says_and_nothing_else(
 
 
 def options(kind: str, name: str) -> list[str]:
-    """A plug-in's own keys."""
+    """Return the keys of a plug-in."""
     found: Any = plugins.find(kind, name)
     return list(found.Options.model_fields)
 
 
 def schema_keys() -> set[str]:
-    """Every key that a run file may have, with those of all plug-ins that come with lockstep."""
+    """Return every key that a run file may have, including those of all plug-ins of lockstep."""
     keys = set()
     for name, field in Run.model_fields.items():
         section: Any = field.annotation

@@ -1,4 +1,4 @@
-"""Every schedule against transformers' or torch's own, and how it is drawn."""
+"""Every schedule matches transformers' or torch's own, and is plotted correctly."""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def optimizer() -> torch.optim.Optimizer:
 
 
 def named_there(steps: int, warmup: int, minimum: float) -> Iterator[tuple[dict, str, dict]]:
-    """Ours, and transformers' name and options for the same, where it has one."""
+    """Yield our schedules with transformers' name and options for the same one, if it exists."""
     ends, least = {"min_lr_ratio": minimum}, minimum * 3e-4
     yield {"schedule": "linear"} | ends, *(("polynomial", {"lr_end": least}) if minimum else ("linear", {}))
     yield (
@@ -68,8 +68,8 @@ def test_rates_are_those_of_transformers(steps: int, minimum: float) -> None:
 @pytest.mark.parametrize("minimum", [0.0, 1e-3, 0.3])
 @pytest.mark.parametrize("steps", [2, 3, 4, 10, 50, 64, 99, 187])
 def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
-    """Its `pct_start` is 0.3, `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides the
-    rate that it begins at, a 25th."""
+    """torch's `pct_start` (0.3) is `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides
+    the initial rate, which is a 25th of the maximum."""
     given: list[tuple[dict, float]] = [({}, 0.3), ({"warmup_fraction": 0.05}, 0.05), ({"warmup_fraction": 0.77}, 0.77)]
     given += [({"warmup_steps": warmup}, warmup / steps) for warmup in (2, 7, steps) if 1 < warmup <= steps]
     for keys, share in given:

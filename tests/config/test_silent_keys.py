@@ -1,5 +1,5 @@
-"""No key of the run file is without effect in silence: `benchmarks/silent_keys.py` tried all keys and tasks, and every
-pair without effect has its reason in `support.silent_keys.IDLE`."""
+"""No key of the run file is ignored in silence: `benchmarks/silent_keys.py` tried all keys and tasks, and every pair
+without effect has its reason in `support.silent_keys.IDLE`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGAIN = "run benchmarks/silent_keys.py of them, and keep what it prints beside t
 
 @cache
 def recorded() -> dict[tuple[str, str], str]:
-    """Kind and key -> what came of a change, by the newest record that has it."""
+    """Return (kind, key) -> result of a change, from the newest record that has it."""
     found: dict[tuple[str, str], str] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*-silent-keys.jsonl")):
         for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
@@ -59,7 +59,7 @@ def test_a_pair_without_effect_has_its_reason_and_a_reason_its_pair() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_the_record_is_that_of_today(tmp_path: Path) -> None:
-    """Of the keys of one task, with one that shows nowhere as the control."""
+    """The record is current for the keys of one task; the control is a key without visible effect."""
     kind = "language_modeling prompts"
     command = [sys.executable, str(SCRIPT), "--kinds", kind, "--keys", r"^task\.|^max_time$"]
     status, out, err = ended(start_anew(command, tmp_path, tmp_path / "cache", HF_HUB_OFFLINE="1"))

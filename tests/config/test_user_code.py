@@ -1,5 +1,5 @@
-"""A user's own code: found without being executed, and what an edit of it does to caches, checkpoints, agreement and
-parcels."""
+"""A user's code is found without being executed; editing it affects caches, checkpoints, the consistency check and code
+bundles."""
 
 import hashlib
 import sys
@@ -68,7 +68,7 @@ def prepared(told: list[str]) -> Any:
 
 @pytest.fixture
 def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The built-in data's labels are names; the example wants numbers."""
+    """Return the built-in data with numeric labels, which the example needs."""
     from lockstep.data import source
 
     before = source.load

@@ -1,6 +1,5 @@
-"""No message and no note talks about a key that nobody wrote as if somebody had: over a grid of run files whose
-defaults do not go with what was written, over the quick start, and, in tests/jobs/test_mistakes.py, over all common
-mistakes."""
+"""No message or note treats a default as a key that the user wrote: over a grid of run files whose defaults conflict
+with written keys, over the quick start, and, in tests/jobs/test_mistakes.py, over all common mistakes."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ WRITTEN = [
 
 
 def said(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
-    """What `lockstep plan` says that is about the run: errors and notes."""
+    """Return what `lockstep plan` prints about the run: errors and notes."""
     main(["plan", *words, "--offline"])
     out, err = capfd.readouterr()
     assert "Traceback" not in err
@@ -82,7 +81,7 @@ def test_a_default_is_called_one(
 def test_a_default_that_a_strategy_cannot_have_gives_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluations of language models sample by default, and a pipeline writes greedily only."""
+    """Evaluations of language models sample by default, but a pipeline decodes only greedily."""
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(SMALL))

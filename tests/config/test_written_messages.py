@@ -1,5 +1,5 @@
-"""Every message of the source that begins with a key: printed for a run of which nobody wrote that key, it says that
-the value is a default. By another judge than the code that says so (tests/support/written_keys.py)."""
+"""Every message of the source that begins with a key says that the value is a default if the user did not write that
+key. The judge is independent of the code under test (tests/support/written_keys.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = re.compile(r"([a-z_]+(?:\.[a-z_]\w*)*)(?=:| \(|,? has | is | cannot | ne
 
 
 def _text(node: ast.AST) -> str:
-    """The text of a literal, with X for what is filled in."""
+    """Return the text of a literal, with X for interpolated parts."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -30,7 +30,7 @@ def _text(node: ast.AST) -> str:
 
 
 def messages() -> list[tuple[str, str, str]]:
-    """Code, key and text of every message whose first words are a key of the run file."""
+    """Return code, key and text of every message that begins with a key of the run file."""
     found = []
     for file in (*(ROOT / "src").rglob("*.py"), *(ROOT / "packages").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
@@ -43,7 +43,7 @@ def messages() -> list[tuple[str, str, str]]:
 
 
 def runs(folder: Path) -> list[Run]:
-    """Runs of every task, optimizer and launcher, of which little is written."""
+    """Return runs of every task, optimizer and launcher with few written keys."""
     base: dict[str, Any] = {"data": {"train": "a.csv"}, "model": {"type": "bert"}, "output": str(folder)}
     made = [Run.load(base)]
     for section, kind in (("task", "tasks"), ("optim", "optimizers"), ("launch", "launchers")):

@@ -1,4 +1,4 @@
-"""The command as a user runs it, in processes of its own: to the end, stopped, killed, and started in other ways."""
+"""The command as a user runs it, in separate processes: to the end, stopped, killed, and started in other ways."""
 
 import os
 import re
@@ -265,7 +265,7 @@ def test_by_hand_over_tcp_gives_the_same_bits(job: CommandJob, untouched: Path) 
 
 @pytest.fixture
 def joined(tmp_path: Path, untouched: Path) -> dict[str, str]:
-    """The variables of a rank that something else started, and a copy of a finished run."""
+    """Return the variables of a rank started by another program, and a copy of a finished run."""
     write(tmp_path)
     shutil.copytree(untouched / "out", tmp_path / "out", symlinks=True)
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

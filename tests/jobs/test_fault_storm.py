@@ -29,7 +29,7 @@ pytestmark = [
 
 @contextmanager
 def disk_of_its_own(folder: Path) -> Iterator[bool]:
-    """A small disk at `folder`, which can be filled; False where this user may mount none."""
+    """Mount a small disk at `folder`, which can be filled; return False if this user cannot mount one."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=32m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
@@ -68,6 +68,6 @@ def test_a_storm_of_faults(tmp_path: Path, cache: Path, untouched: Path) -> None
 
 
 def keep(record: Record) -> None:
-    """As far as it has come, where it was asked for."""
+    """Write the record so far, if one was requested."""
     if path := os.environ.get("LOCKSTEP_RECORD"):
         Path(path).write_text(json.dumps(record.plain(), indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""kill -9 on a rank, on the launcher, on all, at random moments and between random worlds: nothing is lost."""
+"""kill -9 on a rank, on the launcher, or on all, at random moments and between random worlds, loses nothing."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def test_killed_at_random_moments_it_still_ends_with_the_same_bits(
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_fifty_rounds(tmp_path: Path, cache: Path, untouched: Path) -> None:
-    """LOCKSTEP_RECORD=FILE keeps what was done; LOCKSTEP_SEED chooses other rounds."""
+    """LOCKSTEP_RECORD=FILE records the faults; LOCKSTEP_SEED chooses other rounds."""
     record = kill_and_resume(tmp_path, cache, untouched, kills=50, seed=int(os.environ.get("LOCKSTEP_SEED", 1)))
     assert len(record.kills) >= 50
     assert {kill.processes for kill in record.kills} == {1, 2, 3, 4}

@@ -1,4 +1,4 @@
-"""Variables that another job or tool has left in the environment: ignored or noted, never followed in silence."""
+"""Environment variables that another job or tool left are ignored or noted, never obeyed in silence."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def _without_any(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_variable_of_a_rank_makes_no_rank(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With RANK=1 alone a run wrote nothing, and with WORLD_SIZE=4 alone it waited for three others."""
+    """A run once wrote nothing with RANK=1 alone, and waited for three other ranks with WORLD_SIZE=4 alone."""
     monkeypatch.setenv(name, "3")
     world = World(tiny())
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)

@@ -1,4 +1,5 @@
-"""The quick start as a new user runs it: close to the best possible, the same weights on one process and two."""
+"""The quick start, as a new user runs it, nearly reaches the best possible score, with the same weights on one process
+and on two."""
 
 import hashlib
 import json
@@ -14,7 +15,7 @@ AS_FAR = 60  # of its 563 steps
 
 
 def train(folder: Path, cache: Path, *arguments: str) -> tuple[str, str]:
-    """Hash of the weights, and what was printed."""
+    """Return the hash of the weights, and the output."""
     folder.mkdir()
     status, out, err = ended(start([*LOCKSTEP, "train", *arguments], folder, cache), 800)
     assert status == 0, err
@@ -23,14 +24,14 @@ def train(folder: Path, cache: Path, *arguments: str) -> tuple[str, str]:
 
 
 def lines(folder: Path, split: str) -> list[dict]:
-    """Of metrics.jsonl, but for what tells of the machine."""
+    """Return the lines of metrics.jsonl without values that depend on the machine."""
     path = folder / "outputs" / "quickstart" / "metrics.jsonl"
     found = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
     return [{k: v for k, v in line.items() if "per_s" not in k} for line in found if line["split"] == split]
 
 
 def test_the_quick_start_comes_within_two_points_and_does_not_depend_on_processes(tmp_path: Path, cache: Path) -> None:
-    """On one process a tenth of it is run, whose losses and norms are the same to the last digit."""
+    """One process runs a tenth of the steps, with equal losses and norms to the last digit."""
     weights, said = train(tmp_path / "two", cache)
     best = builtin.best_accuracy(builtin.emotion(0, train=12_000)["validation"])
     assert lines(tmp_path / "two", "validation")[-1]["accuracy"] >= best - 0.02

@@ -1,4 +1,4 @@
-"""A sequence of faults that once doubled lines, left files behind and said "failed" of a run that was done, again."""
+"""Replays a sequence of faults that once duplicated lines, left files behind and reported a finished run as failed."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TRAIN = [*LOCKSTEP, "train", "run.yaml"]
 
 
 def told(folder: Path, cache: Path) -> dict[str, Any]:
-    """What `status` and launch.json say, but for times and numbers of processes."""
+    """Return what `status` and launch.json say, without times and numbers of processes."""
     record = json.loads((folder / "out" / "launch.json").read_text())
     kept = {name: record[name] for name in ("launcher", "processes", "steps", "status", "job", "facts")}
     state = state_of(folder, cache)
@@ -46,7 +46,7 @@ def told(folder: Path, cache: Path) -> dict[str, Any]:
 
 
 def files(folder: Path) -> set[str]:
-    """All files of OUTPUT, also hidden ones, but for the checkpoints that are kept."""
+    """Return all files of OUTPUT, including hidden ones, except kept checkpoints."""
     return {str(p.relative_to(folder)) for p in (folder / "out").rglob("*") if "/step-" not in str(p)}
 
 

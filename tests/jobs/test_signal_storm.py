@@ -1,5 +1,5 @@
-"""Random faults at random moments, one after the other: whatever comes, the status is what is on disk, and in the end
-everything is as if nobody had disturbed the job."""
+"""After random signals at random moments, the exit status agrees with the files on disk, and the final results equal
+those of an undisturbed job."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ SPARSE = {"track": {"every": 7}, "evaluate": {"every": 20}, "checkpoint": {"ever
 
 
 def fault(process, folder: Path, chance: random.Random) -> str:
-    """One signal, now: a request to stop, most often, or kill -9. Returns what was done."""
+    """Send one signal now, mostly a stop request, else kill -9; return a description."""
     number = signal.SIGKILL if chance.random() < 0.25 else chance.choice(STOPS)
     target = chance.choice(TARGETS)
     ranks = ranks_of(process, folder) or [process.pid]
@@ -55,7 +55,7 @@ def fault(process, folder: Path, chance: random.Random) -> str:
 
 
 def moment(process, folder: Path, chance: random.Random) -> str:
-    """Wait for a moment: at a step, at the last one, at the export, or some time after it."""
+    """Wait for a moment: a step, the last step, the export, or some time after it."""
     out = folder / "out"
     began = step_of(folder)
     step = min(STEPS, began + chance.randint(1, 30))
@@ -73,7 +73,7 @@ def moment(process, folder: Path, chance: random.Random) -> str:
 
 
 def storm(folder: Path, cache: Path, untouched: Path, seed: int, faults: int) -> list[str]:
-    """One job, and what was done to it. Errors: AssertionError with that."""
+    """Run one job with faults, and return their descriptions. Errors: AssertionError with these."""
     chance, done = random.Random(seed), []
     write(folder, **SPARSE)
     for _ in range(faults):
@@ -121,7 +121,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_storm_of_signals(tmp_path: Path, cache: Path, sparse: Path) -> None:
-    """LOCKSTEP_SEED chooses other storms, LOCKSTEP_JOBS how many jobs; LOCKSTEP_RECORD=FILE keeps what was done."""
+    """LOCKSTEP_SEED chooses other storms, LOCKSTEP_JOBS the number of jobs; LOCKSTEP_RECORD=FILE records the faults."""
     first, jobs = int(os.environ.get("LOCKSTEP_SEED", 1)), int(os.environ.get("LOCKSTEP_JOBS", 8))
     done = {seed: storm(tmp_path / f"job-{seed}", cache, sparse, seed, 6) for seed in range(first, first + jobs)}
     if path := os.environ.get("LOCKSTEP_RECORD"):

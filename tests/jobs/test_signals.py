@@ -1,4 +1,5 @@
-"""Stop signals at every moment between the first step and the exit: the status is what is on disk."""
+"""After a stop signal at any moment between the first step and the exit, the exit status agrees with the files on
+disk."""
 
 import json
 import os
@@ -43,7 +44,7 @@ SIGNALLED = "strategy.name=support.signalling_strategies.Signalled"
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A job whose metrics have a line every 15 steps, that nobody disturbed."""
+    """Return an undisturbed job that logs metrics every 15 steps."""
     folder = tmp_path_factory.mktemp("calm")
     write(folder, track={"every": 15})
     finish(folder, cache, "launch.processes=1")
@@ -60,7 +61,7 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
     assert terminal.status() == 75, terminal.text
     assert "Traceback" not in terminal.text
     assert (stopped := saved(tmp_path)) >= 15
-    assert f"stopped on request after step {stopped} of {STEPS}; the same command goes on from there" in terminal.text
+    assert f"stopped on request after step {stopped} of {STEPS}; the same command continues from there" in terminal.text
     assert state_of(tmp_path, cache)["state"] == "stopped"
     assert f"resuming after step {stopped}" in finish(tmp_path, cache, "launch.processes=1")
     each_step_once(tmp_path, calm)  # no line for the step that it was stopped after
@@ -70,7 +71,7 @@ def test_ctrl_c_in_a_terminal_keeps_what_was_trained(tmp_path: Path, cache: Path
 @pytest.mark.processes
 @pytest.mark.long  # on a busy machine the key was seen to come to nothing, twice in five runs
 def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, cache: Path) -> None:
-    """It waits in native code, where no handler of Python's runs."""
+    """The rank waits in native code, where no Python signal handler runs."""
     write(tmp_path)
     port = free_port()
     meet = ("launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{port}", "launch.rank=0", "launch.world_size=2")
@@ -149,7 +150,7 @@ def test_an_evaluation_on_the_way_is_left_to_the_next_start(
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
     status, out, err = ended(start([*command, "evaluate.batch_size=4"], tmp_path, cache, **variable))
     assert status == 75, (out, err)
-    assert f"stopped on request after step 20 of {STEPS}; the same command goes on from there" in out
+    assert f"stopped on request after step 20 of {STEPS}; the same command continues from there" in out
     # no score of a half evaluation, no line for the last step
     assert [line["step"] for line in lines(tmp_path)] == [1, 15]
     assert "20  validation" in (said := finish(tmp_path, cache, "launch.processes=1")), said
@@ -190,7 +191,7 @@ def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> 
 def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
     number: signal.Signals, tmp_path: Path, cache: Path
 ) -> None:
-    """The run file is a pipe: whatever the machine does, the command waits there until the signal has come."""
+    """The run file is a pipe, so the command blocks there until the signal arrives."""
     write(tmp_path).unlink()
     os.mkfifo(tmp_path / "run.yaml")
     process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)

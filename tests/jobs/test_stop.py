@@ -1,4 +1,4 @@
-"""Stopping by the clock, and at once."""
+"""Stopping by time limit, and immediately."""
 
 import signal
 import sys

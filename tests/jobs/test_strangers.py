@@ -1,5 +1,5 @@
-"""Somebody else's OUTPUT: commands that only read import nothing it names, run nothing it holds, and read, push and
-signal nothing outside of it."""
+"""Commands that only read another user's OUTPUT import and run nothing from it, and read, push and signal nothing
+outside of it."""
 
 import json
 import os
@@ -30,7 +30,8 @@ RUN = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2"}, "steps"
 
 @pytest.fixture
 def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An OUTPUT, in whose parent, the working directory, a module leaves a mark when it is imported."""
+    """Return another user's OUTPUT, with a module in its parent, the working directory, that leaves a file when
+    imported."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil_module.py").write_text(
         "open('ran', 'w')\nfrom lockstep.launchers.local import Local\nclass Thing(Local): pass\n"
@@ -182,7 +183,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("what", ["documents", "another run"])
 def test_an_output_that_a_link_replaces_is_not_written_through(what: str, tmp_path: Path) -> None:
-    """What is behind it stays as it was, and the model is kept elsewhere."""
+    """The link's target stays unchanged, and the model is saved elsewhere."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "log.txt").write_text("theirs\n")
@@ -223,7 +224,7 @@ def test_an_output_that_is_moved_and_linked_is_written_on(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("what", ["documents", "another run"])
 def test_checkpoints_that_a_link_replaces_are_not_written_through(what: str, tmp_path: Path) -> None:
-    """What is behind it stays as it was, with folders of a checkpoint's name; the run says so at each save."""
+    """The link's target, with folders named like checkpoints, stays unchanged; the run prints a note at each save."""
     theirs = tmp_path / "theirs"
     for name in ("step-000002", "step-000004", "step-000006"):
         (theirs / name).mkdir(parents=True)

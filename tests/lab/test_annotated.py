@@ -1,4 +1,4 @@
-"""Layouts that people have: each is recognised by `lockstep init`, holds what its file says, and trains."""
+"""`lockstep init` recognizes common layouts, reads exactly what their files say, and writes run files that train."""
 
 import gzip
 import json
@@ -184,7 +184,7 @@ def test_init_recognises_it(name: str, here: Path) -> None:
 
 @pytest.mark.processes
 def test_what_it_writes_trains(here: Path, cache: Path) -> None:
-    """One process after the other in one, to import torch once."""
+    """All runs share one process, to import torch once."""
     names = [
         name
         for name in CASES
@@ -250,7 +250,7 @@ def test_lists_of_columns_are_rows(here: Path) -> None:
 
 @pytest.mark.parametrize("orient", ["table", "index", "split"])
 def test_documents_hold_their_rows(orient: str, here: Path) -> None:
-    """The judge is pandas."""
+    """The rows are compared with those that pandas reads."""
     pandas = pytest.importorskip("pandas")
     pandas.DataFrame(LABELLED).to_json(here / "a.json", orient=orient)
     wanted = datasets.Dataset.from_dict(LABELLED).to_list()
@@ -259,7 +259,7 @@ def test_documents_hold_their_rows(orient: str, here: Path) -> None:
 
 
 def test_a_document_is_not_one_row(here: Path) -> None:
-    """Before, each of these was read as one row."""
+    """An earlier version read each of these as one row."""
     held = [{"text": "a"}, {"text": "b", "label": "x"}]
     put({"version": "1.1", "data": held})(here / "a.json")
     assert rows(source="a.json", layout="records") == [{"text": "a", "label": None}, held[1]]

@@ -1,4 +1,4 @@
-"""`lockstep bench`: what it finds, what it says of jobs that cannot run, and its arithmetic."""
+"""`lockstep bench`: its measurements, its messages about jobs that cannot run, and its arithmetic."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def test_the_batch_grows_with_the_processes_if_asked(tmp_path: Path) -> None:
 
 
 def row(processes: int, series: str, *seconds: float) -> BenchRow:
-    """100 examples in each round, in so many seconds."""
+    """Return a row with 100 examples per round, in these seconds."""
     rank = RankMemory("host", "CPU", 300 * 2**20, 0, 12, 16)
     versions: dict[str, str] = {}
     rounds = {
@@ -137,7 +137,7 @@ COSTS = {
 def tried(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slow: dict[tuple[int, int], float], *words: str
 ) -> tuple[int, Path]:
-    """Run `bench --options` with seconds from `COSTS`, and `slow`: factors of the n-th job in a round."""
+    """Run `bench --options` with seconds from `COSTS`; `slow`: factor of the n-th job in a round."""
     jobs: list[int] = []
 
     def one(request: Bench, row: BenchRow, number: int, _: Path) -> None:

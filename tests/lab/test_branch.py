@@ -1,5 +1,5 @@
-"""`lockstep branch`: a run that begins with another one's steps has the bits of one that computed them itself; what is
-not the same arithmetic is refused, with the key."""
+"""A run branched by `lockstep branch` has the bits of one that computed all its steps; differences in arithmetic are
+refused by key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(folder: Path, name: str, *overrides: str, **values: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the runs `first` (10 steps) and `alone` (14 steps), which share their first 8 steps."""
+    """Return a folder with the runs `first` (10 steps) and `alone` (14 steps), which share their first 8 steps."""
     folder = tmp_path_factory.mktemp("branch")
     trained(folder, "first")
     trained(folder, "alone", "steps=14")
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_is_not_begun_with(
 
 @pytest.mark.slow
 def test_the_best_model_may_be_one_from_before(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The first evaluations are the best: what is exported then is a checkpoint that the branch did not compute."""
+    """The first evaluations are the best, so the export is a checkpoint that the branch did not compute."""
     rates = ("optim.schedule=[[0, 5.0e-3], [4, 5.0e-3], [5, 0.5], [6, 0.5]]", "optim.learning_rate=0.5")
     words = ("evaluate.every=2", "checkpoint.best=-loss", *rates, "optim.warmup_steps=0", "optim.decay_steps=0")
     trained(folder, "best-first", *words)

@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what it finds, what it says of ranks that differ, and that nothing it meets can stop it."""
+"""`lockstep doctor`: its findings, its messages about differing ranks, and that no fault stops it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the seconds that importing torch takes, and without a look at the network."""
+    """Skip the import of torch and the network probe, which take seconds."""
     monkeypatch.setattr(machine_info, "_TORCH", "print('{}')")
     monkeypatch.setattr(machine_info, "_PORTABLE", "print('a hash')")
     monkeypatch.setattr(machine_info, "network", lambda: {"host_resolves": "127.0.0.1"})
@@ -222,7 +222,7 @@ def test_processes_that_it_starts(quick: None, tmp_path: Path, capfd: pytest.Cap
 
 @pytest.mark.processes
 def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache: Path) -> None:
-    """Rank 1 finds another transformers on its path."""
+    """Rank 1 has another version of transformers on its path."""
     fake = tmp_path / "fake" / "transformers-0.0.1.dist-info"
     fake.mkdir(parents=True)
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")

@@ -1,4 +1,4 @@
-"""Events of a run for a program, from the files that the job writes; and the bar that a notebook shows of them."""
+"""Events of a run for programs, read from the files that the job writes, and the progress bar of a notebook."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_a_run_from_its_first_to_its_last_event(tmp_path: Path) -> None:
 
 
 def test_what_was_there_before_is_passed_over_and_what_is_trained_again_told_again(tmp_path: Path) -> None:
-    """A resume whose metrics.jsonl is written anew: without the lines that were trained again."""
+    """A resume rewrites metrics.jsonl without the lines of repeated steps."""
     add(tmp_path, "events", {"time": 1.0, "event": "start", "step": 0})
     add(tmp_path, "metrics", train_line(1), train_line(10), train_line(20))
     (tmp_path / "events.jsonl").open("a").write('{"half": ')
@@ -138,7 +138,7 @@ def test_there_is_a_bar_in_a_notebook_and_nowhere_else(monkeypatch: pytest.Monke
 
 @pytest.mark.processes
 def test_a_job_is_followed_and_stopped(here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every kind of event once, in order, from a job that is stopped by its listener and goes on."""
+    """Every kind of event occurs once, in order, for a job that its listener stops and then resumes."""
     for name, value in lockstep_environment(cache).items():
         monkeypatch.setenv(name, value)
     changes = {"output": "out", "steps": 12, "launch.processes": 1, "track.every": 4, "evaluate.every": 4}

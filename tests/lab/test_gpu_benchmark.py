@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py is known to work before a GPU is at hand: all of it, small, on a CPU, by a long test."""
+"""benchmarks/gpu.py works without a GPU: a long test runs all of it, at a small size, on a CPU."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_other_weights_are_seen() -> None:
 
 
 def test_memory_is_told_as_peers_tell_it(tmp_path: Path) -> None:
-    """lockstep writes 10^9 bytes down, and torch's are counted in 2^30."""
+    """lockstep records memory in units of 10^9 bytes, torch's is counted in units of 2^30."""
     assert gpu._held(tmp_path) is None
     rows = [{"step": 1, "memory_gb/rank0": 9.0}, {"gpu_memory_gb/rank0": 2.147483648, "gpu_memory_gb/rank1": 1.0}]
     (tmp_path / "system.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -58,7 +58,8 @@ def test_every_contender_has_a_peer_or_is_lockstep() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
-    """Rates of lockstep and a peer, the bits of all processes and of a run that was stopped; told to be no figure."""
+    """The output has rates of lockstep and a peer, and the bits of all processes and of a stopped run, and is marked as
+    no benchmark."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--tiny", "--jobs", "minilm", "--rounds", "2"]
     said = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=850)
     assert said.returncode == 0, said.stdout + said.stderr

@@ -1,4 +1,5 @@
-"""`lockstep init`: columns are found, the file loads and trains as it is, and nothing is replaced unasked."""
+"""`lockstep init` finds the columns, writes a file that loads and trains unchanged, and replaces nothing without
+permission."""
 
 import sys
 from pathlib import Path
@@ -222,7 +223,8 @@ def test_answers_that_end(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
 
 @pytest.mark.processes
 def test_what_it_writes_trains(here: Path, cache: Path) -> None:
-    """For each task, as it is but for fewer steps; one process after the other in one, to import torch once."""
+    """The file of each task trains unchanged except for fewer steps; all runs share one process, to import torch
+    once."""
     cases = {"classes": "a text and a label", "tags": "tags", "sides": "two languages", "answers": "instructions"}
     for name, case in cases.items():
         jsonl(here / name, COLUMNS[case][0])
@@ -238,7 +240,7 @@ def test_what_it_writes_trains(here: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("mark", ["\u200f", "\u202e", "\u2066", "\ufeff", "\u2028"])
 def test_no_mark_that_turns_text_is_written_raw(mark: str) -> None:
-    """What a person reads in the run file is what it says; the value is the same."""
+    """Bidirectional marks are escaped, so the displayed text equals the value."""
     value = {"label": f"gut{mark}tug", "other": "caf\xe9"}
     text = scalar(value)
     assert mark not in text

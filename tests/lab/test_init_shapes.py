@@ -1,5 +1,5 @@
-"""`lockstep init` on data as people have them: recognised, asked about, noted, or refused with what to do; and its
-arithmetic is training's."""
+"""`lockstep init` recognizes real-world data, asks about it, notes it, or refuses it with a remedy; its arithmetic
+equals training's."""
 
 import gzip
 import json
@@ -45,7 +45,7 @@ def test_a_type_that_is_given_is_made_small(here: Path, kind: str, capsys: pytes
 
 
 class Tokens:
-    """The attributes of a tokenizer that building a model needs."""
+    """The tokenizer attributes that building a model needs."""
 
     pad_token_id, bos_token_id, eos_token_id, sep_token_id = 1, 3, 2, 2
 
@@ -274,8 +274,8 @@ def test_paths_are_written_from_the_folder_of_the_file(here: Path, monkeypatch: 
 
 @pytest.mark.processes
 def test_what_it_writes_trains_from_any_folder(here: Path, cache: Path) -> None:
-    """A table without a header, folders of labels and files side by side; one process after the other, to import torch
-    once."""
+    """The cases are a table without a header, folders of labels and files side by side; all share one process, to
+    import torch once."""
     (here / "table.csv").write_text("".join(f"words {i},{i % 2}\n" for i in range(60)))
     for label in ("neg", "pos"):
         (here / f"folders/{label}").mkdir(parents=True)

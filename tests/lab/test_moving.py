@@ -1,4 +1,4 @@
-"""`lockstep init --from`: files of other systems become run files; the documents have the same tables."""
+"""`lockstep init --from` converts files of other systems to run files; the pages have the same tables."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def section(called: str) -> str:
 
 
 def row(name: str, of: KeyTranslation) -> str:
-    """A row of the table as the page prints it."""
+    """Return a row of the table as the page prints it."""
     how = of.how.replace("|", "\\|")
     return f"| `{name}` | `{of.here}` | {how} |" if of.here else f"| `{name}` | {how} |"
 
@@ -163,7 +163,7 @@ def test_optimizers_and_schedules_of_trainer(theirs: dict, ours: dict, here: Pat
 
 @pytest.mark.parametrize("optim", ["sgd", "lion_32bit", "adamw_torch"])
 def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Path) -> None:
-    """The judge is transformers, and the optimizer that it makes."""
+    """The defaults are compared with the optimizer that transformers creates."""
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -353,7 +353,7 @@ AXOLOTL_PAIRS = AXOLOTL | {"rl": "dpo", "datasets": [{"path": "c/d", "type": "ch
 
 
 def test_packing_of_axolotl_and_llama_factory(here: Path) -> None:
-    """Packed samples of both do not see each other (LLaMA-Factory's: with neat_packing)."""
+    """Packed samples do not attend to each other in either system (in LLaMA-Factory with neat_packing)."""
 
     def packing(values: dict) -> tuple:
         (here / "t.yaml").write_text(yaml.safe_dump(values))

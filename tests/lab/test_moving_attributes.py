@@ -1,4 +1,4 @@
-"""`lockstep init --from`: attributes that a script sets, and which tokens of its rows TRL learns."""
+"""`lockstep init --from`: attributes that a script sets, and the tokens of its rows that TRL learns."""
 
 import json
 from pathlib import Path

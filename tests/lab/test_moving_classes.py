@@ -1,4 +1,4 @@
-"""`lockstep init --from` of loops in methods and in closures: the run file is that of the plain loop."""
+"""`lockstep init --from` reads loops in methods and closures, and writes the run file of the equivalent plain loop."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`lockstep init --from` of a file of LLaMA-Factory's whose data set stands in dataset_info.json."""
+"""`lockstep init --from` for a file of LLaMA-Factory whose data set is described in dataset_info.json."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_messages_on_the_command_line_replace_the_columns_of_instructions(
 
 
 def test_an_input_that_is_empty_in_every_row_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """LLaMA-Factory then makes a prompt of the instruction alone."""
+    """LLaMA-Factory then uses the instruction alone as the prompt."""
     text = factory(here, {"file_name": "rows.json"}).replace("template: qwen\n", "")
     rows = [{"instruction": f"say {n}", "input": "", "output": "b"} for n in range(8)]
     (here / "data" / "rows.json").write_text(json.dumps(rows))
@@ -86,7 +86,7 @@ PAIRS = {"file_name": "p.jsonl", "formatting": "sharegpt", "ranking": True, "col
 
 
 def factory(here: Path, entry: dict[str, Any], stage: str = "sft") -> str:
-    """A file of LLaMA-Factory's, whose data set has this entry."""
+    """Write a file of LLaMA-Factory, whose data set has this entry."""
     (here / "data").mkdir(exist_ok=True)
     (here / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}))
     return _FACTORY.replace("NAME", "mine").replace("sft", stage)
@@ -133,7 +133,7 @@ def test_what_dataset_info_says_and_is_not_read_is_refused(
 
 
 def test_pairs_in_conversations_of_dataset_info(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`dpo` and `rm` with `formatting: sharegpt`: the prompt is the list of messages."""
+    """For `dpo` and `rm` with `formatting: sharegpt`, the prompt is the list of messages."""
     names = {"messages": "talk", "chosen": "good", "rejected": "bad"}
     for stage, task in (("dpo", "preference"), ("rm", "reward")):
         run = moved("lf.yaml", factory(here, PAIRS | {"columns": names}, stage))

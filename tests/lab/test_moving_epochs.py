@@ -1,4 +1,4 @@
-"""`lockstep init --from` of a loop: how its epochs end, and whether its schedule ends with them."""
+"""`lockstep init --from` for loops: how epochs end, and whether the schedule ends with them."""
 
 import json
 import re
@@ -16,7 +16,7 @@ LOADER = 'DataLoader(data["train"], shuffle=True, batch_size=8)'
 
 
 def rows_of(count: int) -> None:
-    """Rows of this number, and others for validation."""
+    """Write this number of rows, and others for validation."""
     for name, rows in (("rows", count), ("dev", 8)):
         text = "".join(json.dumps({"first": f"a{i}", "second": f"b{i}", "label": i % 2}) + "\n" for i in range(rows))
         Path(f"{name}.jsonl").write_text(text)
@@ -45,7 +45,7 @@ GUARDED = """    for i, batch in enumerate(train):
 
 
 def accumulating(condition: str) -> str:
-    """Accumulation that the loop does itself."""
+    """Return a script whose loop accumulates gradients by hand."""
     text = re.sub(r"    for batch in train:\n(?:.+\n)+", lambda _: GUARDED.replace("CONDITION", condition), ACCELERATE)
     return text.replace("gradient_accumulation_steps=4, ", "")
 
@@ -118,8 +118,8 @@ def test_a_condition_that_is_not_the_last_batch(condition: str, here: Path, caps
 
 @pytest.mark.parametrize("divided", [False, True])
 def test_accelerate_s_schedule_goes_on_with_its_steps(divided: bool) -> None:
-    """The judge of the next test: over 3 epochs of 40 batches, 4 a step, a schedule that counts batches falls by a
-    quarter, and one that counts steps to its end."""
+    """Verifies the next test's premise: over 3 epochs of 40 batches, 4 per step, a schedule that counts batches
+    completes a quarter, and one that counts steps completes."""
     accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
     model, loader = torch.nn.Linear(2, 1), DataLoader(TensorDataset(torch.randn(40, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -1,4 +1,4 @@
-"""`lockstep init --from`: scripts in the style of the examples of transformers, whose branches their options decide."""
+"""`lockstep init --from` for scripts in the style of transformers' examples, whose options decide their branches."""
 
 import ast
 import json

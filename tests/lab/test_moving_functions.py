@@ -1,4 +1,4 @@
-"""`lockstep init --from`: functions that train, what they are called with, and values that a script changes."""
+"""`lockstep init --from`: functions that train, their arguments, and values that a script changes."""
 
 from pathlib import Path
 
@@ -144,6 +144,6 @@ def test_imports_of_a_project_are_named_with_their_lines(here: Path, capsys: pyt
         (here / name).touch()
     text = "import torch\nfrom net import build\nfrom pkg import rows\nimport fit as train\ntrain.fit(build(), rows)\n"
     files = "net.py (line 2), pkg/rows.py (line 3), fit.py (line 4)"
-    assert mentions(refused("main.py", text, capsys), "LS8207", "init follows no imports", files)
+    assert mentions(refused("main.py", text, capsys), "LS8207", "init does not follow imports", files)
     text = text.replace("train.fit(build(), rows)", "for x in rows:\n    build().loss(x).backward()")
-    assert mentions(refused("main.py", text, capsys), "LS8209", "init follows no imports", files)
+    assert mentions(refused("main.py", text, capsys), "LS8209", "init does not follow imports", files)

@@ -1,4 +1,4 @@
-"""`lockstep init --from` of loops whose optimizer has groups of weights, with and without decay."""
+"""`lockstep init --from` for loops whose optimizer has parameter groups with and without decay."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ WITH, WITHOUT = "not any(w in n for w in plain)", "any(w in n for w in plain)"
 def grouped(
     with_decay: str, without: str, words: str = WORDS, source: str = "model.named_parameters()", more: str = ""
 ) -> str:
-    """SCRIPT with two groups of weights, by their conditions."""
+    """Return SCRIPT with two parameter groups, selected by these conditions."""
     groups = words + "groups = [\n"
     for condition, decay in ((with_decay, 0.05), (without, 0.0)):
         groups += f'    {{"params": [p for n, p in {source} if {condition}], "weight_decay": {decay}}},\n'

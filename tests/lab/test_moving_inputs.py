@@ -1,4 +1,4 @@
-"""`lockstep init --from`: what a model is given of a batch, and how questions and contexts become windows."""
+"""`lockstep init --from`: the inputs that a model receives, and how questions and contexts become windows."""
 
 from pathlib import Path
 
@@ -206,7 +206,7 @@ PLACE = "train = DataLoader"
 
 
 def with_collator(code: str, body: str = "") -> str:
-    """SCRIPT with a collator of its own, and the body of its function."""
+    """Return SCRIPT with its own collator, whose function has this body."""
     function = f"def collate(rows):\n    {body}\n\n\n" if body else ""
     return changed((PADDING, code), (PLACE, function + PLACE), text=SCRIPT)
 

@@ -1,4 +1,4 @@
-"""`lockstep init --from`: which tokens of a script have a label: padding, words with tags, answers, masked tokens."""
+"""`lockstep init --from`: which tokens of a script are labeled: padding, tagged words, answers, masked tokens."""
 
 from pathlib import Path
 

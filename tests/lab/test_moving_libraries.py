@@ -135,7 +135,7 @@ def test_a_surprise_of_a_library_is_refused_at_its_line(
 
 
 def test_what_trains_alike_is_read(here: Path) -> None:
-    """Trainer counts the targets as lockstep does; the norm that clipping returns is printed and not used."""
+    """Trainer counts targets as lockstep does; the script prints the norm that clipping returns, without using it."""
     collator = "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
     assert moved("train.py", LM.replace("COLLATOR", collator)).task.name == "language_modeling"
     clipped = (

@@ -1,4 +1,4 @@
-"""`lockstep init --from` of scripts with a loop, of command lines, and of files that would train something else."""
+"""`lockstep init --from` for scripts with a loop, for command lines, and for files that would train something else."""
 
 import sys
 from pathlib import Path
@@ -186,7 +186,7 @@ def test_what_lightning_decides_is_not_lost(argument: str, here: Path, capsys: p
 
 
 def test_optimizers_have_the_rates_and_decays_of_their_libraries() -> None:
-    """The judges are torch's signatures, and those of bitsandbytes."""
+    """The defaults are compared with the signatures of torch and bitsandbytes."""
     import inspect
 
     import torch
@@ -230,9 +230,7 @@ def test_a_seed_through_a_function_and_labels_that_are_numbered(here: Path, caps
     shown = capsys.readouterr().out
     assert "seeded(SEED) -> seed" in shown
     assert "manual_seed" not in shown
-    assert (
-        "class_encode_column('label') -> nothing: texts are numbered in sorted order here, too, but integers" in shown
-    )
+    assert "class_encode_column('label') -> nothing: lockstep also numbers texts in sorted order, but integers" in shown
 
 
 @pytest.mark.parametrize(("name", "text"), [("pl.py", LIGHTNING), ("nano.py", NANO)])
@@ -279,7 +277,7 @@ def test_a_script_with_the_options_of_its_command(here: Path) -> None:
 
 @pytest.mark.parametrize("words", ["--batch_size=32", "config/small.py", "lr=0.5"])
 def test_words_that_no_parser_of_a_script_reads(words: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """nanoGPT's command line: its words replace constants of the file."""
+    """The words of nanoGPT's command line replace constants of the file."""
     (here / "nano.py").write_text(NANO)
     said = refused("run.sh", f"python nano.py {words}\n", capsys)
     assert f"line 1: {words.replace('=', ' ') if words[0] == '-' else words} (how the script uses it" in said
@@ -355,7 +353,7 @@ def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
 
 
 def test_a_schedule_of_deepspeed_is_not_that_of_the_trainer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """DeepSpeed's is used, whatever the Trainer's arguments say of one."""
+    """DeepSpeed's schedule is used, whatever schedule the Trainer's arguments name."""
     (here / "ds.json").write_text(
         '{"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_type": "KIND"}}}'
     )

@@ -1,4 +1,4 @@
-"""`lockstep init --from`: what a script's loss is divided by, where that is not the targets of a step."""
+"""`lockstep init --from`: loss divisors of scripts other than the targets of a step."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ LANGUAGE = (
 
 
 def change(folder: Path, **settings: Any) -> torch.Tensor:
-    """Change of a weight by one step of Trainer over four examples, with plain SGD and without clipping.
-
-    All have one label, so that their gradients do not cancel to what is rounding."""
+    """Return the change of a weight by one Trainer step over four examples, with plain SGD and without clipping. All
+    examples have one label, so that their gradients do not cancel to rounding."""
     torch.manual_seed(0)  # the head is drawn
     model = AutoModelForSequenceClassification.from_pretrained("encoder", **NO_DROPOUT)
     before = model.classifier.weight.detach().clone()

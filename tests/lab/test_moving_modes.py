@@ -1,4 +1,4 @@
-"""`lockstep init --from` of loops by the mode of their model, and by what they take from it without saying so."""
+"""`lockstep init --from` for loops: the model's mode, and settings that the loop takes from the model implicitly."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ FAMILIES = ("bert", "distilbert", "deberta-v2", "gpt2", "t5", "bart", "electra",
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_have_no_dropout_left(family: str, here: Path) -> None:
-    """Outputs in training mode with the entries that were set are those in evaluation mode without them."""
+    """Training-mode outputs with these entries equal evaluation-mode outputs without them."""
     config = AutoConfig.for_model(family)
     small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     own = {"d_model": 8, "d_ff": 8, "dim": 8, "hidden_dim": 8, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_kv": 4}

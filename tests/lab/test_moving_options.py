@@ -1,4 +1,4 @@
-"""`lockstep init --from` of options that are set after parsing, and of loops that end before their last batch."""
+"""`lockstep init --from`: options that are set after parsing, and loops that end before their last batch."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every schedule that `init --from` reads: the run file's rates beside those that its library sets, step by step."""
+"""Every schedule that `init --from` reads has, step by step, the rates that its library sets."""
 
 import inspect
 import json
@@ -41,7 +41,7 @@ def here_is(run: Run, steps: int = STEPS) -> list[float]:
 
 
 def set_by(make: Callable[[torch.optim.Optimizer], Any], steps: int = STEPS) -> list[float]:
-    """The rate that each update has, where the scheduler goes on after it."""
+    """Return the rate of each update, if the scheduler steps after it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
     scheduler, rates = make(optimizer), []
     for _ in range(steps):
@@ -56,7 +56,7 @@ def same(rates: list[float]) -> Any:
 
 
 def notes(folder: Path) -> str:
-    """What stands at the head of the run file, in one line."""
+    """Return the header of the run file, on one line."""
     lines = (folder / "moved.yaml").read_text().splitlines()
     return " ".join(" ".join(line.lstrip("# ") for line in lines if line.startswith("#")).split())
 
@@ -129,7 +129,7 @@ FREE = {"optim": "schedule_free_adamw", "output_dir": "o", "learning_rate": RATE
 @pytest.mark.extras
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 def test_the_warm_up_of_trainer_s_schedule_free_is_the_optimizer_s(warmup: int, here: Path) -> None:
-    """`constant` has none, and the optimizer is given the steps."""
+    """The schedule `constant` has no warm-up; the optimizer receives its steps."""
     pytest.importorskip("schedulefree")
     given = FREE | {"lr_scheduler_type": "constant", "warmup_steps": warmup}
     run = moved("args.json", json.dumps(given))
@@ -174,7 +174,7 @@ OF_TORCH = sorted(
 
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_schedules_of_torch_are_refused_in_a_loop(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`one_cycle`, which is one of them, is compared in tests/config/test_schedules.py."""
+    """tests/config/test_schedules.py compares `one_cycle`, which is one of them."""
     call = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=100, num_training_steps=len(train) * 3 // 4)"
     text = ACCELERATE.replace(call, f"torch.optim.lr_scheduler.{name}(optimizer)")
     text = text.replace("get_linear_schedule_with_warmup, ", "")
@@ -203,7 +203,7 @@ def moved_from_deepspeed(kind: str, params: dict[str, Any], *words: str) -> Run:
 def test_straight_lines_of_deepspeed_are_the_same_rates(
     kind: str, warmup: int, more: dict, total: int, here: Path
 ) -> None:
-    """Also where the schedule ends before or after the run."""
+    """This also holds if the schedule ends before or after the run."""
     params = {"warmup_num_steps": warmup, "warmup_type": "linear"} | more
     params |= {"total_num_steps": total} if kind == "WarmupDecayLR" else {}
     theirs = of_deepspeed(kind, params)
@@ -232,8 +232,8 @@ def test_the_cosine_of_deepspeed_is_a_step_late_in_the_warm_up_which_is_told(
 @pytest.mark.parametrize("arguments", [{}, {"max_steps": STEPS}])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
 def test_what_deepspeed_leaves_to_the_trainer(kind: str, arguments: dict, here: Path) -> None:
-    """Its schedule holds, whatever the Trainer's arguments say of one; where the length is not known, it is told that
-    the rates are a step late."""
+    """DeepSpeed's schedule applies, whatever schedule the Trainer's arguments name; if its length is unknown, a note
+    says that the rates come one step late."""
     params = {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_type": "linear"}
     params |= {"total_num_steps": "auto"} if kind == "WarmupDecayLR" else {}
     config = {"scheduler": {"type": kind, "params": params}, "zero_optimization": {"stage": 2}}

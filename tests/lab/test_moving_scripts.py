@@ -1,4 +1,4 @@
-"""`lockstep init --from` of scripts with a Trainer: what is read, what is refused, and that nothing is run."""
+"""`lockstep init --from` for scripts with a Trainer: settings are read, others refused, and nothing is run."""
 
 import dataclasses
 from pathlib import Path
@@ -28,7 +28,8 @@ from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, 
     ],
 )
 def test_a_trainers_settings_are_those_of_training_arguments(given: dict[str, Any], here: Path) -> None:
-    """The judge is transformers: what its arguments hold, and the optimizer's and schedule's rates it makes of them."""
+    """The settings are compared with transformers' TrainingArguments, and with the rates of the optimizer and schedule
+    that it creates."""
     import torch
     from transformers import TrainingArguments, get_scheduler
 
@@ -187,7 +188,7 @@ trainer.train()
 
 
 def test_texts_that_no_call_cuts_are_not_laid_in_blocks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before, they became blocks of 256 tokens, without a word."""
+    """An earlier version split them into blocks of 256 tokens in silence."""
     assert "texts are not truncated: give task.block_size" in refused("quotes.py", QUOTES, capsys)
     run = moved("quotes.py", QUOTES, "task.block_size=99")
     assert (run.task.options["packing"], run.task.options["text"]) == (False, "quote")
@@ -306,7 +307,7 @@ def test_pairs_of_trl(here: Path) -> None:
     ("config", "task"), [("SFTConfig", "language_modeling"), ("DPOConfig", "preference"), ("RewardConfig", "reward")]
 )
 def test_trls_defaults_are_trls(config: str, task: str, here: Path) -> None:
-    """The judge is TRL."""
+    """The defaults are compared with TRL's."""
     trl = pytest.importorskip("trl")
     theirs = {field.name: field.default for field in dataclasses.fields(getattr(trl, config))}
     columns = ["task.text=text"] if task == "language_modeling" else []

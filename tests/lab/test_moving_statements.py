@@ -1,4 +1,4 @@
-"""`lockstep init --from` of a loop: statements on a closed list are understood, others refused by line."""
+"""`lockstep init --from` for loops understands the statements of a closed list, and refuses others by line."""
 
 import ast
 import json
@@ -33,7 +33,7 @@ def accumulating(condition: str, divisor: str = " / 4") -> str:
 
 
 def by_hand(condition: str, before: bool) -> str:
-    """Accumulation with a counter that the loop keeps itself, and raises before the step or after it."""
+    """Return a loop that accumulates by its own counter, incremented before the step or after it."""
     text = changed(accumulating(condition), ("    for epoch", "    n = 0\n    for epoch"))
     raised = "            n += 1\n"
     if before:
@@ -263,7 +263,7 @@ def test_names_of_labels_are_not_lost(here: Path, capsys: pytest.CaptureFixture[
 
 
 def doubled(first: str, each: str) -> str:
-    """Sixty names, each made of the one before twice."""
+    """Return sixty names, each of which doubles the previous one."""
     return f"a0 = {first}\n" + "".join(f"a{i + 1} = {each.replace('@', f'a{i}')}\n" for i in range(60)) + "N = a60\n"
 
 

@@ -1,4 +1,4 @@
-"""`lockstep init --from` of scripts with a Trainer: what changes the training is refused, and the rest is read."""
+"""`lockstep init --from` for scripts with a Trainer refuses what would change the training, and reads the rest."""
 
 from pathlib import Path
 

@@ -118,7 +118,8 @@ def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureF
     ],
 )
 def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], run_file: Path) -> None:
-    """docs/reference/strategies.md, of four processes; tests/strategies/test_memory.py measures them."""
+    """The docs are docs/reference/strategies.md, for four processes; tests/strategies/test_memory.py measures the
+    bytes."""
     run = load("run.yaml", words)
     assert tuple((job := Job.of(run, 4)).strategy.bytes_held(job).values()) == held
 
@@ -237,7 +238,8 @@ def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("name", "least", "most"), [("adamw", 8, 8), ("muon", 4.5, 7.5), ("adafactor", 0.1, 2)])
 def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, most: float) -> None:
-    """Muon keeps 4 for a matrix of the layers and 8 for the rest; Adafactor a number for a row and one for a column."""
+    """Muon keeps 4 bytes per parameter for a matrix of the layers and 8 for the rest; Adafactor keeps a number per row
+    and one per column."""
     run = tiny(f"optim={name}", "model.config.n_embd=64")
     model = make_task(Job.of(run).with_data()).model()
     optimizer = stepper.build(run.optim, model)

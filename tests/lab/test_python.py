@@ -1,4 +1,4 @@
-"""The Python interface: the examples of docs/how-to/python.md, Ctrl-C, a parent that is gone, and a notebook."""
+"""The Python interface: the examples of docs/how-to/python.md, Ctrl-C, a dead parent process, and a notebook."""
 
 import os
 import re
@@ -25,7 +25,7 @@ TRAIN = (
 
 
 def blocks(page: Path) -> list[str]:
-    """The Python examples of a page."""
+    """Return the Python examples of a page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 

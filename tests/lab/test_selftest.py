@@ -1,4 +1,5 @@
-"""`lockstep doctor --selftest`: what keeps its promise, what does not, what cannot run, and a page without secrets."""
+"""`lockstep doctor --selftest` reports which strategies keep their promise, break it or cannot run; its page has no
+secrets."""
 
 import json
 import os
@@ -29,7 +30,7 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.processes
 def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
-    """Forked, and with it the jobs that it starts: all else takes less than their imports would."""
+    """The self-test and its jobs are forked, because importing would take longer than all else."""
     own = (f"support.misbehaving.{name}" for name in ("Refuses", "Lacks", "Breaks"))
     names = ["allreduce", "support.buggy.OneNotReduced", *own]
     words = ["--processes", "2", "--page", "page.html", "--json", "--device", "cpu", "--strategies", *names]

@@ -31,7 +31,7 @@ print(*sys.modules, file=sys.stderr)
 
 
 def imported(*lines: str) -> set[str]:
-    """Top-level packages that are imported when these commands have ended, one after the other in one process."""
+    """Return the top-level packages that are imported after these commands, run one after the other in one process."""
     done = subprocess.run([sys.executable, "-c", SCRIPT, *lines], capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in done.stderr.splitlines()[-1].split()}
 
@@ -43,7 +43,7 @@ def test_the_overview_imports_nothing_but_python() -> None:
 
 @pytest.mark.processes
 def test_these_commands_import_no_arrays_and_no_tensors() -> None:
-    """`--help` of each command, and those that only read what lockstep's own files say."""
+    """The commands are `--help` of each command, and those that read only lockstep's own files."""
     there = imported("list", "list --json", "schema", *(f"{name} --help" for name in commands.HELP))
     assert not there & (ARRAYS | TENSORS)
     assert there >= TEXT  # the control
@@ -51,7 +51,7 @@ def test_these_commands_import_no_arrays_and_no_tensors() -> None:
 
 @pytest.mark.parametrize("kind", list(before_a_run._KEYS))
 def test_a_plug_in_is_described_as_it_is(kind: str) -> None:
-    """Text is read, nothing is imported: a class attribute is that of the class, by Python's own order of bases."""
+    """The description is parsed without an import; class attributes resolve in Python's method resolution order."""
     attributes = before_a_run._NEEDS.get(kind, ())
     for name in plugins.names(kind):
         plugin = plugins.find(kind, name)

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: trials that are finished are not run again, interrupted ones go on, bad ones are refused."""
+"""`lockstep sweep` does not repeat finished trials, continues interrupted ones, and refuses invalid ones."""
 
 import json
 import os
@@ -249,7 +249,7 @@ def test_a_search_takes_any_seed() -> None:
 def test_a_search_over_other_values_is_refused(
     over: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """optuna takes no trial whose value is not in what it searches; a wider range is another matter."""
+    """optuna accepts no trial whose value is outside of the search; a wider range is accepted."""
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)
     write(tmp_path, launch={"device": "cpu", "threads": 1, "processes": 1})

@@ -1,4 +1,4 @@
-"""`lockstep sweep`: what trials have in common is computed once, and each has the bits of a trial by itself."""
+"""`lockstep sweep` computes common steps of trials once, and each trial has the bits of a separate run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def steps(count: int, decay: int, **keys: Any) -> dict[str, Any]:
 
 
 def test_trials_are_a_tree_of_stretches() -> None:
-    """Rates stay as they are for 7, 17, 17 and 27 steps, and one step more, from which on they fall."""
+    """The rates stay constant for 7, 17, 17 and 27 steps, and one step more; then they fall."""
     tree = tree_of(
         steps(10, 3), steps(20, 3), steps(20, 3, **{"optim.decay_shape": "cosine"}), steps(30, 3), steps(18, 1)
     )
@@ -64,7 +64,7 @@ def test_a_schedule_that_depends_on_all_steps_shares_nothing() -> None:
 
 
 def test_a_warm_up_to_another_minimum_shares_nothing() -> None:
-    """A schedule begins at its minimum, too, where it warms up."""
+    """A schedule with warm-up also starts at its minimum."""
     ends = [steps(30, 3, **{"optim.min_lr_ratio": least}) for least in (0, 0.5)]
     assert tree_of(*ends).begins == {}
     assert tree_of(*(each | {"optim.warmup_steps": 0} for each in ends)).begins == {"t1": ("t0", 28)}
@@ -88,7 +88,7 @@ def swept(folder: Path, values: dict[str, Any], *words: str) -> list[str]:
 
 
 class Here:
-    """A trial in this process, without the seconds of a new interpreter."""
+    """A trial in this process, which saves starting an interpreter."""
 
     def __init__(self, function: str, words: list[str], folder: Path, name: str, variables: dict[str, str]) -> None:
         self.status = main(words)
@@ -125,7 +125,7 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.usefixtures("nobody_is_left")
 def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
-    """Killed while the first trial trains, and stopped while one trains that began with its steps."""
+    """The sweep is killed while the first trial trains, and stopped while one trains that began with its steps."""
     rate = RATE | {"decay_steps": 20, "warmup_steps": 0}
     words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.min_lr_ratio=0,0.1,0.2")
     folder = tmp_path / "out-sweep"

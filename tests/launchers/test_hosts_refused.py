@@ -106,5 +106,5 @@ def test_an_address_that_nobody_answers(two: Hosts) -> None:
     assert job.ended() == 2
     assert f"launch.rendezvous: {nobody} is not reachable from host-1 ({two.address(1)}) within 4 s" in job.err
     assert other.ended() == 1
-    assert f"rank 1 of 2 on host-1 did not meet the other ranks at {nobody} within 4 s" in other.err
+    assert f"rank 1 of 2 on host-1 did not reach the other ranks at {nobody} within 4 s" in other.err
     assert f"through eth0 ({two.address(1)})" in other.err

@@ -119,7 +119,7 @@ def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path
     assert err.count(f"out was replaced by a link to {theirs} during training") == 1
     said = " ".join(out.split())
     assert "the checkpoint of step 20 is wherever that folder was moved to" in said
-    assert "the same command goes on" not in said
+    assert "the same command continues" not in said
     assert [path.name for path in theirs.iterdir()] == ["letter.txt"]
 
 
@@ -131,7 +131,7 @@ def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, job: 
     status, out, err = job.train()
     assert status == 0, err
     assert "is finished" in out
-    assert "holds the model and no metrics.jsonl" in " ".join(out.split())
+    assert "holds the model but no metrics.jsonl" in " ".join(out.split())
     assert "could not be written" not in out
     assert (tmp_path / "out/report.html").is_file()
     assert (tmp_path / "out/run.yaml").is_file()

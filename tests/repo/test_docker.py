@@ -1,4 +1,4 @@
-"""The Dockerfile without an engine: its instructions are read, and those that can be are followed in a folder."""
+"""The Dockerfile, without an engine: the tests read its instructions, and follow those that they can in a folder."""
 
 import re
 import shlex
@@ -84,7 +84,7 @@ def test_the_user_is_that_of_the_pods() -> None:
 
 
 def test_signals_reach_python() -> None:
-    """In the form of a list there is no shell between them."""
+    """The list form of the instruction starts no shell in between."""
     (entry,) = given("ENTRYPOINT")
     assert entry == '["python", "-m", "lockstep"]'
 
@@ -92,7 +92,7 @@ def test_signals_reach_python() -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
-    """The package is built from what COPY brings and nothing else, and with its files that are not code."""
+    """The package builds from the files that COPY brings alone, including its non-code files."""
     pytest.importorskip("setuptools")
     for words in given("COPY"):
         *sources, target = shlex.split(words)
@@ -114,7 +114,7 @@ def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
 
 
 def test_the_lock_is_what_pyproject_allows_and_names_no_place() -> None:
-    """.ci/constraints.txt: one version of every package that is asked for, from nowhere in particular."""
+    """.ci/constraints.txt has one version of every required package, without a URL."""
     lines = [line for line in (ROOT / ".ci/constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9a-z.]+", line) for line in lines), "no addresses, paths or local versions"

@@ -89,7 +89,7 @@ def _named() -> set[str]:
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:
-    """`make site` refuses to build otherwise."""
+    """Otherwise `make site` refuses to build."""
     assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - _named() == set()
 
 
@@ -110,7 +110,7 @@ def test_a_page_can_be_read_at_one_sitting(folder: str) -> None:
 
 
 def test_all_pages_together_have_at_most_60000_words() -> None:
-    """Remove as much as you add. README is one of them."""
+    """To add words, remove as many. README counts, too."""
     pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
     assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 60_000
 
@@ -129,7 +129,7 @@ PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("R
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_to_a_file_and_every_named_test_is_there(page: Path) -> None:
-    """`make site` looks at links too, later."""
+    """`make site` also checks links, but later."""
     text = page.read_text(encoding="utf-8")
     linked = [page.parent / link for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)]
     named = [ROOT / name for name in re.findall(r"(?<![\w/.])tests/[\w/]+\.\w+", text)]

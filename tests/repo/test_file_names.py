@@ -1,4 +1,4 @@
-"""Files that comments and docstrings name are there: a name stays behind when a file moves."""
+"""Files named in comments and docstrings exist: moving a file can leave its old name behind."""
 
 import ast
 import io
@@ -25,7 +25,7 @@ ELSEWHERE = {
 
 
 def _prose(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comment and docstring, of a file that names one in any place."""
+    """Yield line and text of each comment and docstring of a file that names any file."""
     if ".py" not in source:
         return
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,5 +1,5 @@
-"""Thirteen rooms, one above the other: a file imports from its own room and from those below. What must answer at once
-imports nothing heavy; what others keep private is used in few places."""
+"""Thirteen rooms, one above the other: a file imports only from its own room and from those below. Commands that must
+answer at once import nothing heavy; few places use private names of other libraries."""
 
 import ast
 import functools
@@ -61,7 +61,7 @@ ENGINES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def floor(path: str) -> int:
-    """Of a file or folder below `ROOT`."""
+    """Return the floor of a file or folder below `ROOT`."""
     room = path.partition("/")[0]
     if room == "_version.py":
         return -1
@@ -69,7 +69,8 @@ def floor(path: str) -> int:
 
 
 class Facts(NamedTuple):
-    """What is asked of a file. Trees of all of them are not kept: every later collection would look through them."""
+    """Facts about a file that the tests need. Syntax trees are not kept, because every later garbage collection would
+    scan them."""
 
     imports: list[tuple[str, bool]]  # modules, also for its types only, and whether at its top
     private: list[str]
@@ -102,7 +103,7 @@ BY_NAME = ("getattr", "setattr", "hasattr")
 
 
 def _private(nodes: list[ast.AST]) -> list[str]:
-    """Names with a leading underscore that are used on what the file itself does not define."""
+    """Yield the names with a leading underscore that are used on objects that the file itself does not define."""
     own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
     own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
@@ -127,7 +128,7 @@ def _private(nodes: list[ast.AST]) -> list[str]:
 
 @functools.cache
 def file_of(module: str) -> str | None:
-    """The file of a module of ours, below `ROOT`."""
+    """Return the file of one of our modules, below `ROOT`."""
     if module.partition(".")[0] != "lockstep":
         return None
     path = module.removeprefix("lockstep").strip(".").replace(".", "/")
@@ -172,14 +173,15 @@ def test_a_distribution_beside_it_imports_the_core_by_its_public_modules(package
 
 
 def test_the_core_imports_no_distribution_beside_it() -> None:
-    """What it has of them, it finds by their entry points, as it finds anybody's."""
+    """It finds the other distributions by their entry points, like anyone's plug-ins."""
     names = [(file, name) for file in FILES for name, _ in facts(ROOT / file).imports]
     assert len(names) > 1000
     assert [(file, name) for file, name in names if name.partition(".")[0] in PACKAGES] == []
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The files that reach each other: strongly connected components of more than one, by Kosaraju's two passes."""
+    """Return the files that reach each other: strongly connected components of more than one file, by Kosaraju's two
+    passes."""
     order: list[str] = []
     backwards: dict[str, set[str]] = {file: set() for file in graph}
     for file, targets in graph.items():
@@ -211,7 +213,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_file_imports_itself_by_a_detour() -> None:
-    """Nor for its types alone, inside of a function, or by the package's `__init__`."""
+    """This includes imports for types only, inside of functions, or by the package's `__init__`."""
     graph = {
         file: {target for name, _ in facts(ROOT / file).imports if (target := file_of(name))} - {file} for file in FILES
     }
@@ -276,7 +278,8 @@ def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
 
 
 def test_the_ground_needs_torch_and_numpy_alone() -> None:
-    """What a stranger installs. jinja2 writes the page; DeepSpeed is looked into where the traced script has it."""
+    """Users without lockstep install only these. jinja2 writes the page; DeepSpeed is examined if the traced script
+    uses it."""
     names = {(file.name, name.partition(".")[0]) for file in PACKAGE_FILES[GROUND] for name, _ in facts(file).imports}
     foreign = {(file, name) for file, name in names if name not in sys.stdlib_module_names}
     own = {name for file in PACKAGE_FILES[GROUND] for name in (file.stem, file.parent.name)} | {"lockstep_tracer"}
@@ -294,7 +297,7 @@ def test_every_adapter_is_in_the_table() -> None:
 
 
 def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
-    """`training/recovery/` is no room: it is above the loop, which it calls, and below the rank, which asks for it."""
+    """`training/recovery/` is not a room: it is above the loop, which it calls, and below the rank, which uses it."""
     inside = "training/recovery/"
     asking = {
         file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)
@@ -318,7 +321,7 @@ def test_the_loop_can_be_read_at_a_glance() -> None:
 
 
 def test_nobody_patches_a_method() -> None:
-    """To hear of a step there is `StepObserver`."""
+    """`StepObserver` is the way to observe a step."""
     for file in (f for f in FILES if f.startswith(("training/", "strategies/"))):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):
             targets = node.targets if isinstance(node, ast.Assign) else []
@@ -358,7 +361,7 @@ def test_a_function_can_be_read_without_scrolling() -> None:
 
 
 def test_a_conditional_expression_holds_no_other() -> None:
-    """Of three outcomes one is a statement of its own. Complexity is ruff's: max-complexity in pyproject.toml."""
+    """Three outcomes need a separate statement. ruff limits complexity: max-complexity in pyproject.toml."""
     sources = [path for folder in ("src", "packages") for path in sorted((CHECKOUT / folder).rglob("*.py"))]
     assert len(sources) > 400
     nested = [
@@ -390,6 +393,6 @@ def test_these_commands_import_no_torch(arguments: list[str]) -> None:
 
 @pytest.mark.processes
 def test_a_strategy_takes_no_transformers_before_there_is_a_model() -> None:
-    """`init` and `plan` ask a strategy what it can do; of a table whose tokens are there they need no more."""
+    """`init` and `plan` ask a strategy for its abilities; they need no more for a table whose tokens are cached."""
     code = "import sys, lockstep.strategies.ddp, lockstep.lab.init.init\nsys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""Messages have codes: one each, in the range of their room, and none that was retired."""
+"""Every message has one code, in the range of its room, and no retired one."""
 
 import ast
 import functools
@@ -74,12 +74,12 @@ class Message(NamedTuple):
 
 @functools.cache
 def nodes_of(file: Path) -> list[ast.AST]:
-    """Classes, calls and imports: what is asked for."""
+    """Return the classes, calls and imports of a file."""
     return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef | ast.Call | ast.ImportFrom)]
 
 
 def coded_classes() -> set[str]:
-    """Names of all errors that take a code."""
+    """Return the names of all errors that take a code."""
     bases: dict[str, set[str]] = {}
     for file in FILES:
         for node in nodes_of(file):
@@ -92,7 +92,7 @@ def coded_classes() -> set[str]:
 
 
 def messages(nodes: Iterable[ast.AST], names: set[str], place: str) -> list[Message]:
-    """All calls that make a message, with the code that stands there."""
+    """Return all calls that create a message, with their codes."""
     found = []
     for node in nodes:
         if not isinstance(node, ast.Call) or ast.unparse(node.func).split(".")[-1] not in names:
@@ -148,7 +148,7 @@ def test_the_control_a_message_without_a_code_is_seen() -> None:
 
 
 def test_every_error_that_the_user_reads_has_a_code() -> None:
-    """What is printed is a coded text, or the text of an error that has a code."""
+    """Printed errors are coded texts, or texts of errors that have a code."""
     found = []
     for file, place in FILES.items():
         names = {

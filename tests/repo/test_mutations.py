@@ -1,4 +1,4 @@
-"""The list of planted faults stays alive: each stands at one place of the source as it is, and is Python."""
+"""The list of planted faults stays valid: each one matches exactly one place of the source, and is valid Python."""
 
 import ast
 import sys

@@ -1,7 +1,5 @@
-"""Names that tests, benchmarks, examples and packages import from lockstep are there: mypy reads only the sources.
-
-The syntax is read, and nothing imported.
-"""
+"""Names that tests, benchmarks, examples and packages import from lockstep exist, which mypy checks only for the
+sources. The tests parse the files and import nothing."""
 
 import ast
 import functools
@@ -19,7 +17,7 @@ OURS = ("lockstep", "lockstep_trace", "lockstep_plan", "lockstep_clouds", "suppo
 
 @functools.cache
 def _file(module: str) -> Path | None:
-    """File of a module or package of `OURS`."""
+    """Return the file of a module or package of `OURS`."""
     parts = Path(*module.split("."))
     places = [source / file for source in SOURCES for file in (parts.with_suffix(".py"), parts / "__init__.py", parts)]
     return next((place for place in places if place.exists()), None)
@@ -27,7 +25,7 @@ def _file(module: str) -> Path | None:
 
 @functools.cache
 def _names(module: str) -> set[str]:
-    """Names that a module binds outside of functions and classes, and those of `__all__`."""
+    """Return the names that a module binds outside of functions and classes, and those of `__all__`."""
     file = _file(module)
     if file is None or file.is_dir():
         return set()
@@ -46,7 +44,7 @@ def _names(module: str) -> set[str]:
 
 
 def _there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or begins with a module and a name of it."""
+    """Return whether a dotted name is a module, or a module followed by one of its names."""
     module = dotted
     while _file(module) is None:
         module = module.rpartition(".")[0]
@@ -55,7 +53,8 @@ def _there(dotted: str) -> bool:
 
 
 def _missing(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and name of each import, attribute of an imported module, and dotted name in a text that is not there."""
+    """Yield line and name of each import, attribute of an imported module, and dotted name in a text that does not
+    exist."""
     modules: dict[str, list[str]] = defaultdict(list)  # one name may stand for two modules, in two functions
     others: set[str] = set()  # variables, which hide a module of their name
     attributes: list[ast.Attribute] = []

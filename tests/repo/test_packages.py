@@ -1,4 +1,4 @@
-"""The distributions of this repository: one version, extras that install them, entry points that are there."""
+"""The distributions of this repository have one version, extras that install them, and valid entry points."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_all_have_one_version_and_want_each_other_in_it() -> None:
 
 @pytest.fixture
 def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`.ci/release`, of copies of the files that it writes."""
+    """Run `.ci/release` on copies of the files that it writes."""
     loader = SourceFileLoader("release_command", str(ROOT / ".ci/release"))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
@@ -147,7 +147,7 @@ def test_entry_points_are_what_pyproject_says_and_can_be_loaded(name: str) -> No
 
 
 def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every name that a distribution of this repository brings has its line in `EXTRAS`."""
+    """Every name that a distribution of this repository provides has a line in `EXTRAS`."""
     for name, folder in PACKAGES.items():
         for kind, group in entry_points.GROUPS.items():
             if kind != "commands":

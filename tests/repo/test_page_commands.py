@@ -1,4 +1,4 @@
-"""Every code block of every page: parsed, with its keys looked up, and run, or the page says why not."""
+"""Every code block of every page is parsed, its keys are checked, and it is run, unless the page says why not."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Numbers stand with the right form of their noun, in every message and page."""
+"""Numbers have the right form of their noun in every message and page."""
 
 import re
 

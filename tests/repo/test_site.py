@@ -1,4 +1,4 @@
-"""The site: a page for each message code, and its versions. Zensical is not run; its pages are written by hand here."""
+"""The site has a page for each message code, and versions. Zensical is not run; the tests write its pages by hand."""
 
 import json
 import posixpath
@@ -36,7 +36,7 @@ CODES = ("LS1000", "LS1001", "LS2031")
 
 
 def built(folder: Path) -> Path:
-    """What zensical writes of three messages."""
+    """Write the files that zensical writes for three messages."""
     (folder / "reference/messages/all").mkdir(parents=True)
     sections = "".join(SECTION.format(code.lower(), code) for code in CODES)
     (folder / "reference/messages/all/index.html").write_text(SHELL.format(sections))
@@ -90,7 +90,7 @@ def test_pages_that_zensical_writes_otherwise_are_refused(tmp_path: Path) -> Non
 
 
 def test_the_newest_version_is_latest(tmp_path: Path) -> None:
-    """Whatever was built last; a release that corrects another one takes its folder."""
+    """This holds whatever was built last; a release that corrects another one replaces its folder."""
     site = tmp_path / "site"
     for release in ("0.2.0", "0.10.0", "0.2.1"):
         built(tmp_path / "html")
@@ -134,7 +134,7 @@ def test_a_code_page_has_the_remedy_keys_and_words() -> None:
 
 
 def test_the_codes_that_users_meet_most_are_explained() -> None:
-    """Why it is refused, an example, and how to mend it, in 40 to 90 words: more is not read."""
+    """Each has a reason, an example and a fix, in 40 to 90 words, because longer texts are not read."""
     codes = {message.code for message in messages.read()}
     explained = messages.explained()
     assert len(explained) >= 80

@@ -49,7 +49,7 @@ def test_the_control_such_an_import_is_seen(tmp_path: Path) -> None:
 
 
 def test_every_file_of_tests_is_in_a_room_and_its_name_is_there_once() -> None:
-    """Once, because pytest imports them by their names."""
+    """Names are unique because pytest imports test files by name."""
     files = [file.relative_to(TESTS) for file in TESTS.rglob("test_*.py")]
     assert {file.parts[0] for file in files} == (ROOMS | WHOLE)
     assert len({file.name for file in files}) == len(files)
@@ -59,7 +59,7 @@ def test_every_file_of_tests_is_in_a_room_and_its_name_is_there_once() -> None:
 
 
 def test_marks_are_written_where_the_tests_are() -> None:
-    """`.ci/run` looks for the files that have such tests by these words, which names of marks are made of."""
+    """`.ci/run` searches files for these words, of which names of marks consist."""
     found = {file.name: {*MARK.findall(file.read_text())} for file in (TESTS / "support").rglob("*.py")}
     assert {name: marks for name, marks in found.items() if marks} == {
         "marks.py": {"slow"},  # by `slow`; those of `long` are not asked

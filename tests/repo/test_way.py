@@ -1,4 +1,4 @@
-"""The way of a run from the command to its first step: short, and as docs/explanation/internals.md draws it."""
+"""The path of a run from the command to its first step is short, and drawn in docs/explanation/internals.md."""
 
 from __future__ import annotations
 

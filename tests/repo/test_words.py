@@ -36,8 +36,8 @@ LIMITS = WORDS | {"riddles": 0, "classes": 0}
 
 
 def names(tree: ast.Module) -> Counter[str]:
-    """How often each name is bound: a variable, a parameter, an attribute, a function or a class; in lower case,
-    without underscores at its beginning."""
+    """Count the bindings of each name as a variable, parameter, attribute, function or class, in lower case, without
+    leading underscores."""
     counted: Counter[str] = Counter()
     for node in ast.walk(tree):
         match node:
@@ -49,7 +49,7 @@ def names(tree: ast.Module) -> Counter[str]:
 
 
 def riddles(tree: ast.Module) -> int:
-    """Docstrings that cannot be read by themselves."""
+    """Return the docstrings that cannot be understood on their own."""
     texts = (ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, DOCUMENTED))
     return sum(bool(text and RIDDLES.match(text)) for text in texts)
 

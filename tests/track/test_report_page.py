@@ -199,14 +199,14 @@ def test_what_was_found_stands_on_top(tmp_path: Path) -> None:
     saved = {"time": 1048.0, "event": "checkpoint", "step": 30}
     said = "lockstep: other [LS0001]\nlockstep: the loss is no number [LS5160]\n  rows 1, 2\n"
     text = page(saved, guard, failed, log=said)
-    assert "The same command goes on from step 30." in text
+    assert "The same command continues from step 30." in text
     assert "The run failed after step 40 the loss is no number [LS5160]" in text
     assert "Silent data corruption (sdc_check) in step 8" in text
     assert "TrainingFailed while step 41; see log.txt" in page(failed, log="lockstep: older [LS0001]\n")
     text = page(guard | {"out": []}, failed, log=said)
     assert "Silent data corruption" not in text, "the failure says it"
     assert "No end is recorded after step 40" in page()
-    assert "begins from the start" in page()
+    assert "starts over" in page()
     lost = {"time": 1049.0, "event": "regroup", "step": 12, "what": "rank 1 is lost", "processes": 1}
     assert "The ranks changed after step 12 rank 1 is lost; 1 process continues" in page(lost)
     finish = {"time": 1060.0, "event": "finish", "step": 40}

@@ -136,7 +136,7 @@ def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
 def test_what_a_person_reads() -> None:
     equal, hosts = even(8, 3), ["a", "b", "c"]
     assert rebalance_message(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
-        "hand over: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: its time per token is 3.0 times "
+        "rebalanced: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: its time per token is 3.0 times "
         "that of the others"
     )
     assert "from step 41 on ranks share micro-batches equally again" in rebalance_message(
@@ -263,4 +263,4 @@ def test_a_job_of_which_one_rank_is_stopped_again_and_again(tmp_path: Path, cach
     found = [json.loads(line) for line in (folder / "out/events.jsonl").read_text().splitlines()]
     moved = [each["micro_batches"] for each in found if each["event"] == "hand_over"]
     assert any(len(set(each)) > 1 for each in moved)
-    assert "hand over: from step" in " ".join(out.split())
+    assert "rebalanced: from step" in " ".join(out.split())

@@ -105,7 +105,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     status, out, err = ended(process)
     assert status == 0, err
     assert err.count(f"no heartbeat for {HANG_S} s") == 1
-    assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks go on from step" in out
+    assert f"note: rank {rank if rank == 0 else 1} was lost; 2 ranks continue from step" in out
     assert "resuming after step" not in out
     assert job.bits() == bits(untouched)
     each_step_once(tmp_path, untouched)

@@ -191,7 +191,7 @@ def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path
     assert f"rank process {rank} of {socket.gethostname()} computed wrong values (sdc_check) and is evicted" in err
     log = " ".join((tmp_path / "out/log.txt").read_text().split())
     assert f"rank {rank} is evicted, and the job continues without it" in log
-    assert f"rank {rank} was lost; 2 ranks go on from step" in log
+    assert f"rank {rank} was lost; 2 ranks continue from step" in log
     assert "joined with the state of the others" not in log
     assert "resuming after step" not in log
     (found,) = differences(tmp_path)

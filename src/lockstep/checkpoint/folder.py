@@ -164,7 +164,7 @@ class DiskSpace:
         weights = 0 if self.export_written else int(_CERTAIN * min(self.export, _EXPORT_FILE))
         need, what = max((weights, "the export"), (int(_CERTAIN * share), "a checkpoint"))
         if most < need or self.too_large is not None:
-            larger = f"{what} has one of about {_size(int(need / _CERTAIN))}"
+            larger = f"{what} has a file of about {_size(int(need / _CERTAIN))}"
             raise RunError(
                 "LS6160",
                 f"output: a process may write files of at most {_size(most)} here (ulimit -f), and "

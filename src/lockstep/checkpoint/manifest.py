@@ -189,14 +189,14 @@ def parsed(content: bytes, name: str) -> Manifest | str:
     except (ValueError, RecursionError):
         return f"{FILE} is not JSON"
     if not isinstance(values, dict) or "format" not in values:
-        return f"{FILE} is not a checkpoint's"
+        return f"{FILE} is not the manifest of a checkpoint"
     if values["format"] != FORMAT:
         return f"{FILE} is of format {values['format']!r}, this version reads {FORMAT}"
     values.pop("sha256", None)
     try:
         manifest = Manifest(**values)
     except TypeError:
-        return f"{FILE} is not a checkpoint's"
+        return f"{FILE} is not the manifest of a checkpoint"
     if manifest.dump() != content:
         return f"{FILE} does not match its own hash"
     if name_of(manifest.step) != name:

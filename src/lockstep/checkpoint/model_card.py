@@ -237,7 +237,7 @@ def _part(task: Task) -> str:
     run = task.run
     if run.evaluate.limit is None:
         return ""
-    return f"Validation metrics are of at most {run.evaluate.limit:,} examples, drawn with the seed.\n\n"
+    return f"Validation metrics use at most {run.evaluate.limit:,} examples, drawn with the run's seed.\n\n"
 
 
 def _usage(task: Task, base: str | None) -> str:

@@ -127,13 +127,13 @@ _GOES_ON = (
 # Names in other programs -> the equivalent here.
 ELSEWHERE = {
     **dict.fromkeys(("resume", "restart", "continue"), _GOES_ON),
-    **dict.fromkeys(("fit", "run", "finetune", "fine_tune", "pretrain", "launch"), "it is `lockstep train`"),
-    **dict.fromkeys(("eval", "test", "score"), "it is `lockstep evaluate`"),
-    **dict.fromkeys(("infer", "inference", "generate", "pipeline", "chat"), "it is `lockstep predict`"),
+    **dict.fromkeys(("fit", "run", "finetune", "fine_tune", "pretrain", "launch"), "use `lockstep train`"),
+    **dict.fromkeys(("eval", "test", "score"), "use `lockstep evaluate`"),
+    **dict.fromkeys(("infer", "inference", "generate", "pipeline", "chat"), "use `lockstep predict`"),
     **dict.fromkeys(("validate", "dry_run", "check"), "`lockstep plan` checks a run file, `lockstep doctor` a machine"),
-    **dict.fromkeys(("upload", "publish"), "it is `lockstep push`"),
+    **dict.fromkeys(("upload", "publish"), "use `lockstep push`"),
     **dict.fromkeys(("export", "save"), "`lockstep train` writes OUTPUT/export"),
-    **dict.fromkeys(("env", "info"), "it is `lockstep doctor`"),
+    **dict.fromkeys(("env", "info"), "use `lockstep doctor`"),
 }
 
 

@@ -40,5 +40,5 @@ class FolderInside:
 
 
 def _real(path: Path) -> Path:
-    """The path without links; of a link to itself, as far as it leads. `Path.resolve` fails on one in Python 3.11."""
+    """Resolve a path's links; a link to itself is resolved as far as possible."""
     return Path(os.path.realpath(path))

@@ -343,7 +343,7 @@ class TokenizerSection(Section):
     train: Literal["bpe", "wordpiece", "wordlevel", "unigram", "character"] | None = Field(
         None, description="train a tokenizer of this kind on the training texts"
     )
-    vocab_size: Positive = Field(8000, description="entries of a trained tokenizer, at most")
+    vocab_size: Positive = Field(8000, description="largest vocabulary of a trained tokenizer")
 
     @model_validator(mode="after")
     def _one_origin(self) -> TokenizerSection:

@@ -171,7 +171,7 @@ def _alike(
         )
     if len(sample) >= _LEAST and different > 1 and left <= _FEW_DIFFERENT * different:
         of = "" if len(sample) == len(next(iter(values.values()))) else f" of the first {len(sample):,} rows"
-        less = why or ": the tokenizer does not tell the others apart"
+        less = why or ": the tokenizer does not distinguish the others"
         return [f"{different:,} different texts{of} of {split} give only {left:,} different sequences of tokens{less}"]
     return []
 

@@ -215,7 +215,7 @@ class Rendezvous:
         address = network.interfaces().get(name or "")
         through = f"{name} ({address or 'which has no address here'})" if name else "an interface it chose itself"
         return (
-            f"rank {self.rank} of {self.size} on {socket.gethostname()} did not meet the other ranks"
+            f"rank {self.rank} of {self.size} on {socket.gethostname()} did not reach the other ranks"
             f"{f' at {host}:{port}' if host else ''} within {self.timeout.total_seconds():g} s (launch.timeout_s), "
             f"through {through}: {one_line(caught, 300)}\nIs every process running, is the address that "
             f"of rank 0, and can the others reach this interface? GLOO_SOCKET_IFNAME chooses another one"

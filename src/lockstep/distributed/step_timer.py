@@ -190,7 +190,7 @@ class Profiler:
         if self._step is None or self._step < self._first:  # the run ended during warmup
             return
         if (fault := self._place.redirected()) is not None:
-            error(coded("LS7130", f"rank {self._rank}: the profile is not written: {fault}"))
+            error(coded("LS7130", f"rank {self._rank}: the profile could not be written: {fault}"))
             return
         folder = self._place.path
         with suppress(OSError):

@@ -385,8 +385,8 @@ def _remembered(record: JobRecord) -> State:
             word, _, code = reply.stdout.splitlines()[-1].partition("|")
             return _ended(word.split()[0], code, "", record)
     if record.status is not None:
-        return job_record.outcome(record.status, f"SLURM has forgotten job {record.job}")
-    return State("gone", f"SLURM has forgotten job {record.job}, and its ranks left no exit status")
+        return job_record.outcome(record.status, f"SLURM no longer lists job {record.job}")
+    return State("gone", f"SLURM no longer lists job {record.job}, and its ranks left no exit status")
 
 
 def _ask(*words: str) -> str:

@@ -72,7 +72,7 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
         if {*ours} <= {*codes} and (head or len(ours) == len(codes)) and len({*codes}) == len(codes):
             return [ours.get(code, name) for code, name in zip(codes, theirs, strict=True)]
     if isinstance(values[0], int) and not task["label_names"] and "LABEL_0" not in theirs:
-        raise NotCovered("task.label: plain does not know the names that a data set itself gives to numbers")
+        raise NotCovered("task.label: plain does not read label names that a data set declares")
     return values
 
 

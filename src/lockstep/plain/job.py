@@ -83,9 +83,7 @@ class Plain:
     def examples(self, split: str) -> list[dict]:
         """Return all examples of a split. Errors: `NotCovered`."""
         if self.run["data"]["stream"] and split == "train" and self.run["task"].get("packing"):
-            raise NotCovered(
-                "data.stream: blocks hold texts of one chunk of a shard, which the run's index alone knows"
-            )
+            raise NotCovered("data.stream: blocks hold texts of one chunk of a shard, which only the run's index knows")
         return self.encode(self.splits[split])
 
     encode = encode_rows

@@ -74,7 +74,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
         with torch.no_grad():
             once, both = (float(_value(job, model.eval(), batch[key], device)) for key in ("alone", "twice"))
     except Exception as error:
-        raise NotCovered(f"task.loss: of one item alone it fails: {error}") from error
+        raise NotCovered(f"task.loss: it fails for a single item: {error}") from error
     finally:
         model.train(training)
     near = 1e-3 * abs(once)
@@ -82,7 +82,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
         return value.reshape(()) * count, count
     if abs(both - 2 * once) <= near < abs(both - once):
         return value.reshape(()), count
-    raise NotCovered("task.loss: of the same item twice it is neither the mean nor the sum of two losses")
+    raise NotCovered("task.loss: for the same item twice, it is neither the mean nor the sum of two losses")
 
 
 def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:

@@ -87,7 +87,7 @@ def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
 def columns(task: dict) -> tuple[list[str], list[str]]:
     """Return the text columns and the label columns of a task. Errors: `NotCovered`."""
     if task["name"] not in TASKS:
-        raise NotCovered(f"task.name: {task['name']} is code of yours, or no task that plain knows")
+        raise NotCovered(f"task.name: {task['name']} is your own code, or a task without a plain reference")
     texts, labels = (keys.split() for keys in TASKS[task["name"]][0].split("|"))
     if task["name"] == "language_modeling" and (task["prompt"] or task["messages"]):
         texts.remove("text")
@@ -303,7 +303,7 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
     from pyarrow import csv, parquet
 
     if file.suffix not in ENDINGS or data["quote"] is not None:
-        raise NotCovered(f"data: {file.name} is none of {', '.join(ENDINGS)}, or data.quote says how it is quoted")
+        raise NotCovered(f"data: {file.name} plain reads only {', '.join(ENDINGS)}, without data.quote")
     if file.suffix == ".parquet":
         return parquet.read_table(file).to_pylist()
     if file.suffix in (".csv", ".tsv"):

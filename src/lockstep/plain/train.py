@@ -116,7 +116,7 @@ def _config(job: Plain, head: str) -> Any:
 
     section, tokenizer, targets = job.run["model"], job.tokenizer, job.target_tokenizer
     if section["trust_remote_code"]:
-        raise NotCovered("model.trust_remote_code: plain runs models of transformers alone")
+        raise NotCovered("model.trust_remote_code: plain supports only models of transformers")
     if section["type"]:
         # transformers iterates over the architectures of a config
         kind, entries = (
@@ -177,7 +177,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Set all parameters and buffers by name. Errors: `ValueError` if the names differ."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     if tensors.keys() != weights.keys():
-        raise ValueError(f"other weights than the model's: {sorted(tensors.keys() ^ weights.keys())[:4]}")
+        raise ValueError(f"the weights do not fit the model: {sorted(tensors.keys() ^ weights.keys())[:4]}")
     for name, tensor in tensors.items():
         tensor.detach().copy_(weights[name])
 
@@ -226,7 +226,7 @@ def train_steps(
         changes = {name: (p.detach() - before[name]).cpu() for name, p in trained.items() if optimizers}
         yield TrainedStep(loss / count, count, float(norm), gradients, changes)
         if not optimizers:
-            raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares its losses and gradients alone")
+            raise NotCovered("optim.name, optim.layerwise_lr_decay: plain compares only its losses and gradients")
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

@@ -170,9 +170,7 @@ def audit(
     except (OSError, ValueError):
         raise RunError("LS8009", f"{output} has no readable {FOLDER}/{NAME}; lockstep attest writes it") from None
     if not isinstance(then, dict) or then.get("format") != FORMAT:
-        raise RunError(
-            "LS8010", f"{output / FOLDER / NAME} was not written by lockstep attest, or by another version of it"
-        )
+        raise RunError("LS8010", f"{output / FOLDER / NAME} was not written by this version of lockstep attest")
     wrong = (
         _of_signature(output, key, console)
         or _of_files(output, then)

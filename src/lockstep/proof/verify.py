@@ -227,13 +227,11 @@ def read_golden(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
     except ValueError as error:
         if error.code == "LS9150":  # type: ignore[attr-defined]
             raise RunError(
-                "LS8393", f"--against: {path} is not JSON; write it anew with lockstep verify --write"
+                "LS8393", f"--against: {path} is not JSON; write it again with lockstep verify --write"
             ) from None
         facts, steps = {}, []
     if "asked" not in facts or not steps:
-        raise RunError(
-            "LS8394", f"--against: {path} was not written by lockstep verify --write, or by another version of it"
-        )
+        raise RunError("LS8394", f"--against: {path} was not written by this version of lockstep verify --write")
     return facts, steps
 
 

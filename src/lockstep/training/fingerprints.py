@@ -106,7 +106,7 @@ class Fingerprints:
 
 
 def recorded(output: Path) -> list[StepRecord]:
-    """Return the records of the steps of OUTPUT, complete lines alone; empty without the file."""
+    """Return the records of the steps of OUTPUT, complete lines only; empty without the file."""
     from lockstep_trace.step_record import StepRecord
 
     lines = lines_of(output / FILE, ("step", "hash"))

@@ -229,7 +229,7 @@ def remarks(job: Job) -> list[str]:
 
 
 def beyond_longrope(job: Job) -> list[str]:
-    """Note that texts of a LongRoPE model are computed otherwise beside longer ones."""
+    """Note that a LongRoPE model computes short texts differently if their batch also holds longer ones."""
     limit = config_checks.longrope_limit(job.run.model, job.task.head)
     columns = make_task(job).splits["train"] if limit is not None else None
     if limit is None or not isinstance(columns, Columns):
@@ -239,8 +239,8 @@ def beyond_longrope(job: Job) -> list[str]:
         return []
     return [
         f"the model's LongRoPE computes a batch with its long factors if one text has more than {limit:,} tokens, as "
-        f"{beyond:,} of {len(columns):,} train examples do: what it computes for shorter ones depends on the texts "
-        f"beside them, in predictions too. data.max_length={limit} cuts the longer ones"
+        f"{beyond:,} of {len(columns):,} train examples do: results of shorter texts then depend on the texts beside "
+        f"them, also in predictions. data.max_length={limit} truncates the longer ones"
     ]
 
 

@@ -204,7 +204,7 @@ class RankZeroSinks(Sinks):
             self._open(step)
             console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch)
             job_record.arrived(session.run.folder, world.size, session.feed.total)
-        console.note(f"{what}; {world.size} rank{'s go' if world.size > 1 else ' goes'} on from step {step}")
+        console.note(f"{what}; {world.size} rank{'s continue' if world.size > 1 else ' continues'} from step {step}")
         session.journal.event("regroup", step, what=what, processes=world.size, hosts=world.hosts)
 
     def close(self, end: End) -> None:
@@ -356,7 +356,7 @@ def stopped_at(session: Session, step: int) -> str:
     """Final message of a run that was asked to stop."""
     newest = session.checkpoints.newest
     there = "there" if newest == step else f"step {newest}"
-    then = f"the same command goes on from {there}"
+    then = f"the same command continues from {there}"
     if not newest:
         then = "no checkpoint could be written, so the same command starts over"
     elif (away := session.checkpoints.room.away()) is not None:
@@ -437,8 +437,8 @@ def finish_interrupted(job: Job, steps: int) -> None:
     console = Console(True, run.folder.resolve() / LOG, run.track.console)
     if not (run.folder / "metrics.jsonl").is_file():
         console.note(
-            f"{run.folder} holds the model and no metrics.jsonl: the folder was moved away or deleted while it was "
-            "trained into; the report has no curves"
+            f"{run.folder} holds the model but no metrics.jsonl, because the folder was moved or deleted during "
+            "training; the report has no curves"
         )
     write_summary(task, EventLog(World(run), run.folder), console, steps)
 

@@ -166,7 +166,7 @@ def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hos
     """Message about new shares."""
     if shares == equal:
         return (
-            f"hand over: from step {step + 1} on ranks share micro-batches equally again, because their speeds "
+            f"rebalanced: from step {step + 1} on ranks share micro-batches equally again, because their speeds "
             "are about equal"
         )
     usual = statistics.median_low(rates)
@@ -176,4 +176,4 @@ def rebalance_message(shares: Shares, equal: Shares, rates: Sequence[float], hos
         for rank, share in enumerate(shares)
         if len(share) < len(equal[rank])
     ]
-    return f"hand over: from step {step + 1} on {'; '.join(fewer)}"
+    return f"rebalanced: from step {step + 1} on {'; '.join(fewer)}"

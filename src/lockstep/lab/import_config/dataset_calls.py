@@ -59,7 +59,7 @@ def load(call: Call, at: Reading) -> None:
     if arguments.known.get("streaming"):
         at.set(call, "data.stream", True)
     if path == "text" and arguments.known.pop("keep_linebreaks", False):
-        why = "a text ends with its newline there (keep_linebreaks=True), here without"
+        why = "the script keeps the newline at the end of a text (keep_linebreaks=True), lockstep does not"
         at.draft.notes.append(f"difference: {why}")
     read = _reading(str(path), arguments.known, call, at)
     read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
@@ -404,7 +404,7 @@ def of_trainer(call: Call, at: Reading) -> None:
 def encoded(call: Call, at: Reading) -> None:
     """Read `class_encode_column`, which numbers the labels in the order of their texts, as lockstep does, and integers
     in that of their texts, too: 10 before 2."""
-    at.read(call, "nothing: texts are numbered in sorted order here, too, but integers by value, 2 before 10")
+    at.read(call, "nothing: lockstep also numbers texts in sorted order, but integers by value, 2 before 10")
 
 
 HANDLERS = {

@@ -104,7 +104,7 @@ def _settle(scheduler: DeepSpeedScheduler, draft: RunDraft) -> None:
         return
     kind, total = scheduler.kind, number(scheduler.values.get("total_num_steps"))
     if (points := scheduler.points(draft.keys)) is not None:
-        draft.set("optim.schedule", points, f"scheduler {kind}: the first two updates have its least rate")
+        draft.set("optim.schedule", points, f"scheduler {kind}: the first two updates use its lowest rate")
         for key in {*_WARM_UP, "optim.learning_rate"} - draft.by_hand.keys():
             draft.keys.pop(key, None)
         return

@@ -508,7 +508,9 @@ def script(of: Script) -> Read:
 
 
 def _unfollowed(files: Sequence[str]) -> str:
-    return f"init follows no imports, and the script has {', '.join(files)}: put what trains into one file"
+    return (
+        f"init does not follow imports, and the script imports {', '.join(files)}: put the training code into one file"
+    )
 
 
 def _source_of(path: Path, keys: Mapping[str, Any]) -> KeyFile:

@@ -24,8 +24,8 @@ def note(script: Script, function: Scope, draft: RunDraft) -> None:
         bound = script.bound(node)
         if bound is not None and isinstance(bound, ast.Dict | ast.DictComp) and not _is_sorted(script, node, bound):
             draft.notes.append(
-                f"line {bound.lineno}: {name} numbers the labels; lockstep numbers them in sorted order, so outputs of "
-                "the model may have other places. id2label of the export names them"
+                f"line {bound.lineno}: {name} numbers the labels; lockstep numbers them in sorted order, so the "
+                "model's outputs may be in another order; id2label of the export names them"
             )
 
 

@@ -80,7 +80,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     _settings(at, processes)
     own_tokenizer(at)
     if draft.task is None:
-        draft.unclear("the task", "which one it is is unknown", "task.name")
+        draft.unclear("the task", "it is unknown which one it is", "task.name")
 
 
 def _touches(call: Call, script: Script) -> bool:

@@ -266,7 +266,7 @@ def answer(history: History) -> str:
     rows = checks(history)
     if history.state != "finished":
         newest = history.newest_checkpoint
-        return f"The same command {f'goes on from step {newest:,}' if newest else 'begins from the start'}."
+        return f"The same command {f'continues from step {newest:,}' if newest else 'starts over'}."
     slowest = history.slowest
     parts = ["All checks passed."] if rows and all(fine is not False for _, fine, _ in rows) else []
     if slowest is not None and slowest.straggles:

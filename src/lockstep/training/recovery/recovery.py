@@ -147,7 +147,7 @@ class Recovery:
         world, members = self.session.world, self.session.world.members
         assert members is not None
         patience_s = self.session.run.launch.timeout_s
-        ACTIVITY.set("meeting the other ranks again")
+        ACTIVITY.set("re-forming the process group")
         self._watch.stop()
         while True:
             members.cut()  # no rank waits for this one from here on
