@@ -76,7 +76,7 @@ def smoothed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (lambda m, x, y: cross(m, x, y.masked_fill(y == 2, -100)), "labels are masked differently"),
         (
             lambda m, x, y: functional.mse_loss(m(x).softmax(-1), functional.one_hot(y, 3).float()),
-            "another function: squared error here, cross entropy in the reference",
+            "the loss function differs: squared error here, cross entropy in the reference",
         ),
         (lambda m, x, y: functional.cross_entropy(m(x).softmax(-1), y), "is computed differently"),
         (smoothed, "label smoothing"),  # the control: only the function's options differ

@@ -188,7 +188,7 @@ def test_what_is_trained_is_told_where_it_is_not_all() -> None:
     assert parameters(Model()) == "1.00M parameters"  # type: ignore[arg-type]
     with_adapter = Model()
     with_adapter.trained_count = 20_000
-    assert parameters(with_adapter) == "1.00M parameters, 20,000 of them trained (2 %)"  # type: ignore[arg-type]
+    assert parameters(with_adapter) == "1.00M parameters, 20,000 trained (2%)"  # type: ignore[arg-type]
 
 
 # -- at the end ------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_the_closing_lines_name_it_and_its_command_exports_it(
 def test_little_padding_is_not_none() -> None:
     task: Any = SimpleNamespace(unit="tokens")
     texts = {(1000, 1000): "; no padding", (1003, 1200): "; <1% padding (random micro-batches: 20%)"}
-    texts[1000, 1004] = "; 0% padding (random micro-batches: <1%)"
+    texts[1000, 1004] = "; no padding (random micro-batches: <1%)"
     for (padded, chance), text in texts.items():
         assert padding_ratio(task, Counts(tokens=1000, padded=padded, padded_by_chance=chance)) == text
 

@@ -85,7 +85,7 @@ def run_status(args: argparse.Namespace) -> int:
     if record:
         rows["launched"] = origin(record)
     rows["state"] = state_sentence(state)
-    rows["step"] = f"{step} of {total} ({100 * step // total} %)" if total else str(step)
+    rows["step"] = f"{step} of {total} ({100 * step // total}%)" if total else str(step)
     rows |= {split: numbers_in(line) for split, line in metrics.items()}
     if reached - recorded >= run.track.every:
         rows["records"] = (

@@ -295,7 +295,8 @@ def units(feed: StepLoader) -> str:
     steps = np.unique(np.linspace(0, last, min(LOOKED_AT, feed.total)).astype(int))
     sampled = [feed.make(int(step)) for step in steps]
     real, padded = (sum(getattr(batch, name) for batch in sampled) for name in ("tokens", "padded"))
-    return f"about {real / len(sampled):,.0f} a step; {padded / real - 1:.0%} padding"
+    share = f"{padded / real - 1:.0%}" if padded > real else "no"
+    return f"about {real / len(sampled):,.0f} a step; {share} padding"
 
 
 def padding(task: Task) -> dict[str, str]:

@@ -64,7 +64,7 @@ def parameters(strategy: Strategy) -> str:
     whole, trained = strategy.parameter_count, strategy.trained_count
     text = f"{_millions(whole)} parameters"
     if trained < whole:
-        text += f", {trained:,} of them trained ({100 * trained / whole:.2g} %)"
+        text += f", {trained:,} trained ({100 * trained / whole:.2g}%)"
     return text
 
 
@@ -168,7 +168,8 @@ def padding_ratio(task: Task, counts: Counts) -> str:
     padding, by_chance = counts.padded / counts.tokens - 1, counts.padded_by_chance / counts.tokens - 1
     if max(padding, by_chance) == 0:
         return "; no padding"
-    return f"; {_share(padding)} padding (random micro-batches: {_share(by_chance)})"
+    share = f"{_share(padding)} padding" if padding else "no padding"
+    return f"; {share} (random micro-batches: {_share(by_chance)})"
 
 
 def _share(part: float) -> str:
