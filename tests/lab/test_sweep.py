@@ -46,7 +46,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, cache: Path) -> No
     assert [(row["name"], row["state"]) for row in rows] == [(first.name, "done"), (second.name, "done")]
     found = {row["name"]: row["metric"] for row in rows}
     best = max(found, key=lambda name: found[name])
-    assert f"{folder.name}/{best}/export (accuracy {found[best]})" in out
+    assert f"{folder.name}/{best}/export (accuracy {found[best]:.4g})" in out
     page = (folder / "comparison.html").read_text()
     assert first.name in page
     assert second.name in page

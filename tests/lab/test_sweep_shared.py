@@ -38,7 +38,7 @@ def test_trials_are_a_tree_of_stretches() -> None:
     assert tree.begins == {"t1": ("t0", 8), "t2": ("t1", 18), "t3": ("t1", 18), "t4": ("t1", 18)}
     assert tree.left_at("t0") == [8]
     assert tree.left_at("t1") == [18]
-    assert tree.summary == "4 trials with the first steps of another one: 36 steps instead of 98"
+    assert tree.summary == "4 trials from the first steps of another one: 36 steps instead of 98"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
         process.send_signal(number)
         assert ended(process)[0] == status
     _, out, err = ended(start([*LOCKSTEP, *words], tmp_path, cache))
-    assert "2 trials with the first steps of another one: 98 steps instead of 180" in out, err
+    assert "2 trials from the first steps of another one: 98 steps instead of 180" in out, err
     rows = trials(folder)
     assert [row["state"] for row in rows.values()] == ["done"] * 3
     assert [row["begins_with"] for row in rows.values()] == [None, [first.name, 41], [first.name, 41]]

@@ -128,10 +128,9 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
     if result.steps:
         rows = [_row(step.number, step.differences) for step in result.steps]
         console.table("relative differences from the plain reference", COLUMNS, rows, key="plain")
-        for step in result.steps:
-            number, *allowed = _row(step.number, step.allowed)
-            limits = (f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
-            console.say(f"tolerance in step {number}, measured by changing last bits: {', '.join(limits)}", 2)
+        for limits, numbers in _tolerances(result.steps).items():
+            where = f"step{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}"
+            console.say(f"tolerance in {where}, measured by changing last bits: {limits}", 2)
     if verdict is not None:
         content = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
         content["agrees"] = content["agrees"] and not result.differences
@@ -158,6 +157,16 @@ def _bytes(folder: Path, draws: int) -> int:
 def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
     """Return a table row."""
     return [str(number), *(f"{sizes[key]:.1e}" if key in sizes else "" for key in ("loss", "norm", *TENSORS))]
+
+
+def _tolerances(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
+    """Return the steps of each tolerance, as text."""
+    steps_of: dict[str, list[str]] = {}
+    for step in steps:
+        number, *allowed = _row(step.number, step.allowed)
+        limits = ", ".join(f"{name} {size}" for name, size in zip(COLUMNS[1:], allowed, strict=True) if size)
+        steps_of.setdefault(limits, []).append(number)
+    return steps_of
 
 
 def compare_with_plain(run: Run, folder: Path) -> PlainComparison:

@@ -175,13 +175,21 @@ def compared(
             output.say(_aligned(one, other, verdict.optimizer))
     for line in _of_operations(one, other, verdicts):
         output.say(line)
-    for trace in (one, other):
-        rows = findings(trace)
-        if lines := finding_lines(rows if verbose else proved(rows)):
-            output.say(f"findings in {trace.folder}:")
-            for line in lines:
-                output.say(f"  {line}")
+    _say_findings((one, other), output, verbose)
     return verdicts
+
+
+def _say_findings(traces: Sequence[Trace], output: Output, verbose: bool) -> None:
+    """Print the findings of each trace, equal ones once."""
+    folders: dict[tuple[str, ...], list[str]] = {}
+    for trace in traces:
+        rows = findings(trace)
+        folders.setdefault(tuple(finding_lines(rows if verbose else proved(rows))), []).append(str(trace.folder))
+    for lines, names in folders.items():
+        if lines:
+            output.say(f"findings in {' and in '.join(dict.fromkeys(names))}:")
+        for line in lines:
+            output.say(f"  {line}")
 
 
 def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> list[str]:

@@ -299,10 +299,8 @@ def sweep(request: Sweep) -> int:
     count = request.search.trials if request.search is not None else len(board.trials)
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
-    console.say(
-        f"{quantity(count, 'trial')}{already} -> {request.folder}; {request.parallel} at once, sorted by "
-        f"{request.metric}"
-    )
+    how = "one at a time" if request.parallel == 1 else f"{request.parallel} in parallel"
+    console.say(f"{quantity(count, 'trial')}{already} -> {request.folder}; {how}, sorted by {request.metric}")
     board.share()
     board.write()
     if request.base.launch.name == "slurm" and request.search is None:
@@ -317,7 +315,7 @@ def sweep(request: Sweep) -> int:
     if folders:
         console.say(f"comparison {write_comparison(folders, request.folder / 'comparison.html')}")
     if folders and (value := board.metric(best := board.ranked()[0])) is not None:
-        console.say(f"best       {best.run.folder}/export ({request.metric.removeprefix('-')} {value})")
+        console.say(f"best       {best.run.folder}/export ({request.metric.removeprefix('-')} {value:.4g})")
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
         console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
@@ -513,7 +511,7 @@ class Tree:
         alone = sum(len(each.rates) for each in self.courses.values())
         together = alone - sum(step for _, step in self.begins.values())
         return (
-            f"{quantity(len(self.begins), 'trial')} with the first steps of another one: {together:,} steps "
+            f"{quantity(len(self.begins), 'trial')} from the first steps of another one: {together:,} steps "
             f"instead of {alone:,}"
         )
 
