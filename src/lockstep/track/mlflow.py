@@ -6,6 +6,7 @@ resolved run as its parameters, a table of samples as an artifact. Needs the ext
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
@@ -91,13 +92,7 @@ class MLflow(Tracker):
     def _parameters(self) -> None:
         from mlflow.entities import Param
 
-        values: dict[str, str] = {}
-        for key, value in messages.flat(self.config).items():
-            name, further = allowed(key), 2
-            while name in values:  # keys that differ only in characters that MLflow rejects
-                name, further = f"{allowed(key)[:240]}_{further}", further + 1
-            values[name] = str(value)[:6000]
-        rows = [Param(name, value) for name, value in values.items()]
+        rows = [Param(allowed(key), str(value)[:6000]) for key, value in messages.flat(self.config).items()]
         for start in range(0, len(rows), 100):  # limit per request
             self._client.log_batch(self.run_id, params=rows[start : start + 100])
 
@@ -147,7 +142,11 @@ def _database(folder: Path) -> str:
 
 def allowed(name: str) -> str:
     """Return a name that MLflow accepts: characters other than letters, digits and `_-. :/` become `_`, at most 250
-    remain, and no part of a path is empty or only dots. MLflow rejects a whole request for one invalid name."""
-    name = re.sub(r"[^/\w.\- :]", "_", name)[:250]
-    whole = posixpath.normpath(name) == name and not name.startswith(("/", ".."))
-    return name if whole else name.replace("/", "_")
+    remain, and no part of a path is empty or only dots. A changed name ends in a hash of the original: two names never
+    become one. MLflow rejects a whole request for one invalid name."""
+    changed = re.sub(r"[^/\w.\- :]", "_", name)
+    if posixpath.normpath(changed) != changed or changed.startswith(("/", "..")):
+        changed = changed.replace("/", "_")
+    if changed == name and len(name) <= 250:
+        return name
+    return f"{changed[:240]}_{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:8]}"
