@@ -118,6 +118,19 @@ def test_json_that_transformers_cannot_read_is_one_message(
     assert "Traceback" not in error
 
 
+def test_sizes_that_the_weights_do_not_have_are_one_message(output: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = output / "export/config.json"
+    config = json.loads(path.read_text())
+    size = next(name for name in ("hidden_size", "n_embd") if name in config)
+    layers = next(name for name in ("num_hidden_layers", "n_layer") if name in config)
+    for changed, code in [({size: config[size] * 2}, "LS3494"), ({layers: config[layers] - 1}, "LS3495")]:
+        path.write_text(json.dumps(config | changed))
+        assert main(["predict", str(output), "some text"]) == 2
+        error = capfd.readouterr().err
+        assert mentions(error, code, str(output / "export"), "config.json")
+        assert "above" not in error
+
+
 def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     honest = export_hashes.sha256_of

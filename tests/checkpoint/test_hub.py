@@ -80,6 +80,25 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
 
 
 @pytest.mark.processes
+def test_a_model_of_another_size_is_replaced_on_request_alone(hub: Hub, finished: Path, lockstep: Command) -> None:
+    config = json.loads((finished / "out/export/config.json").read_text())
+    size = next(name for name in ("hidden_size", "n_embd") if name in config)
+    theirs = {"config.json": json.dumps(config | {size: config[size] * 2}).encode(), "model.safetensors": b"theirs"}
+    hub.put("models", "user/feelings", theirs, private=True)
+    status, _, err = lockstep(finished, *PUSH)
+    assert status == 2
+    assert mentions(err, "LS6023", f"{size} {config[size] * 2} there", "--replace")
+    assert hub.files("user/feelings") == theirs
+    assert lockstep(finished, *PUSH, "--replace")[0] == 0
+    same_bytes(hub, finished / "out/export")
+    assert lockstep(finished, *PUSH)[0] == 0  # the control: the same sizes
+    (finished / "out/export/config.json").write_text(json.dumps(config | {size: config[size] * 2}))
+    status, _, err = lockstep(finished, *PUSH, "--replace")
+    assert status == 2
+    assert mentions(err, "LS3494", "out/export")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "faults",
     [

@@ -175,7 +175,7 @@ def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None
         rewrite(tmp_path / "model", lambda _, name=size: {**own, name: torch.ones(2, 16)})  # type: ignore[misc]
         with raises("LS3442", size, "[2, 16]"):
             source_files.check(run.model, heads.CLASSIFICATION, labels(3))
-        with raises("LS3492", size):
+        with raises("LS3494", size):
             source_files.check_export(run.model, heads.CLASSIFICATION)
         auto = transformers.AutoModelForSequenceClassification
         model, info = auto.from_pretrained(tmp_path / "model", output_loading_info=True, ignore_mismatched_sizes=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from lockstep.track.console import error as tell
 
 PUSH_KEY = "hub.push_to"  # run-file key that requests a push
 _COMMIT = "Trained with lockstep"  # title of a push
+_SIZE = re.compile(r"^(n|num|d)_|^dim$|_(size|dim|layers|heads)$")  # keys of a config that are sizes of weights
 _CONFIGS = ("config.json", "generation_config.json")
 PUSHED = "hub.json"  # file in OUTPUT: repository and commit of the pushed export
 # Files of an earlier push that a push deletes if this export lacks them.
@@ -154,10 +156,12 @@ def push(
     say: Callable[[str], None],
     patience: PushPatience | None = None,
     called: str = "lockstep push",
+    replace: bool = False,
 ) -> Pushed:
     """Upload the export of an output folder; unchanged files are not sent again. Not collective: rank 0 only.
 
-    `say` receives messages about failed attempts; `called`: the key or command to name in messages. Errors: `RunError`
+    `say` receives messages about failed attempts; `called`: the key or command to name in messages; `replace`: also a
+    model of another size. Errors: `RunError`
     for problems that the user can fix (no export, no token, no permission, a public repository although a private one
     was requested), `PushFailed` if the Hub could not be reached.
     """
@@ -175,14 +179,13 @@ def push(
             "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
         )
     export_hashes.require_whole(output)
-    if (text := export_hashes.note_of_edits(output)) is not None:
-        say(f"note: {text}")
+    _check_edits(output, say)
     token = _token(repository, called)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):
         _be_patient(patience.timeout_s)
         try:
-            pushed = _once(folder, repository, private, token, called)
+            pushed = _once(folder, repository, private, token, called, replace)
         except RunError:
             raise
         except Exception as error:  # anything that the Hub, the network or a library raises
@@ -209,7 +212,17 @@ def push(
     raise AssertionError("a push either succeeds or raises")
 
 
-def _once(folder: Path, repository: str, private: bool, token: str, called: str) -> Pushed:
+def _check_edits(output: Path, say: Callable[[str], None]) -> None:
+    """Note files that were edited. Errors: `RunError` if the config then has other sizes than the weights."""
+    if (text := export_hashes.note_of_edits(output)) is not None:
+        say(f"note: {text}")
+        if not (output / "export/adapter_config.json").is_file():
+            from lockstep.tasks.models.source_files import check_edited  # imports torch
+
+            check_edited(output / "export")
+
+
+def _once(folder: Path, repository: str, private: bool, token: str, called: str, replace: bool) -> Pushed:
     """One attempt: one commit with the changes."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     from huggingface_hub.utils import disable_progress_bars, logging
@@ -235,6 +248,12 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
     text = (folder / "README.md").read_text(encoding="utf-8")
     files["README.md"] = text.replace(HERE, repository).encode()
     there = [file.rfilename for file in about.siblings or []]
+    if not replace and (other := _another_model(api, repository, folder, there)) is not None:
+        raise RunError(
+            "LS6023",
+            f"{called}: {repository} holds another model ({other}), and nothing was pushed. Push to a new repository, "
+            f"or replace that model: lockstep push {folder.parent} {repository} --replace",
+        )
     stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in _STALE)]
     stale = [name for name in stale if name not in _of_others(api, repository, stale)]
     commit = api.create_commit(  # not upload_folder, which may create several commits
@@ -246,6 +265,29 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str)
         commit_message=_COMMIT,
     )
     return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
+
+
+def _another_model(api: Any, repository: str, folder: Path, there: list[str]) -> str | None:
+    """Describe how the model of a repository differs in family or size from the export, or return None."""
+    if "config.json" not in there or not (folder / "config.json").is_file():
+        return None
+    from huggingface_hub import get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    session: Any = get_session()
+    address = f"{api.endpoint}/{repository}/resolve/main/config.json"
+    answer = session.get(address, headers=build_hf_headers(token=api.token), follow_redirects=True)
+    hf_raise_for_status(answer)
+    try:
+        theirs = json.loads(answer.content)
+    except (ValueError, RecursionError):
+        return None
+    ours = json.loads((folder / "config.json").read_bytes())
+    if not isinstance(theirs, dict):
+        return None
+    names = [name for name in ours if name in theirs and (name == "model_type" or _SIZE.search(name))]
+    other = [f"{name} {theirs[name]} there, {ours[name]} here" for name in names if theirs[name] != ours[name]]
+    return one_line("; ".join(other), 200) or None
 
 
 def _of_others(api: Any, repository: str, names: list[str]) -> set[str]:

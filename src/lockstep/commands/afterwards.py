@@ -33,6 +33,7 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")
     parser.add_argument("repository", metavar="USER/REPO")
     parser.add_argument("--public", action="store_true", help="create the repository public; default: private")
+    parser.add_argument("--replace", action="store_true", help="replace a model of another family or size there")
 
 
 def run_push(args: argparse.Namespace) -> int:
@@ -45,7 +46,7 @@ def run_push(args: argparse.Namespace) -> int:
         )
     say = Console(True).say
     try:
-        pushed = push(Path(args.output), args.repository, not args.public, say)
+        pushed = push(Path(args.output), args.repository, not args.public, say, replace=args.replace)
     except PushFailed as failed:
         error(str(failed))
         return 1

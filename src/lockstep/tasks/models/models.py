@@ -443,7 +443,7 @@ def _exported_model(head: str, folder: Path, section: ModelSection) -> Any:
     auto = getattr(transformers, heads.of(head).auto)
     if adapter:
         options |= storage_dtype.loaded_in(section)  # same frozen weights as in training
-    options |= {"ignore_mismatched_sizes": adapter, "output_loading_info": True}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # both are checked below
     model, info = auto.from_pretrained(source, config=config, **options)
     if adapter:
         source_files.check_loaded(section, head, model, info)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -130,20 +131,62 @@ def check_loaded(section: ModelSection, head: str, model: Any, info: Mapping[str
 
 
 def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
-    """Refuse an export that lacks weights of its model, the head's included. `info`: the report of `from_pretrained`.
-    Errors: `RunError`."""
+    """Refuse an export that lacks weights of its model, the head's included, holds them in another shape, or holds some
+    that its config has no place for. `info`: the report of `from_pretrained`. Errors: `RunError`."""
+    _refuse_shapes(folder, {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]})
+    _refuse_unread(folder, model, sorted(info["unexpected_keys"]))
     missing = {*info["missing_keys"]} & {name for name, _ in model.named_parameters(remove_duplicate=False)}
     _refuse_drawn(folder, model, sorted(missing))
 
 
 def check_export(section: ModelSection, head: str) -> None:
-    """Refuse an export, which is the source of `run`, whose files lack weights of its model or hold them in another
-    shape, the head's included. Errors: `RunError`."""
-    built = _build(section, head)
-    stored = () if built is None else source_ties.stored_names(section)
-    if built is not None and stored:
-        drawn = dict.fromkeys([*built.lacking(source_ties.places(built.model, stored)), *_differing(built)])
-        _refuse_drawn(section.source, built.model, [*drawn])
+    """Refuse an export, the model's source, whose files lack weights of its model, the head's included, hold them in
+    another shape, or hold some that its config has no place for. Errors: `RunError`."""
+    if (built := _build(section, head)) is not None:
+        _check_export(built)
+
+
+def check_edited(folder: Path) -> None:
+    """`check_export` for an export whose config was edited: of the class that the config names, if transformers has it.
+    Errors: `RunError`."""
+    import transformers
+
+    section = ModelSection.model_validate({"source": str(folder)})
+    model = None
+    with suppress(Exception), torch.device("meta"):  # a model that needs memory to be built
+        config = load_config(section)
+        model = getattr(transformers, config.architectures[0])(config)
+    if model is not None:
+        _check_export(_Built(section, model, None))
+
+
+def _check_export(built: _Built) -> None:
+    folder, stored = built.section.source, source_ties.stored_names(built.section)
+    if not stored:
+        return
+    places = source_ties.places(built.model, stored)
+    _refuse_shapes(folder, _differing(built))
+    _refuse_unread(folder, built.model, _unused(built, places))
+    _refuse_drawn(folder, built.model, built.lacking(places))
+
+
+def _refuse_shapes(folder: Any, differing: Shapes) -> None:
+    for name, (stored, built) in sorted(differing.items())[:1]:
+        more = f" (and {len(differing) - 1:,} more)" if len(differing) > 1 else ""
+        raise RunError(
+            "LS3494",
+            f"{folder}: its files hold {name}{more} with the shape {list(stored)}, but its config.json gives it the "
+            f"shape {list(built)}; restore config.json",
+        )
+
+
+def _refuse_unread(folder: Any, model: Any, names: list[str]) -> None:
+    if names:
+        raise RunError(
+            "LS3495",
+            f"{folder}: its files hold {_listed(names)}, for which the {type(model).__name__} of its config.json has "
+            "no place: it would compute without them; restore config.json",
+        )
 
 
 def _refuse_drawn(folder: Any, model: Any, names: list[str]) -> None:
