@@ -43,6 +43,9 @@ PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img alt="([
 ROW = re.compile(r"^\|.*$", re.M)
 # Who reads a page needs not know what the test of its commands needs.
 COMMENT = re.compile(r"^<!--.*?-->\n", re.M | re.S)
+# Pages that only the site has. In the repository, pages name them without a link.
+GENERATED = {"What each key changes": KEY_PAGE, "Options of every command": "reference/options.md"}
+NAMED = re.compile(r'[Tt]he site\'s page "(' + "|".join(GENERATED) + r')"')
 
 
 def main(out: Path) -> None:
@@ -87,6 +90,9 @@ def _moved(text: str, home: str, page: str) -> tuple[str, set[str]]:
         return posixpath.relpath(target, posixpath.dirname(page) or ".") + anchor
 
     text = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", COMMENT.sub("", BADGE.sub("", text)))
+    text = NAMED.sub(
+        lambda name: f"[{name[1]}]({posixpath.relpath(GENERATED[name[1]], posixpath.dirname(page))})", text
+    )
     text = ROW.sub(lambda row: CODE.sub(lambda code: code[0].replace(r"\|", "|"), row[0]), text)
     parts = CODE.split(text)
     codes, index = {message.code for message in read()}, posixpath.relpath(MESSAGES, posixpath.dirname(page) or ".")
@@ -104,7 +110,7 @@ def _anchor(place: str) -> str:
 
 
 def _run_files() -> str:
-    parts = ["# Run files\n\nEach is a commented example. Give its path to `lockstep train`.\n"]
+    parts = ["# Run files\n\nSave an example and give its path to `lockstep train`. A clone has them in runs/.\n"]
     paths = [path for path in (ROOT / "runs").rglob("*") if path.suffix in (".yaml", ".py")]
     for path in sorted(paths, key=lambda path: (len(path.parts), path)):
         name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8").strip()

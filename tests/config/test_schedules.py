@@ -128,6 +128,8 @@ def test_it_is_drawn_in_blocks() -> None:
     line = drawn(OptimSection(learning_rate=1e-3, schedule="wsd", warmup_steps=200), 1000, width=10)
     assert line == "▁▅███████▁ wsd: 0 at first, 0.001 at step 200, 1e-05 at the last"
     assert set(line[:10]) <= set(BLOCKS)
+    assert drawn(OptimSection(schedule="constant"), 9, width=3) == "███ constant: 5e-05"
+    assert drawn(OptimSection(schedule="linear"), 4, width=4) == "█▇▅▃ linear: 5e-05 at first, 1.25e-05 at the last"
     long = planned(OptimSection(warmup_steps=777), 10**9, 50)
     assert len(long) < 60
     assert max(long, key=lambda point: point[1])[0] == 777

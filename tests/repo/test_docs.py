@@ -93,13 +93,6 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
     assert {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - _named() == set()
 
 
-def test_addresses_that_pages_had_lead_to_pages() -> None:
-    moved = re.findall(r"^ {8}([\w/-]+\.md): ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-    assert len(moved) > 40
-    assert [to for _, to in moved if to not in _named()] == []
-    assert [old for old, _ in moved if (DOCS / old).exists()] == []
-
-
 MOST_WORDS = 1500  # of a page that is read from top to bottom; reference is looked up
 
 

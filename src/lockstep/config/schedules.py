@@ -152,7 +152,10 @@ def drawn(optim: Schedule, steps: int, width: int = 40) -> str:
     line = "".join(BLOCKS[min(7, int(8 * rate / (max(rates) or 1.0)))] for rate in columns)
     top, highest = max(points, key=lambda point: point[1])
     how = "points" if isinstance(optim.schedule, list) else optim.schedule
-    return f"{line} {how}: {rates[0]:.3g} at first, {highest:.3g} at step {top:,}, {rates[-1]:.3g} at the last"
+    if len({f"{rate:.3g}" for rate in rates}) == 1:
+        return f"{line} {how}: {highest:.3g}"
+    peak = f", {highest:.3g} at step {top:,}" if top else ""
+    return f"{line} {how}: {rates[0]:.3g} at first{peak}, {rates[-1]:.3g} at the last"
 
 
 def planned(optim: Schedule, steps: int, count: int) -> list[tuple[int, float]]:

@@ -214,7 +214,7 @@ def with_roles(dataset: Dataset, column: str, key: str, split: str) -> Dataset:
         }
 
     if not ragged:
-        # the cache may be of an older lockstep
+        # the key of a cached result does not cover the functions that `batch` calls
         return dataset.map(batch, with_indices=True, batched=True, load_from_cache_file=False)
     parts, changed = [], False
     kind = datasets.List(datasets.Json()) if isinstance(feature, datasets.List) else datasets.Json()

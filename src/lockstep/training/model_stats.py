@@ -45,15 +45,20 @@ PART = 17  # combined with the seed, so that the validation subset has its own r
 LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
 
 
+def in_millions(count: int) -> str:
+    """Format a number of parameters, such as 22.71M; small numbers in full."""
+    return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
+
+
 def facts(job: Job) -> dict[str, str]:
     """Rows of the table that `lockstep plan` prints."""
     run, task = job.run, make_task(job)
     feed = StepLoader(task, [], torch.device("cpu"))
     of = model_facts(task)
     frozen = of.every - of.trained
-    of_them = f", {of.trained / 1e6:.2f}M trained, {frozen:,} frozen" if frozen else ""
+    of_them = f", {in_millions(of.trained)} trained, {frozen:,} frozen" if frozen else ""
     return {
-        "model": f"{task.origin}, {of.every / 1e6:.2f}M parameters{of_them}",
+        "model": f"{task.origin}, {in_millions(of.every)} parameters{of_them}",
         "data": data(task),
         **feed.mixture,
         "length": length(feed),

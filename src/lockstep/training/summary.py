@@ -28,7 +28,7 @@ from lockstep.tasks.task import Task
 from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
 from lockstep.track.report.history import lines_of
-from lockstep.training.model_stats import data, selection_lines
+from lockstep.training.model_stats import data, in_millions, selection_lines
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import resolve_strategy
 from lockstep_trace.plurals import quantity
@@ -62,14 +62,10 @@ def facts(session: Session) -> dict[str, str]:
 def parameters(strategy: Strategy) -> str:
     """Describe the number of parameters, and of trained ones if fewer, as with an adapter."""
     whole, trained = strategy.parameter_count, strategy.trained_count
-    text = f"{_millions(whole)} parameters"
+    text = f"{in_millions(whole)} parameters"
     if trained < whole:
         text += f", {trained:,} trained ({100 * trained / whole:.2g}%)"
     return text
-
-
-def _millions(count: int) -> str:
-    return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
 
 
 def precisions(strategy: Strategy) -> str:

@@ -188,7 +188,10 @@ class Statements:
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
             return True
-        return name in NAMES["loop_calls"] or name in NAMES["optimizers"] or call in self.optimizers
+        schedules = (
+            "lr_scheduler" in origin and name[:1].isupper()
+        )  # loops.py reports it, unless optim.schedule is given
+        return schedules or name in NAMES["loop_calls"] or name in NAMES["optimizers"] or call in self.optimizers
 
     # -- around the loop -----------------------------------------------------------------------------------------------
 
