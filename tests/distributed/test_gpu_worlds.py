@@ -117,6 +117,20 @@ def test_engines_take_the_local_rank_for_the_number_of_a_gpu(monkeypatch: pytest
     assert os.environ["LOCAL_RANK"] == "3"
 
 
+@pytest.mark.parametrize("before", [None, "7"])
+def test_engines_change_no_number_of_threads(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate would set cores / ranks without the variable: other bits than one process."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if before is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    threads = torch.get_num_threads()
+    with World(tiny("launch.device=cpu")).variables_for_engines():
+        assert os.environ["OMP_NUM_THREADS"] == str(threads)
+        torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads
+    assert os.environ.get("OMP_NUM_THREADS") == before
+
+
 # -- launchers -------------------------------------------------------------------------------------------------------
 
 

@@ -211,16 +211,24 @@ class World:
     def variables_for_engines(self) -> Iterator[None]:
         """A context that adapts the torchrun environment variables to engines that read them. In a job of one process
         they are unset, or engines would form a group of one and wrap the model for nothing. Where ranks share a GPU,
-        LOCAL_RANK is the GPU's index, because engines use it as such."""
+        LOCAL_RANK is the GPU's index, because engines use it as such. Without OMP_NUM_THREADS, Accelerate would set
+        torch's threads to this machine's cores / ranks, and change the bits."""
         variables = {name: os.environ[name] for name in TORCHRUN_ENV if name in os.environ}
+        variable, threads = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
         for name in variables if self.size == 1 else ():
             del os.environ[name]
         if self.size > 1 and self.device.type == "cuda":
             os.environ["LOCAL_RANK"] = str(self.device.index)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         try:
             yield
         finally:
             os.environ.update(variables)
+            del os.environ["OMP_NUM_THREADS"]
+            if variable is not None:
+                os.environ["OMP_NUM_THREADS"] = variable
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
