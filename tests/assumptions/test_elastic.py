@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def test_an_agent_calls_these_methods() -> None:
     """LocalElasticAgent.run calls `_rendezvous` and `_start_workers`, makes events by `_construct_event`, and calls
     `_monitor_workers` until it succeeds; a failure costs one of `_remaining_restarts` and calls `_restart_workers`, a
     waiting machine calls it for free with the group's state HEALTHY, and both call `_stop_workers`. Then
-    `_exit_barrier` is called, and in any case `_shutdown` with `_shutdown_timeout`, which closes `_pcontext`."""
+    `_exit_barrier` is called, and in any case `_shutdown`, which closes `_pcontext`; from torch 2.13 on it is given
+    `_shutdown_timeout`."""
     results = [WorkerState.HEALTHY, WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.SUCCEEDED]
     calls: list[Any] = []
     events: list[int] = []
@@ -85,12 +87,13 @@ def test_an_agent_calls_these_methods() -> None:
     spec = WorkerSpec("r", 2, Meeting(), entrypoint=print, max_restarts=3, monitor_interval=0.001)  # type: ignore[arg-type]
     agent: Any = Agent(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
     agent._shutdown_timeout = 7
-    agent._pcontext = SimpleNamespace(close=lambda number, timeout: calls.append(("close", number, timeout)))
+    agent._pcontext = SimpleNamespace(close=lambda number, timeout=None: calls.append(("close", number, timeout)))
     assert agent.run().state == WorkerState.SUCCEEDED
     begun = ["rendezvous", ("start", [0, 1])]
     steps: list[Any] = [*begun, ("HEALTHY", 3), ("HEALTHY", 3), ("stop", "HEALTHY"), *begun, ("FAILED", 3)]
     steps += [("stop", "FAILED"), *begun, ("SUCCEEDED", 2), "barrier"]
-    assert calls == [*steps, ("close", signal.SIGTERM, 7)]
+    takes_a_limit = "timeout" in inspect.signature(LocalElasticAgent._shutdown).parameters
+    assert calls == [*steps, ("close", signal.SIGTERM, 7 if takes_a_limit else None)]
     assert events
 
 

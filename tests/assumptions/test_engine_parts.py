@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 
 from support.assumed import rests_on_it
+
+NEEDS_2_13 = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason="lockstep's pipeline refuses torch before 2.13"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,6 +48,7 @@ def test_transformers_believes_the_mark_of_a_sharded_module(monkeypatch: pytest.
     assert is_fsdp_managed_module(nn.Identity())
 
 
+@NEEDS_2_13
 @rests_on_it("src/lockstep/strategies/engines/pipelining.py")
 def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
     """A schedule of one stage has `_stage_forward_initialized` and `_stage_backward_initialized`, one of several stages
@@ -83,6 +89,7 @@ def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
     assert stage.submod.weight.grad.item() == 7.0
 
 
+@NEEDS_2_13
 @rests_on_it("src/lockstep/strategies/engines/pipelining.py")
 def test_what_a_stage_receives_is_described_so() -> None:
     """A stage receives what its `_RecvInfo`s describe: name, rank of the source, buffer, and a `_TensorMeta`, which

@@ -112,7 +112,8 @@ def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
 def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tmp_path: Path) -> None:
     """With ensure_weight_tying, an adapter of a tied head is loaded as saved if the embedding is called embed_tokens;
-    for a GPT-2, whose embedding is called wte, the head's part is lost in silence."""
+    for a GPT-2, whose embedding is called wte, the head's part is lost in silence. peft 0.18 ties no adapter, and loads
+    both."""
 
     def gpt2() -> nn.Module:
         torch.manual_seed(0)
@@ -120,8 +121,9 @@ def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tm
         return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **sizes)).eval()
 
     options = {"target_modules": ["lm_head"], "init_lora_weights": False, "ensure_weight_tying": True}
-    for base, same in ((tied, True), (gpt2, False)):
+    for base, loads in ((tied, True), (gpt2, False)):
         model = adapted(base(), **options, task_type="CAUSAL_LM")
         model.save_pretrained(tmp_path / base.__name__)
         loaded = peft.PeftModel.from_pretrained(base(), tmp_path / base.__name__).eval()
-        assert (apart(model(IDS).logits, loaded(IDS).logits) < 1e-5) is same
+        ties: bool = getattr(model.active_peft_config, "target_modules_to_tie", None) is not None
+        assert (apart(model(IDS).logits, loaded(IDS).logits) < 1e-5) is (loads or not ties)

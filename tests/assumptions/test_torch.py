@@ -245,12 +245,16 @@ def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pyte
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_variable_length_attention_does_not_choose_cudnn() -> None:
-    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs, and the answer is no."""
+    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs. Up to torch 2.13 the answer is
+    no; 2.14 asks by way of `_can_use_cudnn`, and its answer is yes for devices of capability 9 and 10."""
     from torch.nn.attention import varlen
 
     assert inspect.signature(varlen._should_use_cudnn).parameters.keys() == {"device_index"}
-    assert varlen._should_use_cudnn(0) is False
+    if hasattr(varlen, "_can_use_cudnn"):
+        assert "if not query.is_cuda or not _should_use_cudnn(" in inspect.getsource(varlen._can_use_cudnn)
+    else:
+        assert varlen._should_use_cudnn(0) is False
     source = inspect.getsource(varlen)
     calls = [part for part in source.split("\n\n\n") if "torch.ops.aten._cudnn_attention" in part]
     assert len(calls) == 2  # forward and backward
-    assert all("if use_cudnn:" in part and "_should_use_cudnn(" in part for part in calls)
+    assert all("if use_cudnn:" in part and "_use_cudnn(" in part for part in calls)

@@ -257,3 +257,17 @@ def test_a_real_terminal(variables: dict[str, str], tmp_path: Path, cache: Path)
     assert ("\x1b[38" in text or "\x1b[3" in text) is (not variables), "colours, but for NO_COLOR"
     assert "8/8" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_brackets_colons_and_backslashes_are_printed_as_they_are(terminal: bool) -> None:
+    """`run.yaml:100:` is no emoji, `[bold]` no style, and no backslash is lost or doubled."""
+    line = "run.yaml:100: [bold] \\[1 [/x] C:\\"
+    told, out = console(terminal=terminal)
+    told.facts({"model": line})
+    told.say(line)
+    told.note(line)
+    told.columns(line, [(line, line)])
+    told.table(line, [line, "b"], [[line, line]])
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert text.count(line) == 10

@@ -43,8 +43,8 @@ def by_host(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
 
 def may_attend_by_cudnn(device: torch.device) -> bool:
     """Whether torch's variable-length attention may run cuDNN's kernel on a CUDA device. The gradient of that kernel
-    need not repeat its bits (pytorch#187770 prefers it on some devices, no release up to 2.13 does). True where torch
-    does not say."""
+    need not repeat its bits (pytorch#187770). No release up to 2.13 prefers it; 2.14 does on devices of capability 9
+    and 10. True where torch does not say."""
     from torch.nn.attention import varlen
 
     prefers = getattr(varlen, "_should_use_cudnn", None)

@@ -28,7 +28,6 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console as RichConsole
 from rich.console import RenderableType
 from rich.constrain import Constrain
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -137,9 +136,8 @@ class Console:
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                self.rich.print(
-                    f"[bold]{name:<10}[/bold] {_plain(self._continued(value) if whole else self._hung(value, 11))}"
-                )
+                shown = self._continued(value) if whole else self._hung(value, 11)
+                self.rich.print(Text(f"{name:<10}", "bold") + _plain(f" {shown}"))
             append(self._log, f"{name:<10} {value}")
 
     def detail(self, rows: Mapping[str, str]) -> None:
@@ -209,7 +207,7 @@ class Console:
         """Print a note, also with voice `quiet`."""
         if self._record is not None:
             self._record.notes.append(f"note: {text}")
-        self.rich.print(f"[yellow]note:[/yellow] {_plain(self._hung(text, 6))}")
+        self.rich.print(Text("note:", "yellow") + _plain(f" {self._hung(text, 6)}"))
         append(self._log, f"note: {text}")
 
     def start(
@@ -330,7 +328,8 @@ class Console:
         """Print the last predictions, each shortened to a line; samples.jsonl and the report have them in full."""
         room = max(40, self.rich.width if self.rich.is_terminal else 120) - 11
         for place, sample in enumerate(self.samples[:LAST_SAMPLES] if self._voice == "normal" else ()):
-            self.rich.print(f"[bold]{'' if place else 'samples':<10}[/bold] {_plain(on_a_line(sample, room))}")
+            head = Text(f"{'' if place else 'samples':<10}", "bold")
+            self.rich.print(head + _plain(f" {on_a_line(sample, room)}"))
 
     def stop(self) -> None:
         """End the progress bar."""
@@ -347,7 +346,7 @@ class Console:
             self._record.add_table(title, head[: len(rows[0])], body)
         widths = [max(map(cell_len, column)) + 2 for column in zip(*rows, strict=True)]
         if title and self._voice != "quiet":
-            self.rich.print(f"[bold]{_plain(title)}[/bold]")
+            self.rich.print(Text(printable(title), "bold"))
         if title:
             append(self._log, title)
         for row in rows:
@@ -368,13 +367,12 @@ class Console:
         lines, columns = [list(row) for row in rows], list(columns)
         if self._record is not None:
             self._record.add_table(key, columns, lines)
-        table = Table(title=title, title_justify="left", title_style="bold")
-        cells = [[_plain(cell) for cell in row] for row in lines]
+        table = Table(title=_plain(title), title_justify="left", title_style="bold")
         for i, column in enumerate(columns):
-            numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in cells)
-            table.add_column(column, justify="right" if numbers and i > 0 else "left", overflow="fold")
-        for row in cells:
-            table.add_row(*row)
+            numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in lines)
+            table.add_column(_plain(column), justify="right" if numbers and i > 0 else "left", overflow="fold")
+        for row in lines:
+            table.add_row(*map(_plain, row))
         plain = RichConsole(file=io.StringIO(), width=120, highlight=False)
         plain.print(table)
         append(self._log, plain.file.getvalue().rstrip())  # type: ignore[attr-defined]
@@ -382,7 +380,7 @@ class Console:
             return
         if Measurement.get(self.rich, self.rich.options.update(width=1000), table).maximum > self.rich.width:
             for head in table.columns:
-                head.header = str(head.header).replace("_", "_\n")  # otherwise names would be truncated
+                head.header = Text(str(head.header).replace("_", "_\n"))  # otherwise names would be truncated
         self.rich.print(table)
 
 
@@ -394,7 +392,7 @@ class _Bar(progress.Progress):
         self._rich = console
         self._place = place
         super().__init__(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=max(4, min(30, console.width - 50))),
             progress.MofNCompleteColumn(),
             progress.TaskProgressColumn(),
@@ -508,8 +506,10 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def _plain(text: str) -> str:
-    return escape(printable(text))
+def _plain(text: str) -> Text:
+    """Return text that rich prints unchanged. In a `str` it replaces `[bold]` and `:100:` (as in FILE:100: ...), and
+    even after its escape() drops the backslash of `\\[1` and doubles one at the end."""
+    return Text(printable(text))
 
 
 # -- samples: predictions for single examples, in full or shortened to one line ---------------------------------------

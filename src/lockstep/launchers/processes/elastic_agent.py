@@ -582,9 +582,10 @@ class Agent(LocalElasticAgent):
         growing = worker_group.state == WorkerState.HEALTHY
         self._shutdown(timeout=self._shutdown_timeout if growing else GRACE_S)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = GRACE_S) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
         if self._pcontext:
-            self._pcontext.close(death_sig, NO_GRACE_S if self._hopeless or self.rendezvous.gone else timeout)
+            limit = self._shutdown_timeout if timeout is None else timeout  # before torch 2.13, its agent passes none
+            self._pcontext.close(death_sig, NO_GRACE_S if self._hopeless or self.rendezvous.gone else limit)
         super()._shutdown(death_sig)
 
     def _construct_event(self, state: str, source: EventSource, *more: Any, **named: Any) -> Event:

@@ -1,0 +1,220 @@
+"""What lockstep assumes about rich, jinja2, shtab and the chat templates of transformers."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from typing import Any
+
+import pytest
+
+from support.assumed import rests_on_it
+
+
+class Screen(io.StringIO):
+    """A terminal that records what is written to it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@rests_on_it("src/lockstep/track/console.py")
+def test_a_console_of_rich_prints_a_text_as_it_is_and_changes_a_string() -> None:
+    """With soft_wrap a console breaks no line, on a terminal of 20 columns either. A Text is printed as it is, joined
+    ones too; a str is not, even after markup.escape: `FILE:100:` gets an emoji, a backslash at the end another, and
+    the one of `\\[1` is lost. A quiet console writes nothing, and `quiet` can be changed later."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.text import Text
+
+    lines = [
+        "[bold]x[/bold] [red] a[0] [/] \\[b] " + "word " * 20 + ".",
+        "C:\\",
+        "[/nothing]",
+        "run.yaml:100: x",
+        "\\[1",
+    ]
+    for terminal in (False, True):
+        screen = Screen()
+        console = Console(file=screen, width=20, highlight=False, soft_wrap=True, force_terminal=terminal, quiet=True)
+        console.print("nothing")
+        console.quiet = False
+        for line in lines:
+            console.print(Text("head", "bold") + Text(f" {line}"))
+        assert plain(screen.getvalue()).split("\n")[:-1] == [f"head {line}" for line in lines]
+        assert console.is_terminal is terminal
+    console = Console(file=io.StringIO(), highlight=False, soft_wrap=True)
+    for line in lines[3:]:
+        console.print(escape(line))
+    assert console.file.getvalue() == "run.yaml💯 x\n[1\n"  # type: ignore[attr-defined]
+
+
+@rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
+def test_a_live_display_puts_its_proxy_in_place_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A started Live display replaces sys.stdout by a proxy whose `rich_proxied_file` is the stream before it, writes
+    to the `rich_proxied_file` of its console's file, and gives the stream back at the end; get_renderable is called at
+    each refresh; show_cursor(True) shows the cursor again."""
+    from rich.console import Console
+    from rich.live import Live
+
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+
+    class Found(io.StringIO):
+        rich_proxied_file = screen
+
+    console = Console(file=Found(), force_terminal=True, width=30, legacy_windows=False, _environ={"TERM": "xterm"})
+    assert console.is_interactive
+    shown: list[str] = []
+
+    def line() -> str:
+        shown.append("")
+        return f"line {len(shown)}"
+
+    live = Live(console=console, get_renderable=line, transient=True, auto_refresh=False)
+    live.start(refresh=True)
+    assert sys.stdout is not screen
+    assert getattr(sys.stdout, "rich_proxied_file") is screen  # noqa: B009
+    before = len(shown)
+    live.refresh()
+    assert len(shown) > before
+    console.show_cursor(True)
+    assert screen.getvalue().endswith("\x1b[?25h")
+    live.stop()
+    assert sys.stdout is screen
+    assert f"line {before}" in plain(screen.getvalue())
+
+
+@rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
+def test_a_progress_draws_what_get_renderables_yields_and_cells_are_columns() -> None:
+    """A Progress draws what its get_renderables yields, below its tasks'; a wide character has two cells, and
+    set_cell_size pads or cuts to a number of them; Constrain and overflow="ellipsis" keep a text in one line of the
+    width; Measurement tells how wide a table would be without a limit."""
+    from rich.cells import cell_len, set_cell_size
+    from rich.console import Console
+    from rich.constrain import Constrain
+    from rich.measure import Measurement
+    from rich.progress import Progress, TextColumn
+    from rich.table import Table
+    from rich.text import Text
+
+    assert (cell_len("a"), cell_len("語"), cell_len("e\u0301")) == (1, 2, 1)
+    assert (set_cell_size("ab", 4), set_cell_size("語語", 3), set_cell_size("abcd", 2)) == ("ab  ", "語 ", "ab")
+    console = Console(file=io.StringIO(), width=20, force_terminal=False)
+
+    class Bar(Progress):
+        def get_renderables(self) -> Any:
+            yield from super().get_renderables()
+            yield Constrain(Text("x" * 50, no_wrap=True, overflow="ellipsis"), 10)
+
+    bar = Bar(TextColumn("{task.description}"), console=console)
+    row = bar.add_task("training", total=5, completed=2)
+    bar.update(row, completed=4)
+    assert bar.tasks[0].completed == 4
+    bar.tasks[0].description = "step"
+    console.print(*bar.get_renderables())
+    assert [each.rstrip() for each in console.file.getvalue().split("\n")] == ["step", "xxxxxxxxx…", ""]  # type: ignore[attr-defined]
+    table = Table()
+    table.add_column("a")
+    table.add_row("w " * 30)
+    assert Measurement.get(console, console.options.update(width=1000), table).maximum > 60
+
+
+@rests_on_it("src/lockstep/track/report/report.py", "packages/lockstep-trace/src/lockstep_trace/report.py")
+def test_jinja_escapes_what_finalize_returns_and_raises_for_unknown_names() -> None:
+    """With autoescape, jinja2 escapes a value after `finalize` has changed it, in attributes too, and leaves a text
+    that is marked safe; StrictUndefined raises UndefinedError for an unknown name or attribute; trim_blocks and
+    lstrip_blocks leave no line of a block tag."""
+    from jinja2 import DictLoader, Environment, StrictUndefined, UndefinedError
+
+    pages = Environment(
+        loader=DictLoader(
+            {
+                "a": "{% for x in rows %}\n {% if x %}\n<i t='{{ x }}'>{{ '<b>'|safe }}\n {% endif %}\n{% endfor %}\n",
+                "b": "{{ nothing }}",
+                "c": "{{ rows.nothing }}",
+            }
+        ),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: f"<{value}" if value == '"' else value,
+    )
+    assert pages.get_template("a").render(rows=['"', "&"]) == "<i t='&lt;&#34;'><b>\n<i t='&amp;'><b>\n"
+    for name in "bc":
+        with pytest.raises(UndefinedError):
+            pages.get_template(name).render(rows=[])
+
+
+def rendered(template: str, messages: list[dict] | None = None, **variables: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts: Any = render_jinja_template(
+        conversations=[messages or [{"role": "user", "content": "hi"}]], chat_template=template, **variables
+    )
+    return str(texts[0][0])
+
+
+@rests_on_it(
+    "src/lockstep/data/conversations.py", "src/lockstep/data/tokenizer.py", "src/lockstep/tasks/answer_pairs.py"
+)
+def test_chat_templates_run_in_a_sandbox_and_have_these_names() -> None:
+    """Chat templates run in jinja2's immutable sandbox, which raises for a changed message or an attribute with
+    underscores; they trim blocks, know break and continue, raise_exception, strftime_now, and a tojson that escapes
+    neither HTML nor letters; an unknown name is empty."""
+    from jinja2.exceptions import SecurityError, TemplateError
+
+    assert rendered("{% for m in messages %}\n  {{ m.content }}{% break %}\n{% endfor %}\n").strip() == "hi"
+    assert rendered("{{ tools | tojson }}{{ unknown }}{{ eos_token }}", tools=[{"a": "<é>"}], eos_token="</s>") == (
+        '[{"a": "<é>"}]</s>'
+    )
+    assert re.fullmatch(r"\d{4}", rendered("{{ strftime_now('%Y') }}"))
+    for wrong in ("{{ messages.append(1) }}", "{{ messages.__class__.__mro__ }}"):
+        with pytest.raises(SecurityError):
+            rendered(wrong)
+    with pytest.raises(TemplateError, match="no system"):
+        rendered("{{ raise_exception('no system') }}")
+    messages = [{"role": "user", "content": "hi"}]
+    assert rendered("{{ messages[0]['content'] }}{{ messages|length }}", messages) == "hi1"
+    assert messages == [{"role": "user", "content": "hi"}]
+
+
+@rests_on_it("src/lockstep/data/conversations.py")
+def test_generation_blocks_change_no_text_also_in_loops_and_within_conditions() -> None:
+    """`{% generation %}` renders its body, once for each turn of a loop, with set variables of the scope outside; the
+    text is that of the template without the marks, and spans come only with return_assistant_tokens_mask."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    body = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}MARK{{ m.content }}|KRAM{% else %}"
+    body += "{{ m.content }}{% endif %}{% endfor %}"
+    marked = body.replace("MARK", "{% generation %}").replace("KRAM", "{% endgeneration %}")
+    messages = [{"role": role, "content": text} for role, text in [("user", "é"), ("assistant", "a"), ("user", "b")]]
+    messages.append({"role": "assistant", "content": ""})
+    text = rendered(body.replace("MARK", "").replace("KRAM", ""), messages)
+    assert rendered(marked, messages) == text
+    both: Any = render_jinja_template(conversations=[messages], chat_template=marked, return_assistant_tokens_mask=True)
+    assert both[0] == [text]
+    assert [text[begin:over] for begin, over in both[1][0]] == ["a|", "|"]
+
+
+@rests_on_it("src/lockstep/commands/completion.py")
+def test_shtab_completes_paths_where_an_action_says_so() -> None:
+    """shtab's script has the options of subparsers too; an action whose `complete` is FILE or DIRECTORY completes
+    paths."""
+    shtab = pytest.importorskip("shtab", reason="needs the extra completion")
+    parser = argparse.ArgumentParser(prog="lockstep")
+    part = parser.add_subparsers().add_parser("train")
+    action: Any = part.add_argument("run")
+    action.complete = shtab.FILE
+    part.add_argument("--steps", choices=["few", "many"])
+    for shell, paths in (("bash", "_shtab_compgen_files"), ("zsh", "_files")):
+        script = shtab.complete(parser, shell=shell)
+        assert paths in script
+        assert all(word in script for word in ("train", "--steps", "many"))
