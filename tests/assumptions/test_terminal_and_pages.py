@@ -71,19 +71,19 @@ def test_a_live_display_puts_its_proxy_in_place_of_the_streams(monkeypatch: pyte
 
     console = Console(file=Found(), force_terminal=True, width=30, legacy_windows=False, _environ={"TERM": "xterm"})
     assert console.is_interactive
-    shown: list[str] = []
+    refreshes: list[str] = []
 
     def line() -> str:
-        shown.append("")
-        return f"line {len(shown)}"
+        refreshes.append("")
+        return f"line {len(refreshes)}"
 
     live = Live(console=console, get_renderable=line, transient=True, auto_refresh=False)
     live.start(refresh=True)
     assert sys.stdout is not screen
     assert getattr(sys.stdout, "rich_proxied_file") is screen  # noqa: B009
-    before = len(shown)
+    before = len(refreshes)
     live.refresh()
-    assert len(shown) > before
+    assert len(refreshes) > before
     console.show_cursor(True)
     assert screen.getvalue().endswith("\x1b[?25h")
     live.stop()

@@ -136,8 +136,8 @@ class Console:
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                shown = self._continued(value) if whole else self._hung(value, 11)
-                self.rich.print(Text(f"{name:<10}", "bold") + _plain(f" {shown}"))
+                text = self._continued(value) if whole else self._hung(value, 11)
+                self.rich.print(Text(f"{name:<10}", "bold") + _plain(f" {text}"))
             append(self._log, f"{name:<10} {value}")
 
     def detail(self, rows: Mapping[str, str]) -> None:
