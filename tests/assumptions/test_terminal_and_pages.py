@@ -206,11 +206,11 @@ def test_generation_blocks_change_no_text_also_in_loops_and_within_conditions() 
 
 @rests_on_it("src/lockstep/commands/completion.py")
 def test_shtab_completes_paths_where_an_action_says_so() -> None:
-    """shtab's script has the options of subparsers too; an action whose `complete` is FILE or DIRECTORY completes
-    paths."""
+    """shtab's script has the options of subparsers that have a help text; an action whose `complete` is FILE or
+    DIRECTORY completes paths."""
     shtab = pytest.importorskip("shtab", reason="needs the extra completion")
     parser = argparse.ArgumentParser(prog="lockstep")
-    part = parser.add_subparsers().add_parser("train")
+    part = parser.add_subparsers().add_parser("train", help="train a model")
     action: Any = part.add_argument("run")
     action.complete = shtab.FILE
     part.add_argument("--steps", choices=["few", "many"])
