@@ -30,7 +30,7 @@ def test_ranks_on_a_cpu_keep_no_small_blocks(
     monkeypatch.setenv(NAME, theirs or "")  # so that the test restores it afterwards
     if theirs is None:
         monkeypatch.delenv(NAME)
-    local.prestart(tiny(launch={"device": "auto"}).launch, 1)
+    local.prestart(tiny(launch={"device": "auto"}).launch, 1, loopback=True)
     assert started == [seen]
     assert os.environ.get(NAME) == theirs  # other child processes do not get the variable
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 import lockstep
+from lockstep.config.plugins import BUILT_IN
 from support.places import ROOT as CHECKOUT
 from support.places import TESTS
 
@@ -75,6 +76,8 @@ class Facts(NamedTuple):
     imports: list[tuple[str, bool]]  # modules, also for its types only, and whether at its top
     private: list[str]
     functions: dict[str, int]  # line and name -> lines
+    finds: bool  # whether it turns names of plug-ins into classes
+    compared: set[str]  # texts and numbers that it compares something with
 
 
 @functools.cache
@@ -84,7 +87,10 @@ def facts(path: Path) -> Facts:
     functions = {
         f"{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno for n in nodes if isinstance(n, ast.FunctionDef)
     }
-    return Facts(_imports(tree, nodes), _private(nodes), functions)
+    finds = any(isinstance(n, ast.Attribute) and ast.unparse(n) in ("plugins.find", "plugins.of_key") for n in nodes)
+    comparisons = [part for n in nodes if isinstance(n, ast.Compare) for part in ast.walk(n)]
+    compared = {str(part.value) for part in comparisons if isinstance(part, ast.Constant)}
+    return Facts(_imports(tree, nodes), _private(nodes), functions, finds, compared)
 
 
 def _imports(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, bool]]:
@@ -327,6 +333,36 @@ def test_nobody_patches_a_method() -> None:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
             assert not {name for name in names if name.endswith((".backward", ".loss_sum", ".train_step"))}, file
+
+
+# Where a name of the run file becomes a class: the file itself, the job that is made of it, and what runs plug-ins.
+PLUGIN_HOSTS = ("config/", "data/job.py", "training/resolve.py", "launchers/start.py", "track/trackers.py")
+# Where names are compared, beside the kind's own room: everybody else asks the class.
+KINDS = {
+    "tasks": "tasks/",
+    "strategies": "strategies/",
+    "optimizers": "strategies/optimizers/",
+    "launchers": "launchers/",
+    "track": "track/",
+}
+NAMES_COMPARED = (
+    "plain/",  # a judge that imports nothing of lockstep
+    "lab/import_config/",  # what other systems call them
+    "lab/init/columns.py",  # the table by which a task is guessed from columns
+    "launchers/processes/accelerate_config.py",  # a config file of Accelerate beside the run
+    "lab/doctor.py",  # the options with which each strategy is tried
+)
+
+
+def test_a_name_becomes_a_class_in_one_place_and_others_ask_the_class() -> None:
+    """`task.cuts_blocks` instead of a comparison with `language_modeling`, `job.task` instead of `plugins.find`."""
+    finding = [file for file in FILES if facts(ROOT / file).finds]
+    assert [file for file in finding if not file.startswith(PLUGIN_HOSTS)] == []
+    named = {file: facts(ROOT / file).compared for file in FILES}
+    comparing = [(file, kind) for file, texts in named.items() for kind in BUILT_IN if texts & BUILT_IN[kind].keys()]
+    assert [pair for pair in comparing if not pair[0].startswith((KINDS[pair[1]], *NAMES_COMPARED))] == []
+    for known in (*PLUGIN_HOSTS, *NAMES_COMPARED):  # no exception that nobody needs
+        assert any(file.startswith(known) for file in (*finding, *(file for file, _ in comparing))), known
 
 
 def test_tasks_know_nothing_of_ranks() -> None:

@@ -32,6 +32,8 @@ from lockstep.config.errors import RunError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+    from pydantic import BaseModel
+
 
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
@@ -219,13 +221,19 @@ def find(kind: str, name: str) -> type:
     return plugin_class
 
 
-def fact_of_optimizer(name: object, fact: str, default: Any) -> Any:
-    """Return a class attribute of an optimizer. The default for a user's own class, and for a name that `find` refuses:
+def options_of(kind: str, name: str) -> type[BaseModel]:
+    """Return the keys of a plug-in in the run file. Errors: `PluginError`."""
+    options: type[BaseModel] = find(kind, name).Options  # type: ignore[attr-defined]
+    return options
+
+
+def fact(kind: str, name: object, attribute: str, default: Any) -> Any:
+    """Return a class attribute of a plug-in. The default for a user's own class, and for a name that `find` refuses:
     another check reports it."""
-    if not isinstance(name, str) or name not in names("optimizers"):
+    if not isinstance(name, str) or name not in names(kind):
         return default
     with suppress(PluginError, ImportError):
-        return getattr(find("optimizers", name), fact)
+        return getattr(find(kind, name), attribute)
     return default
 
 

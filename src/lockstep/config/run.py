@@ -326,7 +326,8 @@ def _read_file(path: str | Path) -> tuple[dict[str, Any], dict[str, int], str]:
 
 def _ranks_are_here(launch: Any) -> bool:
     """Return whether the section `launch` starts the ranks on this machine."""
-    return not isinstance(launch, dict) or launch.get("name", "local") == "local"
+    name = launch.get("name", "local") if isinstance(launch, dict) else "local"
+    return bool(plugins.fact("launchers", name, "starts_all_ranks", False))
 
 
 def _validated(
@@ -447,7 +448,7 @@ class _Source:
         if "." in name and not self.imports:
             return dict(values)
         try:
-            options: type[Section] = plugins.find(kind, name).Options  # type: ignore[attr-defined]
+            options = plugins.options_of(kind, name)
         except plugins.PluginError as error:
             raise RunError(error.code, f"{named_by}: {error.message} ({self.where(named_by)})") from None
         try:

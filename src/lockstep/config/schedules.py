@@ -90,7 +90,7 @@ def learning_rate(optim: Schedule, step: int, steps: int) -> float:
     if step < warmup and optim.schedule == "wsd" and optim.min_lr_ratio:
         return optim.learning_rate * (step / warmup * (1.0 - optim.min_lr_ratio) + optim.min_lr_ratio)
     if step < warmup:
-        first = int(plugins.fact_of_optimizer(optim.name, "warms_from_one", False))
+        first = int(plugins.fact("optimizers", optim.name, "warms_from_one", False))
         return optim.learning_rate * (step + first) / warmup
     return optim.learning_rate * _share(optim, step, steps, warmup)
 

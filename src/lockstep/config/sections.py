@@ -532,7 +532,7 @@ class OptimSection(PluginSection):
             return values
         values = dict(values)
         if values.get("schedule") is None:
-            values["schedule"] = plugins.fact_of_optimizer(values.get("name"), "usual_schedule", "linear")
+            values["schedule"] = plugins.fact("optimizers", values.get("name"), "usual_schedule", "linear")
         with suppress(ValueError):  # invalid points are refused under their own key
             if isinstance(points := parse_schedule(values["schedule"]), list):
                 values.setdefault("learning_rate", max(rate for _, rate in points))

@@ -103,7 +103,7 @@ def defaults_of(section: BaseModel, prefix: str) -> dict[str, Any]:
     if kind is not None:
         name = str(getattr(section, "name", ""))
         if "." not in name:  # user classes are not imported for this
-            fields |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
+            fields |= plugins.options_of(kind, name).model_fields
     return {
         key: field.get_default(call_default_factory=True) for key, field in fields.items() if not field.is_required()
     }

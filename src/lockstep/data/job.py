@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from lockstep.config import error_messages, plugins
 from lockstep.config.run import Run, load
-from lockstep.config.sections import OptimSection, Section, TaskSection
+from lockstep.config.sections import Section
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Prepared
@@ -121,6 +121,7 @@ class OptimizerRules:
 
     plugin: ClassVar[str] = "optimizers"
     packages: ClassVar[tuple[str, ...]] = ()  # import names of packages beyond the core
+    enlarges_rounding: ClassVar[bool] = False  # whether an update enlarges a last bit, as steps in bfloat16 do
     averages: ClassVar[bool] = False  # whether evaluation and export use other weights than training: `evaluated`
 
     class Options(Section):
@@ -226,7 +227,14 @@ class Job:
     def of(cls, run: Run, processes: int = 0) -> Job:
         """Find the classes that a run names. Refuses nothing else. Errors: `RunError` for a name that is unknown or
         whose class cannot be imported."""
-        return cls(run, processes, Scope.CLASSES, task_class(run.task), strategy_class(run), optimizer_class(run.optim))
+        return cls(
+            run,
+            processes,
+            Scope.CLASSES,
+            task_class(run.task.name),
+            strategy_class(run),
+            optimizer_class(run.optim.name),
+        )
 
     def having(self, run: Run) -> Job:
         """Return the job with other options, and the strategy's class that implements them."""
@@ -305,12 +313,12 @@ class Job:
 
         values: dict[str, Any] = json.loads(text)
         run = load(None, [], values["run"], "the job").as_written(values.pop("written"))
-        task = task_class(run.task)
+        task = task_class(run.task.name)
         # user modules have their own import rules
         plugins.of_key("strategy.name", "strategies", run.strategy.name)
         module, name = values["strategy"]
         strategy: Any = getattr(importlib.import_module(module), name)
-        own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run.optim)}
+        own = {"run": run, "task": task, "strategy": strategy, "optimizer": optimizer_class(run.optim.name)}
         own["prepared"] = Prepared(**values["prepared"])
         return cls(**values | own | {"scope": Scope(values["scope"])})
 
@@ -320,9 +328,9 @@ def with_compile(run: Run, choice: bool | str) -> Run:
     return run.model_copy(update={"model": run.model.model_copy(update={"compile": choice})})
 
 
-def task_class(task: TaskSection) -> type[TaskRules]:
-    """Return the class of a run's task, without the strategy's, which needs torch. Errors: `RunError`."""
-    cls: Any = plugins.of_key("task.name", "tasks", task.name)
+def task_class(name: str) -> type[TaskRules]:
+    """Return the class of the task with this `task.name`. Errors: `RunError`."""
+    cls: Any = plugins.of_key("task.name", "tasks", name)
     return cls
 
 
@@ -332,15 +340,15 @@ def strategy_class(run: Run) -> type[StrategyRules]:
     return cls.resolve_class(run)
 
 
-def optimizer_class(optim: OptimSection) -> type[OptimizerRules]:
-    """Return the class of a run's optimizer. Errors: `RunError`."""
-    cls: Any = plugins.of_key("optim.name", "optimizers", optim.name)
+def optimizer_class(name: str) -> type[OptimizerRules]:
+    """Return the class of the optimizer with this `optim.name`. Errors: `RunError`."""
+    cls: Any = plugins.of_key("optim.name", "optimizers", name)
     return cls
 
 
 def arithmetic_of(run: Run) -> dict[str, Any]:
     """Return `arithmetic`, for a command that has no job and may have no torch. Errors: `RunError`."""
-    return arithmetic(run, task_class(run.task))
+    return arithmetic(run, task_class(run.task.name))
 
 
 def arithmetic(run: Run, task: type[TaskRules]) -> dict[str, Any]:

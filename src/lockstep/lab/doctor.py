@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from lockstep.config import plugins
 from lockstep.config.run import QUICK_START, Run, RunError, load, write_run_yaml
+from lockstep.config.sections import ALONE
 from lockstep.data.job import strategy_class
 from lockstep.distributed.hardware import available_cores, gpus_of, processor
 from lockstep.distributed.world import World
@@ -474,7 +475,7 @@ def selftest(names: Sequence[str], processes: int | None, device: str, page: Pat
 
 def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
     """The test job: the quick start's model with dropout, on a few texts. Errors: `RunError`."""
-    count = 1 if strategy == "single" else processes
+    count = 1 if strategy == ALONE else processes
     overrides = [
         f"strategy.name={strategy}",
         f"precision={precision}",

@@ -65,6 +65,9 @@ class Launcher(ABC):
     # False: the ranks do not see this machine's files, so no data is prepared here and OUTPUT is not read.
     shares_files: ClassVar[bool] = True
 
+    # True: `start` alone starts every rank, on this machine.
+    starts_all_ranks: ClassVar[bool] = False
+    submits_arrays: ClassVar[bool] = False  # a sweep's trials become one array job of its scheduler
     forks_ranks: ClassVar[bool] = False  # ranks fork from a server with the imports done (`prestart`)
     takes_srun: ClassVar[bool] = False  # a task of a manual `srun` becomes one of its ranks
 
@@ -75,6 +78,11 @@ class Launcher(ABC):
     def fewest_machines(cls, launch: LaunchSection) -> int | None:
         """Return the fewest machines that a job can shrink to, or None if it cannot lose any."""
         return None
+
+    @classmethod
+    def meets_on_loopback(cls, launch: LaunchSection) -> bool:
+        """Return whether all ranks meet at this machine's loopback address."""
+        return False
 
     @classmethod
     def loses_ranks(cls, launch: LaunchSection) -> bool:

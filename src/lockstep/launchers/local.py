@@ -32,8 +32,13 @@ TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 class Local(Launcher):
     """Launcher for one machine, such as a laptop or a GPU server."""
 
+    starts_all_ranks = True
     forks_ranks = True
     takes_srun = True
+
+    @classmethod
+    def meets_on_loopback(cls, launch: LaunchSection) -> bool:
+        return True
 
     @classmethod
     def loses_ranks(cls, launch: LaunchSection) -> bool:
@@ -71,7 +76,7 @@ class Local(Launcher):
         from lockstep.launchers.processes.elastic_agent import run_agent
         from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
-        prestart(plan.launch, plan.processes)
+        prestart(plan.launch, plan.processes, loopback=True)
         node = Node(socket.gethostname(), LOOPBACK, plan.processes, holds=True)
         key = network.secret_or_new()
         rendezvous = ElasticRendezvous(LOOPBACK, 0, 1, 1, node, Limits(), key=key)
@@ -111,19 +116,19 @@ def check_gpus(launch: LaunchSection, processes: int) -> None:
         )
 
 
-def prestart(launch: LaunchSection, processes: int) -> None:
+def prestart(launch: LaunchSection, processes: int, loopback: bool) -> None:
     """Start the fork server, which imports the workers' modules while this process prepares data. Workers fork from it.
 
-    `processes`: ranks of this machine. Errors: `RunError` if its socket cannot be opened, for example if TMPDIR is too
-    long for a socket's name, and if this machine lacks what several ranks need."""
+    `processes`: ranks of this machine. `loopback`: whether they meet at its loopback address. Errors: `RunError` if its
+    socket cannot be opened, for example if TMPDIR is too long for a socket's name, and if this machine lacks what
+    several ranks need."""
     import multiprocessing
     import tempfile
     from multiprocessing import forkserver, resource_tracker
 
     from lockstep.launchers.processes import machine_limits
 
-    own = launch.name == "local" or (launch.name == "torchrun" and not launch.options.get("rendezvous"))
-    machine_limits.check(LOOPBACK if own else None, processes)
+    machine_limits.check(LOOPBACK if loopback else None, processes)
     # do not import torch only for this
     on_cpus = launch.device == "cpu" or ("torch" in sys.modules and gpus_of(launch) == 0)
     context = multiprocessing.get_context("forkserver")

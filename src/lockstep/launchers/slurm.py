@@ -43,6 +43,7 @@ _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD",
 class Slurm(SubmittedJob):
     """Launcher for a SLURM cluster with a shared file system."""
 
+    submits_arrays = True
     takes_srun = True
 
     class Options(Section):
@@ -306,7 +307,7 @@ def agent_of(run: Run, task: SlurmTask) -> int:
     if _outlives_nodes(run.launch) and task.size > 1:
         where |= {"machines": f"1:{task.size}", "last_call_timeout_s": _MORE_S}
     inner = run.model_copy(update={"launch": LaunchSection(**common, **where)})
-    prestart(inner.launch, common["processes"])
+    prestart(inner.launch, common["processes"], Torchrun.meets_on_loopback(inner.launch))
     if task.rank:  # node 0 opens the port
         network.reach(task.host, task.port, run.launch.timeout_s, Console(True).say)
     status = Torchrun().start(Torchrun().plan(inner))

@@ -319,7 +319,7 @@ def planned(run: Run) -> tuple[Launcher, LaunchPlan]:
     if plan.processes > 1 and launcher.forks_ranks and not done:
         from lockstep.launchers.local import prestart, processes_of
 
-        prestart(run.launch, processes_of(run))
+        prestart(run.launch, processes_of(run), launcher.meets_on_loopback(run.launch))
     return launcher, plan
 
 
@@ -405,7 +405,7 @@ def continued_as_new_run(run: Run, say: Callable[[str], object]) -> Run:
 def _added(run: Run, manifest: Manifest) -> tuple[str, float] | None:
     """Return (`epochs` or `steps`, its increase) if that is the only difference, else None."""
     now, then = arithmetic_of(run), manifest.arithmetic
-    classes = task_class(run.task), optimizer_class(run.optim)
+    classes = task_class(run.task.name), optimizer_class(run.optim.name)
     differing = [key for key in now if now[key] != (then[key] if key in then else default(run, key, *classes))]
     if differing not in (["epochs"], ["steps"]):
         return None

@@ -34,6 +34,10 @@ class Torchrun(Launcher):
     joins = True
     forks_ranks = True
 
+    @classmethod
+    def meets_on_loopback(cls, launch: LaunchSection) -> bool:
+        return not launch.options.get("rendezvous")
+
     class Options(Section):
         """Rendezvous address and timeouts."""
 
@@ -161,7 +165,7 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     from lockstep.launchers.processes.elastic_agent import run_agent
     from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 
-    prestart(plan.launch, processes)
+    prestart(plan.launch, processes, Torchrun.meets_on_loopback(plan.launch))
     variables = dict(plan.variables)
     host, port = network.endpoint(options.rendezvous or "localhost:29400")
     fewest, most = node_range(options.machines)

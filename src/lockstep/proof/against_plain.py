@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from lockstep.config.run import Run
 from lockstep.config.sections import LaunchSection, OptimSection
 from lockstep.data import source
-from lockstep.data.job import Job
+from lockstep.data.job import Job, optimizer_class
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
@@ -306,9 +306,9 @@ def _in_float32(job: Plain) -> Plain:
 
 
 def _draws(optim: OptimSection) -> int:
-    """Return the number of plain runs with perturbed last bits that measure rounding. Muon computes steps in bfloat16,
-    which enlarge a last bit; a single perturbed run may leave a loss unchanged by chance."""
-    return 4 if optim.name == "muon" else 1
+    """Return the number of plain runs with perturbed last bits that measure rounding: several if an update enlarges a
+    last bit, as a single perturbed run may leave a loss unchanged by chance."""
+    return 4 if optimizer_class(optim.name).enlarges_rounding else 1
 
 
 def _trained(

@@ -64,6 +64,7 @@ class Classification(TextTask, Streams, LabelTask):
     pipeline = "text-classification"
     display_keys = ("samples",)
     row_is_example = True
+    drops_unlabeled_test = True
 
     @property
     def usage(self) -> str:

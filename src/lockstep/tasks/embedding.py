@@ -101,6 +101,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     small_model = "bert"
     default_model = "sentence-transformers/all-MiniLM-L6-v2"
     cache_name = ("embedding",)
+    in_batch_negatives = True
     row_is_example = True
     not_streamed_reason = "it compares all rows of train to find equal texts, so that none is a negative of itself"
     library, loader = "sentence-transformers", "SentenceTransformer"

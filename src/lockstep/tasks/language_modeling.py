@@ -156,6 +156,7 @@ class LanguageModeling(PerToken, Generates):
     cache_name = ("language modelling",)
     generative = True
     length_key = "task.block_size"
+    cuts_blocks = True
     display_keys = ("samples", "sample_prompt", "sample_tokens", "temperature")
 
     # -- before any process ------------------------------------------------------------------------------------------

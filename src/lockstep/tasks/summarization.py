@@ -94,6 +94,7 @@ class Summarization(Translation):
     Options = SummarizationOptions
     greedy_by = "set task.beams=1, or switch generation off (task.samples=0, task.rouge=false)"
     pipeline = "summarization"
+    t5_prefix = "summarize: "
     language_keys: ClassVar[tuple[str, ...]] = ()
     display_keys = ("rouge", "beams", "samples")
     answer_name = "summary"

@@ -65,6 +65,11 @@ class Task(TaskRules):
     functions: ClassVar[tuple[str, ...]] = ()  # option keys that name functions of the user's
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # function of `library` that loads it
+    length_key: ClassVar[str | None] = None  # key of the maximum length of an example; None: there is none
+    cuts_blocks: ClassVar[bool] = False  # whether examples are blocks of tokens, so that the tokenizer decides how many
+    in_batch_negatives: ClassVar[bool] = False  # whether the other rows of a micro-batch are an example's negatives
+    drops_unlabeled_test: ClassVar[bool] = False  # whether a test split without labels is left out
+    t5_prefix: ClassVar[str] = ""  # prefix with which T5 was trained for this task
     unit: ClassVar[str | None] = None  # unit of an example's length; None: all examples have equal length
     no_metric_inputs_reason: ClassVar[str] = "only a task with the ability `GivesPredictions` (tasks/abilities.py) does"
     """Why a task passes no predictions to functions of `metrics`, if it does not."""

@@ -58,7 +58,7 @@ class TextTask(Task):
     within: ClassVar[str | None] = None  # struct column in which missing columns may be nested
     loss_chunk: int | None = None  # tokens per chunk of logits; None: all at once
     tokenizer: Any
-    length_key: ClassVar[str] = "data.max_length"  # key of the maximum number of tokens per example
+    length_key: ClassVar[str] = "data.max_length"
 
     # -- the steps of `prepare` ----------------------------------------------------------------------------------------
 

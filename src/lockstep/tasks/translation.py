@@ -181,6 +181,7 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
     within = PAIR
     row_is_example = True
     pipeline = "translation"
+    t5_prefix: ClassVar[str] = "translate {source} to {target}: "
     language_keys: ClassVar[tuple[str, ...]] = ("source", "target")
     plain_columns: ClassVar[Mapping[str, str]] = {"source": "source", "target": "target"}
     display_keys: ClassVar[tuple[str, ...]] = ("bleu", "bleu_tokenizer", "beams", "samples")

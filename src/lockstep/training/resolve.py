@@ -39,6 +39,7 @@ class Starter(Protocol):
     """Interface of a launcher, as needed to resolve a run."""
 
     submits: ClassVar[bool]
+    starts_all_ranks: ClassVar[bool]
 
     @classmethod
     def fewest_machines(cls, launch: LaunchSection) -> int | None:

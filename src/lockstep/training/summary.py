@@ -30,7 +30,7 @@ from lockstep.track.console import Console, clock
 from lockstep.track.report.history import lines_of
 from lockstep.training.model_stats import data, in_millions, selection_lines
 from lockstep.training.model_stats import padding as padding_of
-from lockstep.training.resolve import resolve_strategy
+from lockstep.training.resolve import launcher_class, resolve_strategy
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def better_step(job: Job, best: Best, exported: int, scores: Mapping[str, Mappin
     if score is not None and final[score] > best.numbers[score]:
         which = "higher" if higher_is_better(best.name) else "lower"
         return {f"{which} {best.name}": f"{text}; export=best exports that step"}
-    if run.launch.name != "local":  # this shell may not be able to start its ranks
+    if not launcher_class(run.launch).starts_all_ranks:  # this shell may not be able to start its ranks
         return {"better": f"{text}; export: best in the run file exports the best step"}
     words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best", *_in_a_folder_of_its_own(run, "best")]
     return {"better": text, "best": f"{shlex.join(words)}  # trains again and exports the best step"}
@@ -242,7 +242,9 @@ def the_same_elsewhere(job: Job, world: World, promised: Promised = Promised.YES
     """Shell command to reproduce this run from the folder where it was started, and a description of its effect."""
     run = job.run
     file = str(run.folder / "run.yaml")
-    if run.launch.name != "local" or promised == Promised.ONE_PROCESS:  # this shell may not be able to start its ranks
+    if (
+        not launcher_class(run.launch).starts_all_ranks or promised == Promised.ONE_PROCESS
+    ):  # this shell may not be able to start its ranks
         return shlex.join(["lockstep", "evaluate", str(run.folder)]), "scores the exported model again"
     if not job.same_bits or (promised == Promised.NOT_CHECKED and world.size > 1):
         return shlex.join(["lockstep", "verify", file]), "checks that this training equals one on a single process"

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import DataSection
+from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.lab.import_config import (
     axolotl,
     command_line,
@@ -35,6 +35,7 @@ from lockstep.lab.import_config.table import FILL_IN, NAMES, Gap, RunDraft, deci
 from lockstep.lab.init import columns, detect_layout, init, questions
 from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import Ask, Prompter
+from lockstep.launchers.start import launcher_of
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
@@ -234,7 +235,7 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
     if "." in (task := str(draft.keys["task.name"])):
         return
     _drop_names_of_texts(draft, looked)
-    task_keys = {"name", *plugins.find("tasks", task).Options.model_fields}  # type: ignore[attr-defined]
+    task_keys = {"name", *plugins.options_of("tasks", task).model_fields}
     lengths = ("data.max_length", "task.block_size")  # one setting; language modelling calls it block_size
     theirs, ours = lengths if "block_size" in task_keys else lengths[::-1]
     if theirs in draft.keys:
@@ -441,9 +442,9 @@ def _of_sagemaker(script: Script) -> tuple[str, Mover] | None:
     if not any(call.name in NAMES["estimators"] and call.origin.startswith("sagemaker.") for call in script.calls):
         return None
     try:
-        launcher: Any = plugins.find("launchers", "sagemaker")
-    except plugins.PluginError as error:
-        raise RunError(error.code, f"--from: {script.path}: launch.name: {error.message}") from None
+        launcher: Any = launcher_of(LaunchSection.model_validate({"name": "sagemaker"}))
+    except RunError as error:
+        raise RunError(error.code, f"--from: {script.path}: {error.message}") from None
     result: tuple[str, Mover] | None = launcher.read_script(script)
     return result
 

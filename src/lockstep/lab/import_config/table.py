@@ -285,9 +285,9 @@ def length(draft: RunDraft, epochs: Any, steps: Any, names: tuple[str, str]) -> 
 
 def only_its_own(draft: RunDraft) -> None:
     """Drop keys of moments that the optimizer does not have."""
-    options: Any = plugins.find("optimizers", draft.keys.get("optim.name", "adamw"))
+    options = plugins.options_of("optimizers", draft.keys.get("optim.name", "adamw"))
     for key in ("betas", "eps", "momentum"):
-        if key not in options.Options.model_fields:
+        if key not in options.model_fields:
             draft.keys.pop(f"optim.{key}", None)
 
 

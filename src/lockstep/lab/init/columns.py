@@ -19,10 +19,12 @@ from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import row_files, source, usable_rows
+from lockstep.data.job import task_class
 from lockstep.data.row_files import SIDES, is_language
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.embedding import Embedding
 from lockstep.tasks.language_modeling import LanguageModeling
+from lockstep.tasks.task import Task
 from lockstep.tasks.token_classification import TokenClassification
 
 if TYPE_CHECKING:
@@ -251,6 +253,12 @@ class Fit:
     doubts: dict[str, str] = field(default_factory=dict)  # key -> other possible columns
 
 
+def task_named(name: str) -> type[Task]:
+    """Return the class of a task, whose facts decide what is written. Errors: `RunError`."""
+    cls: Any = task_class(name)
+    return cls
+
+
 def tasks() -> list[str]:
     """Candidate tasks: the built-in ones in the order of trial, then plug-ins that define column names."""
     kinds: dict[str, Any] = {name: kind for name, kind in plugins.loadable("tasks") if name not in _FITS}
@@ -259,7 +267,7 @@ def tasks() -> list[str]:
 
 def fit(task: str, look: DatasetProfile) -> Fit | None:
     """Return the task's keys for this dataset, or None if the task does not fit."""
-    return _FITS[task](look) if task in _FITS else _by_aliases(plugins.find("tasks", task), look)
+    return _FITS[task](look) if task in _FITS else _by_aliases(task_named(task), look)
 
 
 def _by_aliases(kind: Any, look: DatasetProfile) -> Fit | None:

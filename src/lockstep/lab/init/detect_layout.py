@@ -20,7 +20,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.lab.init import columns
-from lockstep.lab.init.columns import DatasetProfile, Fit, fit, is_known
+from lockstep.lab.init.columns import DatasetProfile, Fit, fit, is_known, task_named
 from lockstep.lab.init.questions import Prompter
 
 _TABLES = set(file_formats.SEPARATORS)
@@ -273,8 +273,9 @@ def together(
 ) -> tuple[DataSection, DatasetProfile, dict[str, Any]]:
     """Merge sources into one `data` section, a look at all of them, and the task. Errors: `RunError`."""
     first = parts[0][1]
+    kind = task_named(task["name"])
     for _, look_of in parts:  # text lines, in any of the files
-        if task["name"] == "language_modeling" and look_of.plain and "document" not in task:
+        if "document" in kind.Options.model_fields and look_of.plain and "document" not in task:
             task = task | {"document": "line" if look_of.sizes["train"] > 1 else "file"}
     columns = _columns(task, first)
     entries, characters = [], dict(first.characters)
@@ -315,7 +316,7 @@ def _rename(columns: list[str], task: dict[str, Any], look: DatasetProfile, talk
         if theirs is not None and theirs not in columns:
             known[ours] = theirs
     # the direction of a translation cannot be inferred
-    if task["name"] == "translation" or len(known) < len(missing):
+    if task_named(task["name"]).language_keys or len(known) < len(missing):
         raise RunError(
             "LS8282",
             f"--data: {look.source} has no column {missing[0]!r}, and no other column can be identified with "

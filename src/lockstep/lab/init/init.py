@@ -182,7 +182,7 @@ def _task(look: DatasetProfile, name: str | None, overridden: dict[str, Any], ta
             "columns: task.text=... task.label=... (see `lockstep schema`)",
         )
     keys = dict(fitted.keys) if fitted else {}
-    doubts = fitted.doubts if fitted else dict.fromkeys(_kind(name).column_keys, "")
+    doubts = fitted.doubts if fitted else dict.fromkeys(columns.task_named(name).column_keys, "")
     for key, why in doubts.items():
         if key not in task_keys:
             keys |= _column(key, why, keys, look, talk)
@@ -209,7 +209,7 @@ def _without_test(data: DataSection, task: dict[str, Any], look: DatasetProfile,
     lacking = set(look.lacking.get("test", ())) & {str(value) for value in (*task.values(), *labels)}
     if not lacking or data.test is not None or data.split_column is not None or local_splits(data) is None:
         return data
-    if task["name"] == "classification" and lacking == labels:  # training leaves it out itself
+    if columns.task_named(task["name"]).drops_unlabeled_test and lacking == labels:  # training leaves it out itself
         talk.note(f"the test split has no column {learned}: it is not scored; `lockstep predict` reads it")
         return data
     return detect_layout.without_test(data, talk)
@@ -275,7 +275,7 @@ def _trial(path: Path, filled: dict[str, Any], look: DatasetProfile, here: Machi
                     "requirements were not checked"
                 )
                 small = filled | {"task": {key: value for key, value in filled["task"].items() if key != "prefix"}}
-                exact = filled["task"]["name"] != "language_modeling"
+                exact = not columns.task_named(filled["task"]["name"]).cuts_blocks
                 length = filled["task"].get("block_size") or filled["data"].get("max_length", 0)
                 small |= questions.scratch(filled["task"]["name"], length, look.sizes["train"])
                 if filled["task"].get("messages"):
@@ -340,7 +340,7 @@ def _header(
     epoch, total = questions.steps_of(filled, trial.examples)
     micro, about = filled["micro_batches"], "" if trial.exact else "about "
     cut = f" (after {filled['data'].get('validation_fraction', 0.1):.0%} for validation)" if trial.held_out else ""
-    blocks = "blocks of tokens" if filled["task"]["name"] == "language_modeling" else "examples"
+    blocks = "blocks of tokens" if columns.task_named(filled["task"]["name"]).cuts_blocks else "examples"
     return [
         f"{look.source}: {_sizes(look)}. Written by `lockstep init`.",
         f"Columns: {look.described()}.",
@@ -363,15 +363,12 @@ def _sizes(look: DatasetProfile) -> str:
 
 def _unread(look: DatasetProfile, task: dict[str, Any]) -> str:
     """Columns that the task does not read, by its keys or their defaults."""
-    values = [task.get(key, field.default) for key, field in _kind(task["name"]).Options.model_fields.items()]
+    values = [
+        task.get(key, field.default) for key, field in columns.task_named(task["name"]).Options.model_fields.items()
+    ]
     used = {str(one) for value in values for one in (value if isinstance(value, list) else [value])}
     rest = [] if look.plain or look.languages else [name for name in look.kinds if name not in used]
     return f"; not read: {', '.join(rest)}" if rest else ""
-
-
-def _kind(task: str) -> Any:
-    """Return the class of a task."""
-    return plugins.find("tasks", task)
 
 
 def set_key(filled: dict[str, Any], key: str, value: Any) -> None:
@@ -427,7 +424,7 @@ def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if (kind := {"task": "tasks", "launch": "launchers"}.get(section)) is not None:
         name = str(values.get("name", fields["name"].default))
         if "." not in name:
-            fields |= plugins.find(kind, name).Options.model_fields  # type: ignore[attr-defined]
+            fields |= plugins.options_of(kind, name).model_fields
     return fields
 
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.order import Order, total_steps
 from lockstep.data.source import BUILTIN
 from lockstep.lab import machine_info
-from lockstep.lab.init.columns import DatasetProfile
+from lockstep.lab.init.columns import DatasetProfile, task_named
 from lockstep.track.console import Console
 from lockstep_trace.plurals import quantity
 
@@ -80,34 +79,33 @@ class MachineInfo:
 
 def model_for(task: str, look: DatasetProfile, here: MachineInfo) -> str:
     """Return the task's pretrained model if the Hub is reachable, else a small one from scratch."""
-    kind: Any = plugins.find("tasks", task)
-    return kind.default_model or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
+    default = task_named(task).default_model
+    return default or SCRATCH if here.hub and look.source != BUILTIN else SCRATCH
 
 
 def values(
     path: Path, data: DataSection, task: dict[str, Any], model: str, look: DatasetProfile, here: MachineInfo
 ) -> dict[str, Any]:
     """The run file as nested mappings, in the order of the file; steps assume about as many examples as rows."""
-    small, length, lm = model == SCRATCH, _length(look, task), task["name"] == "language_modeling"
+    small, length, kind = model == SCRATCH, _length(look, task), task_named(task["name"])
+    keys = kind.Options.model_fields
     called = path.stem if path.stem != "run" else Path(look.source).stem or "run"
     filled: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]", "-", called).lstrip("._-") or "run"}
-    filled["task"] = task | ({"block_size": length} if lm and "block_size" not in task else {})
-    if model.startswith("google-t5/") and task["name"] == "translation":
-        source, target = (_T5.get(str(task[side]), task[side]) for side in ("source", "target"))
-        filled["task"] |= {"prefix": f"translate {source} to {target}: "}
-    if model.startswith("google-t5/") and task["name"] == "summarization":
-        filled["task"] |= {"prefix": "summarize: "}
-    if task["name"] == "question_answering":
-        filled["task"].setdefault("stride", min(128, length // 4))
-    if task["name"] == "translation" and importlib.util.find_spec("sacrebleu") is None:
-        filled["task"].setdefault("bleu", False)
+    filled["task"] = dict(task)
     filled["data"] = {k: v for k, v in data.model_dump(exclude_unset=True).items() if v is not None}
-    if not lm and task["name"] != "image_classification":
-        filled["data"].setdefault("max_length", length)
+    if kind.length_key is not None:
+        section, _, key = kind.length_key.partition(".")
+        filled[section].setdefault(key, length)
+    if model.startswith("google-t5/") and kind.t5_prefix:
+        languages = {side: _T5.get(str(task[side]), task[side]) for side in kind.language_keys}
+        filled["task"] |= {"prefix": kind.t5_prefix.format(**languages)}
+    if "stride" in keys:
+        filled["task"].setdefault("stride", min(128, length // 4))
+    if "bleu" in keys and importlib.util.find_spec("sacrebleu") is None:
+        filled["task"].setdefault("bleu", False)
     filled |= scratch(task["name"], length, look.sizes["train"]) if small else {"model": {"source": model}}
     filled |= {"epochs": 3, "batch_size": 1, "micro_batches": 1}
     filled["precision"] = "bf16" if here.gpus and here.bf16 else "fp32"
-    kind: Any = plugins.find("tasks", task["name"])
     rate = 1e-3 if small else kind.usual_rate
     filled["optim"] = {"learning_rate": rate, "schedule": "linear", "warmup_fraction": 0.06}
     filled["strategy"] = {"name": "ddp" if here.processes > 1 else "single"}
@@ -118,7 +116,7 @@ def values(
 def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
     """Fill in batch sizes, and intervals that occur within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
-    in_batch_negatives = filled["task"]["name"] == "embedding"  # larger micro-batches give more negatives
+    in_batch_negatives = task_named(filled["task"]["name"]).in_batch_negatives  # larger micro-batches give more
     if in_batch_negatives and filled["batch_size"] == 1:
         batch = max(batch, min(32, examples))
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)
@@ -141,7 +139,7 @@ def steps_of(filled: dict[str, Any], examples: int) -> tuple[int, int]:
 
 def scratch(task: str, length: int, rows: int) -> dict[str, dict[str, Any]]:
     """Sections of a small model, with a tokenizer if it reads texts, that trains on a laptop."""
-    kind: str = plugins.find("tasks", task).small_model  # type: ignore[attr-defined]
+    kind = task_named(task).small_model
     if kind == "vit":
         return {"model": {"type": kind, "config": {**_SMALL_BERT, "image_size": 64, "patch_size": 8}}}
     config = {

@@ -22,6 +22,7 @@ from typing import Any
 
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
+from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
 from lockstep.config.run import Run, RunError, replace_text, write_run_yaml
 from lockstep.config.sections import LaunchSection
@@ -303,7 +304,7 @@ def sweep(request: Sweep) -> int:
     console.say(f"{quantity(count, 'trial')}{already} -> {request.folder}; {how}, sorted by {request.metric}")
     board.share()
     board.write()
-    if request.base.launch.name == "slurm" and request.search is None:
+    if start.launcher_of(request.base.launch).submits_arrays and request.search is None:
         stopped = _array(board)
     else:
         try:
@@ -423,7 +424,7 @@ class Slots:
         if self._sweep.parallel == 1:
             return {}
         run = self._sweep.load(keys)
-        if run.launch.name != "local":
+        if not start.launcher_of(run.launch).starts_all_ranks:
             return {}
         if run.launch.processes == "auto":
             return {"launch.processes": max(1, processes_of(run) // self._sweep.parallel)}
@@ -473,7 +474,7 @@ def check(keys: Sequence[str]) -> None:
 def live(folder: Path) -> str | None:
     """State of a trial's task, if SLURM still has it. Errors: `RunError` if SLURM does not answer."""
     record = job_record.read(folder)
-    if record is None or record.launcher != "slurm":
+    if record is None or not plugins.fact("launchers", record.launcher, "submits_arrays", False):
         return None
     state = slurm.state_of(record)
     return state.word if state.live else None

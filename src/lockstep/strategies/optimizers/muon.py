@@ -26,6 +26,8 @@ MATRIX = "matrix"
 class Muon(Optimizer):
     """`torch.optim.Muon` for matrices, fused AdamW for the rest."""
 
+    enlarges_rounding = True
+
     class Options(Section):
         momentum: float = Field(0.95, ge=0, lt=1, description="decay of the mean gradient")
         nesterov: bool = Field(True, description="Nesterov momentum")

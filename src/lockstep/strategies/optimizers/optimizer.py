@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.config.sections import OptimSection
-from lockstep.data.job import Job, OptimizerRules
+from lockstep.data.job import Job, OptimizerRules, optimizer_class
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ class Optimizer(OptimizerRules, ABC):
 
 def rule(section: OptimSection) -> Optimizer:
     """Return the optimizer of the `optim` section, with its options. Errors: `PluginError`."""
-    cls: type[Optimizer] = plugins.find("optimizers", section.name)
+    cls: Any = optimizer_class(section.name)
     return cls(cls.Options.model_validate(section.options))
 
 
