@@ -21,7 +21,7 @@ from lockstep.config.errors import HALTED, uncoded
 from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.training import disk_forecast, publish, rank
+from lockstep.training import disk_forecast, finish, publish, train_job
 from lockstep_trace.coded import codes
 from support.messages import raises
 from support.saving import disk, run_in, trained
@@ -174,8 +174,8 @@ def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: 
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", "checkpoint.every=2")
         with pytest.MonkeyPatch.context() as patch:
-            real = rank.final_scores
-            patch.setattr(rank, "final_scores", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            real = train_job.final_scores
+            patch.setattr(train_job, "final_scores", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
             status, said = trained(run)
         is_consistent(run, status, said)
         assert (status, weights_in(run.folder / "export")) == (0, weights)
@@ -200,8 +200,8 @@ def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out")
         with pytest.MonkeyPatch.context() as patch:
-            real = rank.write_summary
-            patch.setattr(rank, "write_summary", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
+            real = finish.write_summary
+            patch.setattr(finish, "write_summary", lambda *given: (fill(tmp_path / "disk", 0), real(*given))[1])
             status, said = trained(run)
         record = job_record.read(run.folder)
         assert status == 0

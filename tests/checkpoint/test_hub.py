@@ -12,7 +12,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from lockstep.checkpoint.hub_push import PushFailed, PushPatience, push
 from lockstep.config.run import RunError
 from lockstep.distributed.world import World
-from lockstep.training import rank as worker
+from lockstep.training.finish import finished_already
 from lockstep.training.resolve import for_rank
 from support.command import LOCKSTEP
 from support.harness import run_on, tiny
@@ -245,7 +245,7 @@ def no_token_among_ranks(world: World, folder: str) -> str:
     os.environ.pop("HF_TOKEN", None)
     run = tiny(output=f"{folder}/out", hub={"push_to": "user/x"})
     try:
-        worker.finished_already(for_rank(run, world), world)
+        finished_already(for_rank(run, world), world)
     except RunError as refused:
         return str(refused)
     return "not refused"

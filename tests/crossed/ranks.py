@@ -137,13 +137,13 @@ def _rank(
 def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, seen: dict[str, Any]) -> int:
     from lockstep.config.run import load
     from lockstep.distributed.world import World
-    from lockstep.training import rank as worker
     from lockstep.training.resolve import for_rank
+    from lockstep.training.train_job import train_job
 
     run = load("run.yaml", overrides)
     with _watching(seen, stop, how, keep):
         world = World(run, meet)
-        status = worker.work(for_rank(run, world), world)
+        status = train_job(for_rank(run, world), world)
         world.barrier()
         world.close()
     return int(status)
@@ -154,11 +154,11 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     """Listen to what this rank does. Nothing of what it computes is changed."""
     from lockstep.track.report import report
     from lockstep.training import evaluation, export_check
-    from lockstep.training import rank as worker
     from lockstep.training.data_loader import StepLoader
+    from lockstep.training.rank_zero_sinks import RankZeroSinks
 
     checked = export_check.evaluated
-    advance, summed, make = worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make
+    advance, summed, make = RankZeroSinks.advance, evaluation.sum_split, StepLoader.make
 
     def advanced(self: Any, step: int) -> None:
         advance(self, step)
@@ -199,7 +199,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
     export_check.evaluated = of_export
     report.write_report = lambda folder: None  # type: ignore[assignment]  # a fifth of what a rank takes
-    worker.RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
+    RankZeroSinks.advance, evaluation.sum_split, StepLoader.make = advanced, watched, made  # type: ignore[method-assign]
     if keep:
         _keeping(Path("plain"))
     yield
@@ -207,15 +207,15 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 def _keeping(folder: Path) -> None:
     """Write down what a job on one process trains, as `lockstep.proof.against_plain` reads it."""
-    from lockstep.training import rank
+    from lockstep.training import train_job
 
-    train = rank.train
+    train = train_job.train
 
     def kept(session: Any, state: Any) -> Any:
         _keep_steps(session, folder)
         return train(session, state)
 
-    rank.train = kept  # type: ignore[assignment]
+    train_job.train = kept  # type: ignore[assignment]
 
 
 def _keep_steps(session: Any, folder: Path) -> None:

@@ -28,9 +28,9 @@ from lockstep.launchers.processes.elastic_agent import Agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range
-from lockstep.training.rank import console_of_other_machine
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import join_ranks
+from lockstep.training.train_job import console_of_other_machine
 from support.command import LOCKSTEP, RUN, bits, ended, free_port, start, step_of, until, write
 from support.documents import chapters
 from support.harness import lean, run_on, tiny

@@ -303,12 +303,12 @@ def test_every_adapter_is_in_the_table() -> None:
 
 
 def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
-    """`training/recovery/` is not a room: it is above the loop, which it calls, and below the rank, which uses it."""
+    """`training/recovery/` is not a room: it is above the loop, which it calls, and below `train_job`, which uses it."""
     inside = "training/recovery/"
     asking = {
         file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)
     }
-    assert {file for file in asking if not file.startswith(inside)} == {"training/rank.py"}
+    assert {file for file in asking if not file.startswith(inside)} == {"training/train_job.py"}
     loop = [file_of(name) for file in FILES if file.startswith(inside) for name, _ in facts(ROOT / file).imports]
     assert "training/loop.py" not in loop  # `train` is handed to it
 

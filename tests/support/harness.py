@@ -226,7 +226,7 @@ def lean() -> dict[str, str]:
 
 def works(world: World, run: Run) -> int:
     """Run as a rank; returns its exit status."""
-    from lockstep.training.rank import work
     from lockstep.training.resolve import for_rank
+    from lockstep.training.train_job import train_job
 
-    return work(for_rank(run, world), world)
+    return train_job(for_rank(run, world), world)

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed.world import World
-from lockstep.training import rank as worker
 from lockstep.training.resolve import for_rank
+from lockstep.training.train_job import train_job
 from support.harness import TINY, lockstep_environment, run_on
 from support.hub_server import WRITER, Hub
 
@@ -55,7 +55,7 @@ def train_in(world: World, folder: str, values: dict, address: str | None = None
     os.chdir(folder)
     if address is not None:
         at_loopback(address, WRITER)
-    return worker.work(for_rank(load(None, [], values), world), world)
+    return train_job(for_rank(load(None, [], values), world), world)
 
 
 @pytest.fixture(scope="module")

@@ -345,13 +345,13 @@ def test_a_mistake_with_pixels_is_found_before_the_first_step(
 
 def wrong_pixels(world: World, run: Run) -> str:
     from lockstep.training.errors import TrainingFailed
-    from lockstep.training.rank import work
     from lockstep.training.resolve import for_rank
+    from lockstep.training.train_job import train_job
 
     right = image_classification.normalized
     image_classification.normalized = lambda *some: right(*some)[..., ::-1].copy()  # mirrored
     try:
-        work(for_rank(run, world), world)
+        train_job(for_rank(run, world), world)
     except TrainingFailed as caught:
         return "found" if "in this run" in str(caught) else str(caught)
     return "nothing"

@@ -24,7 +24,7 @@ SYSTEM = {"cpu_percent/rank0": 99.0, "cpu_percent/rank1": 98.0, "memory_gb/rank0
 
 
 def training(told: Console, place: str = "step 3") -> None:
-    """Run a few steps of a job, reported as `rank.py` does."""
+    """Run a few steps of a job, reported as `train_job.py` does."""
     told.facts({"run": "tiny -> out"})
     told.start(400, 100, lambda: place)
     told.log(101, "train", TRAIN)

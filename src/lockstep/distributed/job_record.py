@@ -30,7 +30,7 @@ from lockstep_trace.plurals import quantity
 
 FILE = "launch.json"
 # The job of the ranks: dotted name of a function of (run, world), and further arguments.
-TRAIN = ("lockstep.training.rank.work",)
+TRAIN = ("lockstep.training.train_job.train_job",)
 # Variables for ranks that another program starts for a launcher: their total number; a file for the exit status of a
 # machine's first rank, if that program only reports its own; the ranks' job, if it is not `TRAIN`.
 PLANNED_SIZE, STATUS, JOB_WORDS = "LOCKSTEP_WORLD_SIZE", "LOCKSTEP_STATUS_FILE", "LOCKSTEP_JOB"

@@ -102,7 +102,7 @@ def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> t
         console.note(note)
     if manifest is not None and finished(run, manifest) and not launcher.joins:
         if not history.history_complete(run.folder):  # the previous start was killed after its export
-            from lockstep.training.rank import finish_interrupted
+            from lockstep.training.finish import finish_interrupted
 
             if not (run.folder / "run.yaml").is_file():  # the folder was moved during training
                 write_run_yaml(run)

@@ -5,6 +5,6 @@ import gc
 from lockstep.config.plugins import importing
 
 with importing():
-    from lockstep.training import preload, rank  # noqa: F401
+    from lockstep.training import preload, rank, train_job  # noqa: F401
 
 gc.freeze()  # as in `preload`, for objects created since

@@ -1,0 +1,192 @@
+"""Train a job on one rank, from building the model to the export. `rank.py` calls `train_job`.
+
+In: a job and the world of its ranks. Out: an exit status, and on rank 0 the contents of OUTPUT/.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lockstep.config.errors import DONE, FAILED, STOPPED
+from lockstep.config.run import redirected
+from lockstep.config.sections import TrackSection
+from lockstep.data.job import Job
+from lockstep.distributed import job_record
+from lockstep.distributed.activity import ACTIVITY
+from lockstep.distributed.event_log import EventLog
+from lockstep.distributed.hang_watchdog import Watchdog
+from lockstep.distributed.randomness import own_generators
+from lockstep.distributed.world import World
+from lockstep.track.console import Console, append
+from lockstep.track.tracker import End
+from lockstep.training import export_check
+from lockstep.training.evaluation import generate_samples
+from lockstep.training.finalize import Final, final_scores
+from lockstep.training.fingerprints import Fingerprints
+from lockstep.training.finish import Trained, export_and_publish, finished_already
+from lockstep.training.loop import train
+from lockstep.training.publish import at_a_stop, publish_until_stopped
+from lockstep.training.rank_zero_sinks import RankZeroSinks
+from lockstep.training.session import Session, build_session, join_ranks
+from lockstep.training.startup import start_or_resume
+from lockstep.training.summary import best_so_far, promised
+from lockstep.training.train_state import TrainState
+from lockstep_trace.plurals import quantity
+
+if TYPE_CHECKING:
+    from lockstep.training.recovery.recovery import Recovery
+
+
+def train_job(job: Job, world: World) -> int:
+    """Build, resume, train, evaluate, export. Returns the exit status. Collective."""
+    run = job.run
+    join_ranks(job, world)
+    console = Console(world.is_main, world.log, run.track.console)
+    done = not world.joining and finished_already(job, world)
+    if world.is_main:
+        append(
+            world.log,
+            f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {quantity(world.size, 'process')}, rank 0 on {world.host}",
+        )
+    elsewhere = console_of_other_machine(run.track, world)
+    if done:
+        console.say(f"{run.folder} is finished; the model is in {run.folder}/export")
+        elsewhere.say(f"{run.folder} is finished; the model is in {run.folder}/export on {world.hosts[0]} (rank 0)")
+        return publish_until_stopped(job, world, console) if world.is_main else DONE
+    ACTIVITY.set("building the model")
+    with console.busy(lambda: ACTIVITY.name):
+        with world.stop.ends(alone=world.size == 1), watched_while_building(job, world):
+            session = build_session(job, world, console.note)
+        session = replace(session, journal=EventLog(world, run.folder))
+        state, compared = (session.new_state(-1), "") if world.joining else start_or_resume(session, console)
+        session = replace(session, compared=compared)
+    trained = train_and_evaluate(session, console, state)
+    if trained is None:
+        where = f"; the checkpoint is on {world.hosts[0]} (rank 0)" if session.checkpoints.newest else ""
+        elsewhere.say(f"stopped on request after step {state.step}{where}")
+        return STOPPED if session.checkpoints.newest else FAILED
+    weights = trained.strategy.exported()
+    evaluated = export_check.evaluated(session.task, trained.strategy)
+    doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
+    trained.strategy.close()
+    known = promised(trained.strategy, doubts)
+    elsewhere.facts({"model": f"rank 0 writes it to {run.folder}/export on {world.hosts[0]}"})
+    return DONE if weights is None else export_and_publish(session, console, trained, weights, known, evaluated)
+
+
+def console_of_other_machine(track: TrackSection, world: World) -> Console:
+    """Return a console that prints on machines without rank 0, once each, and is silent on all other ranks. Silent
+    under SLURM too, where all machines write to one log."""
+    loud = world.local_rank == 0 and not world.is_main and "SLURM_PROCID" not in os.environ
+    return Console(loud, voice=track.console)
+
+
+@contextmanager
+def watched_while_building(job: Job, world: World) -> Iterator[None]:
+    """Watch for hangs while building: end the job after `launch.hang_timeout_s` if all ranks wait in collectives or one
+    falls silent. With recovery enabled, only the timeout of collectives applies: there is no state yet to recover from.
+    """
+    watchdog = Watchdog(world, 0 if world.members is not None else job.run.launch.hang_timeout_s, building=True).start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+def may_recover(session: Session, state: TrainState, watchdog: Watchdog, sinks: RankZeroSinks) -> Recovery | None:
+    """Return what lets training survive the loss of ranks, if the run asks for it. Errors: `RunError`."""
+    run = session.run
+    if session.world.members is None and run.launch.on_rank_failure != "continue" and not run.sdc_check.every:
+        return None
+    from lockstep.training.recovery.recovery import recovery_for
+
+    return recovery_for(session, state, watchdog, sinks.regroup)
+
+
+def train_and_evaluate(session: Session, console: Console, state: TrainState) -> Trained | None:
+    """Train from `state` to the end and evaluate the final model. Returns None if the run was asked to stop first.
+    Collective."""
+    run, world, step = session.run, session.world, state.step
+    sinks = RankZeroSinks(session, console, step)
+    session = replace(session, sinks=sinks)
+    state.fingerprints = Fingerprints(world, run.folder, step)
+    watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
+    watching: Watchdog | Recovery = watchdog
+    end: End = "failed"
+    best = best_so_far(session.job, step if world.is_main else 0)
+    try:
+        console.start(session.feed.total, step, lambda: ACTIVITY.name, session.feed.order.steps_per_epoch, best)
+        try:
+            if (recovery := may_recover(session, state, watchdog, sinks)) is None:
+                train(session, state)
+            else:
+                watching = recovery
+                recovery.run(train)
+                session = recovery.session
+        finally:
+            state.fingerprints.close()
+        strategy, step = session.strategy, state.step
+        sinks.advance(step)
+        console.stop()
+        if world.is_main and redirected(world.log.parent) is None:
+            job_record.note(run.folder, reached=step)
+        ended = step == session.feed.total or state.over
+        with console.busy(lambda: ACTIVITY.name, "finishing"):
+            final = final_scores(session, console, sinks, state) if ended else None
+        if final is None:
+            console.say(stopped_at(session, step))
+            at_a_stop(session, console)
+            strategy.close()
+            session.journal.event("stop", step)
+            end = "stopped"
+            return None
+        exported, finals = final
+        if world.is_main and (cleared := session.checkpoints.clear()) is not None:
+            console.say(cleared)  # make space before the scores are written
+        show_final_scores(session, state, exported, finals)
+        end = "done"
+        return Trained(
+            step,
+            exported,
+            state.meter.total,
+            {split: scores for split, (scores, _) in finals.items()},
+            {split: tables for split, (_, tables) in finals.items()},
+            strategy,
+        )
+    except BaseException as caught:
+        session.journal.failed(caught, ACTIVITY.name)
+        raise
+    finally:
+        watching.stop()
+        console.stop()
+        sinks.close(end)
+
+
+def show_final_scores(session: Session, state: TrainState, exported: int, final: Mapping[str, Final]) -> None:
+    """Send the metrics and samples of the model of step `exported` to the sinks. Collective."""
+    strategy, step = session.strategy, state.step
+    logged = state.over and session.run.average.last is None  # right after its step
+    with strategy.phases("evaluation"):
+        for split, (scores, _) in final.items():
+            if split != "validation" or (exported == step and not logged):
+                session.sinks.log(step, split, scores, closing=True)
+        session.sinks.show(step, generate_samples(session.task, strategy, session.world))
+    session.journal.event("evaluation", step)
+    session.journal.last_times(step, strategy.phases.take())
+
+
+def stopped_at(session: Session, step: int) -> str:
+    """Final message of a run that was asked to stop."""
+    newest = session.checkpoints.newest
+    there = "there" if newest == step else f"step {newest}"
+    then = f"the same command continues from {there}"
+    if not newest:
+        then = "no checkpoint could be written, so the same command starts over"
+    elif (away := session.checkpoints.room.away()) is not None:
+        then = f"{away}; the checkpoint of step {newest} is wherever that folder was moved to"
+    return f"stopped on request after step {step} of {session.feed.total}; {then}"
