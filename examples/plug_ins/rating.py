@@ -33,7 +33,7 @@ class RatingOptions(Section):
     levels: int = Field(5, ge=2, description="how many different ratings there are")
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         return {"task.text": self.text, "task.stars": self.stars}
 
 
@@ -51,8 +51,8 @@ class Rating(TextTask):
     # The steps of `prepare`, before any process group exists, by one process a machine.
     @classmethod
     def valid_rows(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
-        usable_rows.check_columns(rows, options.columns, split, name)
-        rows = usable_rows.complete(rows, options.columns, split, name, drop)
+        usable_rows.check_columns(rows, options.text_columns, split, name)
+        rows = usable_rows.complete(rows, options.text_columns, split, name, drop)
         if not all(isinstance(s, int) and 0 <= s < options.levels for s in rows[options.stars]):
             raise RunError(f"task.stars: the {split} split holds something other than 0..{options.levels - 1}")
         return rows

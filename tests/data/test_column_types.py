@@ -263,7 +263,7 @@ def test_words_are_the_texts_of_the_file(tmp_path: Path) -> None:
     some[2]["tokens"][1], some[4]["tokens"][1], some[5]["tokens"][2] = 1999, "007", "null"
     path = save(tmp_path / "a.jsonl", some)
     options = find("tasks", "token_classification").Options()  # type: ignore[attr-defined]
-    read = source.load(DataSection(source=path), 0, columns=options.columns)
+    read = source.load(DataSection(source=path), 0, columns=options.text_columns)
     usable = find("tasks", "token_classification").valid_rows(read.splits["train"], options, "train", "a", False)  # type: ignore[attr-defined]
     assert [usable[row]["words"][place] for row, place in ((2, 1), (4, 1), (5, 2))] == ["1999", "007", "null"]
 

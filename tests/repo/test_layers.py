@@ -303,7 +303,7 @@ def test_every_adapter_is_in_the_table() -> None:
 
 
 def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
-    """`training/recovery/` is not a room: it is above the loop, which it calls, and below `train_job`, which uses it."""
+    """`training/recovery/` is not a room: it is above the loop, which it calls, and below `train_job`."""
     inside = "training/recovery/"
     asking = {
         file for file in FILES for name, _ in facts(ROOT / file).imports if (file_of(name) or "").startswith(inside)

@@ -256,7 +256,7 @@ def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         task.write(folder, task.model().state_dict())
         model = library.SentenceTransformer(str(folder), device="cpu").eval()
-        names = list(task.options.columns.values())
+        names = list(task.options.text_columns.values())
         read = [model.tokenize([row[name] for row in rows]) for name in names]
         batch = task.collate(task.splits["train"], np.arange(6), 0)
         with torch.no_grad():

@@ -92,7 +92,7 @@ class Checkpoints:
         self._sees: bool | None = None  # whether this rank sees rank 0's OUTPUT
         self.catalog = CheckpointCatalog(job, world, say)
         self.mirror = self.catalog.mirror  # on rank 0, if the run has a mirror
-        self.room = DiskSpace(job)
+        self.disk = DiskSpace(job)
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Checkpoints:
         from lockstep.checkpoint.shard_files import Shard
 
         laid_out = self.world.all_gather(
-            (self.room.checkpoints_away(), self._shard is None or not self._shard.suits(parts))
+            (self.disk.checkpoints_away(), self._shard is None or not self._shard.suits(parts))
         )
         if (away := laid_out[0][0]) is not None or not any(new for _, new in laid_out):
             return [away] if away else []
@@ -168,7 +168,7 @@ class Checkpoints:
             reason = reason_of(caught)
         outcomes = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
         faults = [f"rank {i} on {host}: {reason}" for i, (reason, host, _) in enumerate(outcomes) if reason]
-        self.room.checkpoint = sum(count for *_, count in outcomes)
+        self.disk.checkpoint = sum(count for *_, count in outcomes)
         if faults:
             self._shard = None
         return faults
@@ -216,7 +216,7 @@ class Checkpoints:
         """Add the scores of a late evaluation, and the state after it, to the checkpoint that the run resumes from. If
         writing fails, the next start evaluates again."""
         assert self.newest is not None
-        if self.world.is_main and self.room.checkpoints_away() is None:
+        if self.world.is_main and self.disk.checkpoints_away() is None:
             with suppress(OSError):
                 manifests.add_scores(self.folder / name_of(self.newest), scores, state)
         self._heed(scores)
@@ -247,7 +247,7 @@ class Checkpoints:
         manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
         main = self.world.is_main
         in_use = self.mirror.in_use if self.mirror else ()
-        saving.work = Background(lambda: self.room.commit(manifest, saving.aside, files, in_use) if main else None)
+        saving.work = Background(lambda: self.disk.commit(manifest, saving.aside, files, in_use) if main else None)
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
@@ -268,7 +268,7 @@ class Checkpoints:
         self._saving = None
         older = f"the newest one is {name_of(self.newest)}" if self.newest else "there is no earlier checkpoint"
         text = f"the checkpoint of step {step} could not be written ({'; '.join(faults)}); {older}"
-        if self.world.is_main and self.room.checkpoints_away() is None:
+        if self.world.is_main and self.disk.checkpoints_away() is None:
             clear(self.folder / f".{name_of(step)}.partial")
         if self.run.checkpoint.on_failure == "stop":
             raise CheckpointError("LS6004", text)
@@ -280,7 +280,7 @@ class Checkpoints:
     def clear(self, last: bool = True) -> str | None:
         """Remove older checkpoints if the disk lacks space for the next writes. Rank 0 only. `last`: no further
         checkpoint will be written. Returns a message about the removed checkpoints, or None."""
-        return self.room.clear(last, self.mirror.in_use if self.mirror else ())
+        return self.disk.clear(last, self.mirror.in_use if self.mirror else ())
 
     def _writes(self) -> bool:
         """Return whether this rank sees rank 0's OUTPUT. Tested once, with a probe file. Collective."""

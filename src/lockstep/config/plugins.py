@@ -128,7 +128,7 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
     _refuse_ambiguous(kind, name)
     if name in BUILT_IN[kind]:
         module, plugin = _module(kind, name), BUILT_IN[kind][name]
-        called = f"lockstep/{kind}/{name}.py"
+        called = module.replace(".", "/") + ".py"
     else:
         (entry,) = entry_points.named(kind)[name]
         module, plugin, called = entry.module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"

@@ -58,7 +58,7 @@ class AnswerPairOptions(Section):
         return self
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> column name."""
         prompt = {} if self.prompt is None else {"task.prompt": self.prompt}
         return prompt | {"task.chosen": self.chosen, "task.rejected": self.rejected}
@@ -81,13 +81,13 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
     @classmethod
     def valid_rows(cls, rows: Dataset, options: AnswerPairOptions, split: str, name: str, drop: bool) -> Dataset:
         """Rows with a value in every column. Errors: `RunError`."""
-        usable_rows.check_columns(rows, options.columns, split, name)
+        usable_rows.check_columns(rows, options.text_columns, split, name)
         if options.conversations:
-            for key, column in options.columns.items():
+            for key, column in options.text_columns.items():
                 rows = conversations.with_roles(rows, column, key, split)
-            lacks = {key: (column, usable_rows.empty(rows, column)) for key, column in options.columns.items()}
+            lacks = {key: (column, usable_rows.empty(rows, column)) for key, column in options.text_columns.items()}
             rows = usable_rows.without(rows, lacks, split, name, drop)
-            for key, column in options.columns.items():
+            for key, column in options.text_columns.items():
                 for first, part in usable_rows.lists(rows, column):
                     if (bad := next((i for i, value in enumerate(part) if not _is_content(value)), None)) is not None:
                         raise RunError(
@@ -96,14 +96,14 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                             f"content; row {first + bad} holds {str(part[bad])[:80]}",
                         )
         else:
-            for key, column in options.columns.items():
+            for key, column in options.text_columns.items():
                 if type(rows.features[column]).__name__ in ("List", "LargeList", "Sequence"):
                     raise RunError(
                         "LS3002",
                         f"{key}: column {column!r} of the {split} split holds lists; if they are of role and content, "
                         "set task.conversations=true",
                     )
-            rows = usable_rows.texts(rows, options.columns, split, name, drop)
+            rows = usable_rows.texts(rows, options.text_columns, split, name, drop)
         return rows
 
     @classmethod
@@ -147,7 +147,9 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         if options.conversations:
             written = ["marked spans", *tokenizer.template_of(tok, options.chat_template)]
         if options.conversations and rows is not None:  # templates may read these, too
-            columns = [c for c in options.columns.values() if getattr(rows.features[c], "feature", None) is not None]
+            columns = [
+                c for c in options.text_columns.values() if getattr(rows.features[c], "feature", None) is not None
+            ]
             further = {column: keys for column in columns if (keys := conversations.further_keys(rows, column))}
             written += [further] if further else []
         return [self.run.data.max_length, shared, *written]

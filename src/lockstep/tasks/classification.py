@@ -76,8 +76,8 @@ class Classification(TextTask, Streams, LabelTask):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def columns(cls, options: ClassificationOptions) -> dict[str, str]:
-        return options.columns | options.labels
+    def columns_to_read(cls, options: ClassificationOptions) -> dict[str, str]:
+        return options.text_columns | options.labels
 
     @classmethod
     def read_as(cls, options: ClassificationOptions) -> dict[str, Kind]:
@@ -87,7 +87,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def dedup_columns(cls, options: ClassificationOptions) -> tuple[list[str], list[str]]:
-        return list(options.columns.values()), list(options.labels.values())
+        return list(options.text_columns.values()), list(options.labels.values())
 
     def usable_splits(self, read: source.Source, options: ClassificationOptions) -> dict[str, Dataset]:
         """Usable rows of each split; drops a test split whose labels are hidden, as benchmarks publish them."""
@@ -102,13 +102,15 @@ class Classification(TextTask, Streams, LabelTask):
 
     @classmethod
     def valid_rows(cls, rows: Dataset, options: ClassificationOptions, split: str, name: str, drop: bool) -> Dataset:
-        usable_rows.check_columns(rows, cls.columns(options), split, name)
-        lacks = {key: (column, usable_rows.lacking(rows, column)) for key, column in cls.columns(options).items()}
+        usable_rows.check_columns(rows, cls.columns_to_read(options), split, name)
+        lacks = {
+            key: (column, usable_rows.lacking(rows, column)) for key, column in cls.columns_to_read(options).items()
+        }
         if options.multi_label and len(options.labels) == 1:
             ((key, column),) = options.labels.items()
             lacks[key] = (column, labels.incomplete(rows, column))
         rows = usable_rows.without(rows, lacks, split, name, drop)
-        return objective_of(options).readable(usable_rows.texts(rows, options.columns, split, name, drop), options)
+        return objective_of(options).readable(usable_rows.texts(rows, options.text_columns, split, name, drop), options)
 
     def read_labels(self, data: TextData) -> LabelVocab:
         options = self.options
@@ -142,7 +144,7 @@ class Classification(TextTask, Streams, LabelTask):
         objective_of(self.options)(self.options, data.labels.codes.names, counts, examples)
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
-        texts = len(self.options.columns)
+        texts = len(self.options.text_columns)
         special = read_by["input_ids"].num_special_tokens_to_add(pair=texts == 2)
         return {"input_ids": Limit("data.max_length", self.run.data.max_length, special, texts)}
 
@@ -194,7 +196,7 @@ class Classification(TextTask, Streams, LabelTask):
         import datasets
 
         options = self.options
-        texts = list(options.columns.values())
+        texts = list(options.text_columns.values())
         tok: Any = tokenizer.load(folder, self.run.model.trust_remote_code)
         empty = _instead_of_none(tok)
         numbers = datasets.List(datasets.Value("int32"))
@@ -256,7 +258,7 @@ class Classification(TextTask, Streams, LabelTask):
         self.keep_threshold(config)
 
     def input_columns(self) -> tuple[str, ...]:
-        return tuple(self.options.columns.values())
+        return tuple(self.options.text_columns.values())
 
     def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1; for multi-label `labels` and

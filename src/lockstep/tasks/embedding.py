@@ -72,13 +72,13 @@ class EmbeddingOptions(Section):
                 raise InvalidValue("LS3024", f"{key} has no effect with{'out' * scored} score; remove task.{key}")
         if not self.score_range[0] < self.score_range[1]:
             raise InvalidValue("LS3021", "score_range: expected the lowest and the highest score, in this order")
-        columns = list(self.columns.values())
+        columns = list(self.text_columns.values())
         if len(set(columns)) < len(columns):
             raise InvalidValue("LS3022", "anchor, positive and negative must be different columns")
         return self
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> text column."""
         more = [self.negative] if isinstance(self.negative, str) else self.negative or []
         keys = ["task.negative"] if len(more) == 1 else [f"task.negative.{place}" for place in range(len(more))]
@@ -144,8 +144,8 @@ class Embedding(TextTask, Predicts, GivesPredictions):
         return self.resolved_pooling()
 
     @classmethod
-    def columns(cls, options: EmbeddingOptions) -> dict[str, str]:
-        return options.columns | ({} if options.score is None else {"task.score": options.score})
+    def columns_to_read(cls, options: EmbeddingOptions) -> dict[str, str]:
+        return options.text_columns | ({} if options.score is None else {"task.score": options.score})
 
     @classmethod
     def read_as(cls, options: EmbeddingOptions) -> dict[str, Kind]:
@@ -153,7 +153,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     @classmethod
     def valid_rows(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
-        return text_pairs.whole(rows, options.columns, options.score, options.score_range, split, name, drop)
+        return text_pairs.whole(rows, options.text_columns, options.score, options.score_range, split, name, drop)
 
     @classmethod
     def has_unusable_rows(cls, options: EmbeddingOptions) -> bool:
@@ -162,11 +162,11 @@ class Embedding(TextTask, Predicts, GivesPredictions):
     @classmethod
     def learnable(cls, rows: Dataset, options: EmbeddingOptions, split: str, name: str, drop: bool) -> Dataset:
         """Rows whose negatives differ from their own texts. Without `drop` all rows: `encode_split` checks them."""
-        return text_pairs.without_own_negatives(rows, list(options.columns.values())) if drop else rows
+        return text_pairs.without_own_negatives(rows, list(options.text_columns.values())) if drop else rows
 
     @classmethod
     def dedup_columns(cls, options: EmbeddingOptions) -> tuple[list[str], list[str]]:
-        return list(options.columns.values()), [] if options.score is None else [options.score]
+        return list(options.text_columns.values()), [] if options.score is None else [options.score]
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
         from lockstep.tasks.models import model_configs
@@ -181,16 +181,16 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
         limit = super().limits(read_by)["input_ids"]
-        return {"input_ids": replace(limit, sequences=len(self.options.columns))}
+        return {"input_ids": replace(limit, sequences=len(self.options.text_columns))}
 
     def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         options = self.options
-        return [self.run.data.max_length, [list(options.columns.values()), options.score, options.score_range]]
+        return [self.run.data.max_length, [list(options.text_columns.values()), options.score, options.score_range]]
 
     def encode_split(self, data: TextData, split: str, folder: Path, tok: Any, key: str) -> tuple[str, list[int]]:
-        rows, options, texts = data.splits[split], self.options, list(self.options.columns.values())
+        rows, options, texts = data.splits[split], self.options, list(self.options.text_columns.values())
         numbers = retrieval.numbered([splitting.hashes(rows, [column]) for column in texts])
-        text_pairs.refuse_own_negatives(rows, options.columns, numbers, split, data.name)
+        text_pairs.refuse_own_negatives(rows, options.text_columns, numbers, split, data.name)
         score, most = (options.score, options.score_range), self.run.data.max_length
         return text_pairs.encoded(rows, texts, np.stack(numbers, 1), *score, tok, most, key), []
 
@@ -201,7 +201,7 @@ class Embedding(TextTask, Predicts, GivesPredictions):
 
     def open(self, prepared: Prepared) -> None:
         super().open(prepared)
-        self.texts = len(self.options.columns)
+        self.texts = len(self.options.text_columns)
         self.slots = max(len(columns) for split, columns in self.splits.items() if split != "train")
         if self.options.score is None:
             self.slots = min(self.slots, self.options.corpus)

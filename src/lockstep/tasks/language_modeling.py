@@ -79,8 +79,8 @@ class LanguageModelingOptions(Section):
             raise InvalidValue(
                 "LS3051", "prompt and response cannot be combined with messages; set either the pair or messages"
             )
-        if "text" in self.changed_keys and "task.text" not in self.columns:
-            columns = " and ".join(key.removeprefix("task.") for key in self.columns) or "messages"
+        if "text" in self.changed_keys and "task.text" not in self.text_columns:
+            columns = " and ".join(key.removeprefix("task.") for key in self.text_columns) or "messages"
             raise InvalidValue("LS3057", f"text has no effect with {columns}; remove task.text")
         defaults: dict[str, Any] = {"chat_template": None, "template_arguments": {}, "tools": None, "turns": "together"}
         for key, default in defaults.items():
@@ -96,7 +96,7 @@ class LanguageModelingOptions(Section):
         return self
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> text column."""
         if self.messages is not None:
             return {}
@@ -112,7 +112,7 @@ class LanguageModelingOptions(Section):
     @property
     def cut(self) -> bool:
         """Whether texts longer than a block are truncated rather than split into several examples."""
-        return not self.packed and list(self.columns) != ["task.text"]
+        return not self.packed and list(self.text_columns) != ["task.text"]
 
     @property
     def writing(self) -> conversations.Writing:
@@ -162,8 +162,8 @@ class LanguageModeling(PerToken, Generates):
     # -- before any process ------------------------------------------------------------------------------------------
 
     @classmethod
-    def columns(cls, options: LanguageModelingOptions) -> dict[str, str]:
-        return options.columns or options.writing.columns
+    def columns_to_read(cls, options: LanguageModelingOptions) -> dict[str, str]:
+        return options.text_columns or options.writing.columns
 
     @classmethod
     def document(cls, options: LanguageModelingOptions) -> str:
@@ -178,10 +178,10 @@ class LanguageModeling(PerToken, Generates):
 
     @classmethod
     def dedup_columns(cls, options: LanguageModelingOptions) -> tuple[list[str], list[str]]:
-        return list(cls.columns(options).values()), []
+        return list(cls.columns_to_read(options).values()), []
 
     def holdout_fn(self, data: TextData) -> splitting.Cut:
-        return partial(lm_documents.cut, column=self.options.text if "task.text" in self.options.columns else None)
+        return partial(lm_documents.cut, column=self.options.text if "task.text" in self.options.text_columns else None)
 
     @classmethod
     def tokenizer_texts(cls, rows: Dataset, options: LanguageModelingOptions) -> Iterator[list[str]]:
@@ -189,7 +189,7 @@ class LanguageModeling(PerToken, Generates):
             if options.messages is not None:
                 yield [message.get("content") or "" for messages in batch[options.messages] for message in messages]
             else:
-                texts = (text for column in options.columns.values() for text in batch[column])
+                texts = (text for column in options.text_columns.values() for text in batch[column])
                 yield [piece for text in texts for piece in lm_documents.pieces(text)]
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
@@ -438,7 +438,7 @@ def _encode(dataset: Dataset, key: str, tok: Any, options: LanguageModelingOptio
     def tokens(rows: range) -> lm_documents.EncodedDocuments:
         return _documents(dataset, tok, options, rows)
 
-    read = list((options.columns or options.writing.columns).values())
+    read = list((options.text_columns or options.writing.columns).values())
     parts = arrow_cache.cuts(dataset.select_columns(list(dict.fromkeys(read))))
     separate = not options.attend_across_documents
     return lm_documents.write(parts, tokens, options.block_size, options.packed, key, separate, options.cut, True)

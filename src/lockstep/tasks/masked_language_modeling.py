@@ -47,7 +47,7 @@ class MaskedLanguageModelingOptions(Section):
     samples: int = Field(2, ge=0, description="texts shown after each evaluation, with the predicted words")
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> column name."""
         return {"task.text": self.text}
 

@@ -53,7 +53,7 @@ class QuestionAnsweringOptions(Section):
     samples: int = Field(3, ge=0, description="questions shown after each evaluation")
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> text column."""
         return {"task.question": self.question, "task.context": self.context}
 
@@ -99,12 +99,12 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return [row | {texts: answer} for row, answer in zip(rows, answers, strict=True)]
 
     @classmethod
-    def columns(cls, options: QuestionAnsweringOptions) -> dict[str, str]:
-        return options.columns | {"task.answers": options.answers}
+    def columns_to_read(cls, options: QuestionAnsweringOptions) -> dict[str, str]:
+        return options.text_columns | {"task.answers": options.answers}
 
     @classmethod
     def valid_rows(cls, rows: Dataset, options: QuestionAnsweringOptions, split: str, name: str, drop: bool) -> Dataset:
-        columns, answers, unanswerable = options.columns, options.answers, options.unanswerable
+        columns, answers, unanswerable = options.text_columns, options.answers, options.unanswerable
         return qa_features.whole(rows, columns, answers, unanswerable, split, name, drop)
 
     @classmethod

@@ -63,15 +63,15 @@ class TextTask(Task):
     # -- the steps of `prepare` ----------------------------------------------------------------------------------------
 
     @classmethod
-    def columns(cls, options: Any) -> dict[str, str]:
+    def columns_to_read(cls, options: Any) -> dict[str, str]:
         """All columns to read: key of the run file -> column name."""
-        return dict(options.columns)
+        return dict(options.text_columns)
 
     @classmethod
     def read_as(cls, options: Any) -> dict[str, Kind]:
         """Kind of each column of tables and lines, where all values are text: column -> verbatim text or label, or a
         number."""
-        return dict.fromkeys(options.columns.values(), "text")
+        return dict.fromkeys(options.text_columns.values(), "text")
 
     @classmethod
     def target_columns(cls, options: Any) -> list[str]:
@@ -87,7 +87,7 @@ class TextTask(Task):
     def valid_rows(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
         """Rows that can become examples: by default those with a text in each column. Other rows are dropped if `drop`
         is set, else refused. Errors: `RunError`."""
-        return usable_rows.texts(rows, options.columns, split, name, drop)
+        return usable_rows.texts(rows, options.text_columns, split, name, drop)
 
     @classmethod
     def learnable(cls, rows: Dataset, options: Any, split: str, name: str, drop: bool) -> Dataset:
@@ -107,7 +107,7 @@ class TextTask(Task):
     @classmethod
     def dedup_columns(cls, options: Any) -> tuple[list[str], list[str]]:
         """Columns that identify duplicates across splits: (text columns, label columns) of usable rows."""
-        return list(options.columns.values()), []
+        return list(options.text_columns.values()), []
 
     def read_labels(self, data: TextData) -> Any:
         """Read the labels of the splits; None if the task has none. Errors: `RunError`."""
@@ -278,7 +278,12 @@ class TextTask(Task):
         counts = TokenCounts.of(self.run, targets)
         source.check_document(self.run.data, self.document(options))
         read = source.load(
-            self.run.data, self.run.seed, self.document(options), self.columns(options), counts, self.read_as(options)
+            self.run.data,
+            self.run.seed,
+            self.document(options),
+            self.columns_to_read(options),
+            counts,
+            self.read_as(options),
         )
         usable, drop = self.usable_splits(read, options), self.run.data.drop_unusable
         splits = {split: self.learnable(part, options, split, read.name, drop) for split, part in usable.items()}
@@ -335,7 +340,7 @@ class TextTask(Task):
             usable = self.valid_rows(rows, options, "train", name, self.run.data.drop_missing)
             return self.learnable(usable, options, "train", name, self.run.data.drop_unusable)
 
-        return Stream(self.run.data, self.columns(options), whole, self.document(options), self.within)
+        return Stream(self.run.data, self.columns_to_read(options), whole, self.document(options), self.within)
 
     def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
         """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""

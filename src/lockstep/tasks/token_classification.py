@@ -135,7 +135,7 @@ class TokenClassificationOptions(Section):
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with their predicted entities")
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> column name."""
         return {"task.words": self.words, "task.tags": self.tags}
 
@@ -176,7 +176,7 @@ class TokenClassification(PerToken):
         numbers."""
         import datasets
 
-        columns = options.columns
+        columns = options.text_columns
         usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
         faults = []  # whether there are words; rows without words; rows without tags

@@ -61,7 +61,7 @@ class WritingOptions(Section):
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the generated ones")
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> column name, or language in a `translation` column."""
         return {"task.source": self.source, "task.target": self.target}
 

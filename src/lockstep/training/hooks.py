@@ -55,7 +55,7 @@ class Log(Hook):
         if state.line:  # empty: no line is due
             session.sinks.log(state.step, "train", state.line)
             session.journal.times(state.step, self.phases.take())
-            if session.world.is_main and (text := session.checkpoints.room.warning(last)) is not None:
+            if session.world.is_main and (text := session.checkpoints.disk.warning(last)) is not None:
                 session.checkpoints.say(text)
         return last
 

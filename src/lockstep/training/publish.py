@@ -40,7 +40,7 @@ def write_model(
 
     run, task, checkpoints = session.run, session.task, session.checkpoints
     try:
-        if (fault := checkpoints.room.away()) is not None:
+        if (fault := checkpoints.disk.away()) is not None:
             raise OSError(fault)
         try:
             write_export(task, weights, scores, exported)
@@ -63,7 +63,7 @@ def write_model(
             status,
         )
     again = f"resumes from step {newest}" if newest else "starts over: there is no checkpoint"
-    for folder in checkpoints.room.elsewhere():
+    for folder in checkpoints.disk.elsewhere():
         try:
             place = write_export(task, weights, scores, exported, folder)
         except OSError:

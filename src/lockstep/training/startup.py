@@ -223,15 +223,15 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         ACTIVITY.set("trying samples")
         generate_samples(task, strategy, world, briefly)
         ACTIVITY.set("trying the export")
-        checkpoints.room.export = export_bytes(strategy)
+        checkpoints.disk.export = export_bytes(strategy)
         weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
-                checkpoints.room.export = try_export(task, weights, scores)
-                checkpoints.room.export_written = True
+                checkpoints.disk.export = try_export(task, weights, scores)
+                checkpoints.disk.export_written = True
             except OSError as caught:  # e.g. a full disk; it may have space by the end of training
                 if caught.errno == errno.EFBIG:  # a limit of the system, which `enough_room` reports
-                    checkpoints.room.too_large = str(caught.filename or caught)
+                    checkpoints.disk.too_large = str(caught.filename or caught)
                 else:
                     checkpoints.say(f"the export could not be tried: {caught}")
 
@@ -249,11 +249,11 @@ def other_arithmetic(job: Job) -> list[str]:
 def enough_room(session: Session, step: int) -> list[str]:
     """Notes on the disk of OUTPUT before training continues after `step` updates. Collective. Errors: `RunError`, on
     every rank, if the run's files do not fit."""
-    room, feed, notes = session.checkpoints.room, session.feed, list[str]()
+    disk, feed, notes = session.checkpoints.disk, session.feed, list[str]()
     fault = None
     if session.world.is_main:
         try:
-            notes = room.check(step, feed.total, session.checkpoints.every, session.world.size)
+            notes = disk.check(step, feed.total, session.checkpoints.every, session.world.size)
         except RunError as caught:
             fault = str(caught)
     if (fault := session.world.broadcast(fault)) is not None:

@@ -187,6 +187,6 @@ def stopped_at(session: Session, step: int) -> str:
     then = f"the same command continues from {there}"
     if not newest:
         then = "no checkpoint could be written, so the same command starts over"
-    elif (away := session.checkpoints.room.away()) is not None:
+    elif (away := session.checkpoints.disk.away()) is not None:
         then = f"{away}; the checkpoint of step {newest} is wherever that folder was moved to"
     return f"stopped on request after step {step} of {session.feed.total}; {then}"

@@ -131,7 +131,7 @@ class ClassificationOptions(LabelOptions):
     )
 
     @property
-    def columns(self) -> dict[str, str]:
+    def text_columns(self) -> dict[str, str]:
         """Key of the run file -> text column."""
         pair = {} if self.text_pair is None else {"task.text_pair": self.text_pair}
         return {"task.text": self.text} | pair
