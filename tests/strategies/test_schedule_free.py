@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.shard_files import Files
+from lockstep.strategies.exact import averaging
 from lockstep.training.checkpoint_model import evaluated
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
@@ -20,7 +21,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
     job = Job(run)
     job.step()
     job.saved()
-    exported = job.strategy.exported() or {}
+    exported = averaging.exported(job.strategy) or {}
     trained = dict(job.strategy.export() or {})
     assert digest(exported) != digest(trained)
     assert exported["transformer.wte.weight"].data_ptr() != trained["transformer.wte.weight"].data_ptr()
@@ -47,8 +48,8 @@ def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
     generate_samples(other.task, other.strategy, other.world)
     with pytest.raises(EvaluationInterrupted):
         evaluate_with_tables(other.world, other.task, other.strategy, columns, stop=lambda: True)
-    other.strategy.exported()
-    with straight.strategy.averaged():
+    averaging.exported(other.strategy)
+    with averaging.optimizer_average(straight.strategy):
         inside = evaluate(straight.world, straight.task, straight.strategy, columns, rows)
     assert inside != scores  # control: averaging the average again gives other scores
     assert straight.step() == other.step()

@@ -10,14 +10,13 @@ from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
-from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.single import ReplicatedStrategy
+from lockstep.strategies.replicated_recovery import RecoveringReplicas
 from lockstep.tasks.task import Task
 
 
-class AllReduce(ReplicatedStrategy, WholeStateRecovery):
+class AllReduce(RecoveringReplicas):
     """`strategy.options.bucket_cap_mb`: bucket size in MiB (default 25)."""
 
     gloo_threads = 2
@@ -41,7 +40,7 @@ class AllReduce(ReplicatedStrategy, WholeStateRecovery):
     def build(self, task: Task) -> None:
         super().build(task)
         cap_bytes = int(self.run.strategy.options.get("bucket_cap_mb", 25) * 2**20)
-        self.buckets = buckets(self.dense, cap_bytes)
+        self.buckets = buckets(self.leaves.dense, cap_bytes)
 
     @override
     def reduce(self) -> list[Tensor]:

@@ -153,7 +153,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
             with self.world.forming():
                 self.mesh = init_device_mesh(self.world.device.type, size, mesh_dim_names=(self.axis("rank"),))
         super().build(task)
-        self.buckets = buckets(dict(reversed(self.dense.items())), BUCKET_BYTES)  # in backward's order
+        self.buckets = buckets(dict(reversed(self.leaves.dense.items())), BUCKET_BYTES)  # in backward's order
         shapes = [[self.parameters[i].shape for i in b] for b in self.buckets]
         self.slots = [RowSlots(each, self.world.size) for each in shapes]
 

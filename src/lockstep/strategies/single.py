@@ -9,8 +9,8 @@ optimizer updates, `WeightUpdate` makes the update.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.observer import observing
-from lockstep.strategies.strategy import DataShard, WeightFormats
+from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -100,11 +100,6 @@ class ReplicatedStrategy(Recomputes):
     def make_weights(self, masters: bool) -> TrainedWeights:
         """Return the weights that this rank updates: all of them."""
         return TrainedWeights(self.model, masters)
-
-    @property
-    def dense(self) -> dict[int, nn.Parameter]:
-        """Trained parameters whose gradients are not row-sparse, by position."""
-        return {i: p for i, p in enumerate(self.parameters) if i not in self.rows}
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -195,41 +190,19 @@ class ReplicatedStrategy(Recomputes):
 
     @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        with self.evaluating():
+        with side_effects.evaluating(self.model, self.effects), self.precision.autocast():
             return self.model(**inputs).logits
 
     @override
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
-        with self.evaluating():
-            from lockstep.tasks.models import inference
+        from lockstep.tasks.models import inference
 
+        with side_effects.evaluating(self.model, self.effects), self.precision.autocast():
             return inference.by_transformers(self.model, inputs, how)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """A context in which the model runs in evaluation mode without gradients. Restores weights that a model changes
-        for evaluation (rwkv divides them by powers of two)."""
-        names = self.effects.evaluated
-        self.model.eval()
-        restored = side_effects.preserved(self.model, names) if names else nullcontext()
-        with restored, torch.no_grad(), self.precision.autocast():
-            yield
-        self.model.train()
 
     @override
     def export(self) -> dict[str, Tensor] | None:
         return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
-
-    # -- ranks fail and join (`WholeStateRecovery`), and the end ---------------------------------------------------
-
-    def detach_group(self) -> None:
-        self.leaves.start(0, None)
-        self.leaves.waiting = None
-        for parameter in (*self.parameters, *self.weights.updated.values()):
-            parameter.grad = None
-
-    def attach_group(self) -> None:
-        self.data_parallel = DataShard(self.world.rank, self.world.size, self.world.all_reduce)
 
     @override
     def close(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -203,17 +203,6 @@ class Strategy(StrategyRules):
         return inference.by_forward(
             self.forward, lambda count: self.data_parallel.all_reduce(count.float()), inputs, how
         )
-
-    def averaged(self) -> AbstractContextManager[bool]:
-        """Return a context in which the model has the weights to evaluate and export, if they differ from the trained
-        ones. Yields whether they differ."""
-        return self.update.stepper.averaged(self.weights.changed)
-
-    def exported(self) -> dict[str, Tensor] | None:
-        """Return `export()` of the evaluated weights. Collective."""
-        with self.averaged() as other:
-            weights = self.export()
-            return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
     @abstractmethod
     def export(self) -> dict[str, Tensor] | None:

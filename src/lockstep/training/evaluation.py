@@ -23,6 +23,7 @@ from lockstep.data.batch import Sums
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.averaging import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Generates, GivesPredictions
 from lockstep.tasks.task import Task
@@ -68,7 +69,7 @@ def generate_samples(
         return {name: tensor.to(world.device) for name, tensor in inputs.items()}
 
     seed_everything(task.run.seed, -2)
-    with strategy.averaged():
+    with optimizer_average(strategy):
         return task.samples(
             lambda inputs, how: (generate or strategy.generate)(here(inputs), how),
             lambda inputs: strategy.forward(here(inputs)),
@@ -113,7 +114,7 @@ def evaluate_with_tables(
     rows = np.arange(len(columns)) if rows is None else rows
     parts = {name: rows[(rows >= r.start) & (rows < r.stop)] for name, r in task.sources(columns).items()} or {"": rows}
     of_each, interrupted = {}, None
-    with strategy.averaged():
+    with optimizer_average(strategy):
         try:
             for name, part in parts.items():
                 of_each[name] = sum_split(world, task, strategy, columns, part, size, texts, stop, generate)

@@ -26,6 +26,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
+from lockstep.strategies.exact.averaging import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import adapters, heads, model_configs
 from lockstep.tasks.task import Task
@@ -69,7 +70,7 @@ def evaluated(task: Task, strategy: Strategy) -> Evaluated:
     lengths = columns.lengths[raw_rows.at]
     places = np.argsort(lengths, kind="stable")[:: max(1, len(raw_rows.at) // EXAMPLES)][:EXAMPLES].tolist()
     device, losses = strategy.world.device, []
-    with strategy.averaged():
+    with optimizer_average(strategy):
         for place in places:
             rows = raw_rows.at[[place]]
             micro = task.collate(columns, rows, 0).to(device)

@@ -32,6 +32,7 @@ from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.strategies.engines import side_effects
+from lockstep.strategies.exact import averaging
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
@@ -224,7 +225,7 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         generate_samples(task, strategy, world, briefly)
         ACTIVITY.set("trying the export")
         checkpoints.disk.export = export_bytes(strategy)
-        weights = strategy.exported() if strategy.parameter_count <= EXPORTED_TWICE else None
+        weights = averaging.exported(strategy) if strategy.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
                 checkpoints.disk.export = try_export(task, weights, scores)

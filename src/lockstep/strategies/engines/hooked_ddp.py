@@ -27,17 +27,16 @@ from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import layout_of
-from lockstep.strategies.single import ReplicatedStrategy
+from lockstep.strategies.replicated_recovery import RecoveringReplicas
 from lockstep.tasks.task import Task
 
 
-class Hooked(ReplicatedStrategy, WholeStateRecovery):
+class Hooked(RecoveringReplicas):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     primed = True  # False until DDP has run a backward outside `no_sync`
@@ -72,7 +71,7 @@ class Hooked(ReplicatedStrategy, WholeStateRecovery):
         assert (self.ddp is not None) == (self.world.size > 1), f"{type(self.wrapped)} at {self.world.size} processes"
         narrow = self.run.model.trained_in_bfloat16
         if self.ddp is not None:
-            backwards = dict(reversed(self.dense.items()))  # in backward's order
+            backwards = dict(reversed(self.leaves.dense.items()))  # in backward's order
             self.buckets = buckets(backwards, self.ddp.bucket_bytes_cap)
             self.ddp.register_comm_hook(None, self.on_bucket)
             # DDP's buckets would be bfloat16, like the weights

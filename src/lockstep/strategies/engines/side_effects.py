@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from types import FunctionType
@@ -162,6 +162,17 @@ def hooks(model: nn.Module, after: bool = False) -> list[str]:
 
 
 # -- restoring state --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(model: nn.Module, effects: SideEffects) -> Iterator[None]:
+    """A context in which the model runs in evaluation mode without gradients. Restores weights that a model changes for
+    evaluation (rwkv divides them by powers of two)."""
+    model.eval()
+    restored = preserved(model, effects.evaluated) if effects.evaluated else nullcontext()
+    with restored, torch.no_grad():
+        yield
+    model.train()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ position in its tensor). It is therefore bitwise equal under any sharding.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,6 +82,19 @@ class Averaged:
             for name, _, mean in self.averages:
                 if mean is not first[name]:
                     local(mean).copy_(local(first[name]))
+
+
+def optimizer_average(strategy: Strategy) -> AbstractContextManager[bool]:
+    """Return a context in which the model has the weights to evaluate and export, if the optimizer averages those that
+    it trains. Yields whether they differ."""
+    return strategy.update.stepper.averaged(strategy.weights.changed)
+
+
+def exported(strategy: Strategy) -> dict[str, Tensor] | None:
+    """Return `export()` of the evaluated weights. Collective."""
+    with optimizer_average(strategy) as other:
+        weights = strategy.export()
+        return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
 
 def check(job: Job) -> None:

@@ -32,6 +32,11 @@ class LeafGradients:
         self.node: Node = (0, 0)  # of the current micro-batch
         self.grad_counts = [0] * len(self.parameters)  # number of micro-batches with a gradient, by parameter
 
+    @property
+    def dense(self) -> dict[int, nn.Parameter]:
+        """Parameters whose gradients are not row-sparse, by position."""
+        return {i: p for i, p in enumerate(self.parameters) if i not in self.rows}
+
     def layout(self, ranks: int) -> tuple[tuple[Node, ...], ...]:
         """Return the nodes that each rank holds after its micro-batches."""
         return layout_of(self.tree.leaves, ranks, self.shares)
