@@ -178,7 +178,7 @@ def _gives_bits(overrides: list[str]) -> bool:
     from lockstep.data.job import strategy_class
 
     run = load("run.yaml", overrides)
-    return bool(strategy_class(run).gives_bits(run))
+    return bool(strategy_class(run).gives_bits(run.strategy))
 
 
 # -- what ranks did --------------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class Checkpoints:
             hosts=self.world.hosts,
             launch=launched_by(self.run.launch),
             code=self.code,
-            bits=strategy.gives_bits(self.run),
+            bits=strategy.gives_bits(self.run.strategy),
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # copied: a tracker's thread may add to it
             meter=state.get("meter", {}),
@@ -327,7 +327,7 @@ class Checkpoints:
             self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
             notes += [f"{where} was downloaded and verified"] if away else []
             notes += manifests.differences_of_saving_run(
-                self.run, self.world, name, manifest, strategy.gives_bits(self.run)
+                self.run, self.world, name, manifest, strategy.gives_bits(self.run.strategy)
             )
             return manifest.step, notes
         if faults:
@@ -347,7 +347,7 @@ class Checkpoints:
         for name, manifest in self.world.broadcast(checkpoints):
             if (fault := self._loaded(strategy, name, manifest)) is None:
                 return manifest.step, notes + manifests.differences_of_saving_run(
-                    self.run, self.world, name, manifest, strategy.gives_bits(self.run)
+                    self.run, self.world, name, manifest, strategy.gives_bits(self.run.strategy)
                 )
             notes.append(f"{name} is not used: {fault}")
         return 0, notes

@@ -48,7 +48,7 @@ def run_plan(args: argparse.Namespace) -> int:
     bounds = sorted(counts)
     shares = sorted({b - a for a, b in itertools.pairwise(bounds)})
     each = f"each with {' or '.join(map(str, shares))} of {run.micro_batches} micro-batches a step"
-    staged = not isinstance(job, str) and job.strategy.stages_of(run, plan.processes) > 1
+    staged = not isinstance(job, str) and job.strategy.stages_of(run.strategy, plan.processes) > 1
     if staged or "tensor_parallel" in run.strategy.options:
         each = f"{run.micro_batches} micro-batches a step; some processes work on the same ones"
     console.facts(

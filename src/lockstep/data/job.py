@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from lockstep.config import error_messages, plugins
 from lockstep.config.run import Run, load
-from lockstep.config.sections import Section
+from lockstep.config.sections import Section, StrategySection
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Prepared
@@ -166,12 +166,12 @@ class StrategyRules(ABC):
         return cls
 
     @classmethod
-    def gives_bits(cls, run: Run) -> bool:
+    def gives_bits(cls, section: StrategySection) -> bool:
         """Whether this run is bitwise equal to `single`, and not just equal within rounding."""
-        return cls.exact and run.strategy.exact and not cls.inexact_options(run)
+        return cls.exact and section.exact and not cls.inexact_options(section)
 
     @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
+    def inexact_options(cls, section: StrategySection) -> list[str]:
         """Return the keys of options that make results differ from `single`; `strategy.exact` refuses them."""
         return []
 
@@ -182,7 +182,7 @@ class StrategyRules(ABC):
         return 1e-4
 
     @classmethod
-    def stages_of(cls, run: Run, processes: int) -> int:
+    def stages_of(cls, section: StrategySection, processes: int) -> int:
         """Number of pipeline stages that the model is split into, each on its own rank; 1 without a pipeline."""
         return 1
 
@@ -243,7 +243,7 @@ class Job:
     @property
     def same_bits(self) -> bool:
         """Whether the result is bitwise equal to that of a single process."""
-        return self.strategy.gives_bits(self.run)
+        return self.strategy.gives_bits(self.run.strategy)
 
     @property
     def data(self) -> Prepared:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.errors import CodedError
-from lockstep.config.run import Run
+from lockstep.config.sections import StrategySection
 from lockstep.distributed.torch_internals import by_host, is_dtensor
 from lockstep.distributed.world import World
 
@@ -55,7 +55,7 @@ class ShardedState(Protocol):
     """A state whose tensors are sharded over the ranks, such as a strategy's. Every method but `gives_bits` is
     collective."""
 
-    def gives_bits(self, run: Run) -> bool:
+    def gives_bits(self, section: StrategySection) -> bool:
         """Whether the run is bitwise equal to a run on one process."""
 
     def sharded_state_dict(self) -> dict[str, Tensor]:

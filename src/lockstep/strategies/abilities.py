@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lockstep.config.run import Run
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.strategies.exact.stepper import Stepper
@@ -44,7 +45,7 @@ class Recomputes(Strategy):
     recomputes_together: ClassVar[bool] = False  # whether `recompute` is collective
 
     @classmethod
-    def recomputes(cls, run: Run) -> bool:
+    def recomputes(cls, section: StrategySection) -> bool:
         """Whether recomputation works with these options."""
         return True
 
@@ -95,9 +96,9 @@ class ShardedRecovery(Strategy):
         return run
 
     @classmethod
-    def survives_rank_failure(cls, run: Run) -> bool:
+    def survives_rank_failure(cls, section: StrategySection) -> bool:
         """Whether the state of the surviving ranks is consistent."""
-        return cls.gives_bits(run)
+        return cls.gives_bits(section)
 
     @property
     def part_of_state(self) -> tuple[int, int]:

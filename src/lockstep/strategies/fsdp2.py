@@ -271,7 +271,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     def partial_sums(cls, run: Run, processes: int) -> float:
         replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
         shards = processes // (replicas * tensor_ranks(run.strategy))
-        if not cls.gives_bits(run):
+        if not cls.gives_bits(run.strategy):
             return 0.0
         if shards == 1:
             return 4.0 * (most_held(leaves, replicas, whole_leaf=True) - 1)
@@ -308,8 +308,8 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     @override
     @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
-        return fsdp.low_dtypes(run.strategy)
+    def inexact_options(cls, section: StrategySection) -> list[str]:
+        return fsdp.low_dtypes(section)
 
     @override
     @classmethod
@@ -322,7 +322,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
-        self.in_tree_order = self.gives_bits(job.run)
+        self.in_tree_order = self.gives_bits(job.run.strategy)
         self.tensor = tensor_ranks(job.run.strategy)
         if world.joining:  # no process group yet
             return

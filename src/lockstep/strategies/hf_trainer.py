@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.config.plugins import require
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
@@ -37,8 +38,8 @@ class HFTrainer(Accelerated, Hooked):
 
     @override
     @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
-        return [f"strategy.options.{key}" for key in sorted(_OTHER_KERNELS & set(run.strategy.options))]
+    def inexact_options(cls, section: StrategySection) -> list[str]:
+        return [f"strategy.options.{key}" for key in sorted(_OTHER_KERNELS & set(section.options))]
 
     @override
     @classmethod

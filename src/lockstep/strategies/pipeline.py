@@ -90,13 +90,13 @@ class Pipeline(ShardedRecovery):
 
     @override
     @classmethod
-    def stages_of(cls, run: Run, processes: int) -> int:
-        return int(run.strategy.options.get("stages", processes))
+    def stages_of(cls, section: StrategySection, processes: int) -> int:
+        return int(section.options.get("stages", processes))
 
     @override
     @classmethod
     def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        stages = cls.stages_of(job.run, job.processes)
+        stages = cls.stages_of(job.run.strategy, job.processes)
         return {name: each / stages for name, each in super().bytes_held(job, state).items()}
 
     @override
@@ -104,7 +104,7 @@ class Pipeline(ShardedRecovery):
     def partial_sums(cls, run: Run, processes: int) -> float:
         if not run.strategy.exact:
             return 0.0
-        stages = cls.stages_of(run, processes)
+        stages = cls.stages_of(run.strategy, processes)
         return 4.0 * (most_held(run.micro_batches, processes // stages, whole_leaf=True) - 1) / stages
 
     @override

@@ -197,7 +197,7 @@ def _refuse_strategy(job: Job) -> None:
         quantized.check(job)
     averaging.check(job)
     strategy.check(job)
-    if run.strategy.exact and (keys := strategy.inexact_options(run)):
+    if run.strategy.exact and (keys := strategy.inexact_options(run.strategy)):
         raise RunError(
             "LS5138",
             f"{keys[0]}: it changes the arithmetic compared to one process, so results depend on the number of "
@@ -281,7 +281,7 @@ def _refuse_features(job: Job) -> None:
                 "or, on one machine, launch.on_rank_failure=continue with launch.name=local or torchrun. This "
                 f"run (launch.name={launch.name}) has neither; use stop or retry",
             )
-    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run)):
+    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run.strategy)):
         raise RunError(
             "LS5133",
             f"sdc_check.every: {name} shards the model with these options, so another rank cannot repeat the "
@@ -316,7 +316,7 @@ def ends_with_a_rank(job: Job) -> str | None:
     run, strategy = job.run, job.strategy
     later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
     shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
-    shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run)
+    shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run.strategy)
     if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
         return f"strategy {run.strategy.name} does not keep the whole state on every rank"
     if run.average.ema is not None or job.optimizer.averages:
@@ -353,7 +353,7 @@ def _refuse_sharding(job: Job) -> None:
     chosen = job.having(
         strategy.choose_options(job, *counts(freeze(run.model, make_task(job).model(empty=True))), memory)
     )
-    if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run)):
+    if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run.strategy)):
         raise shards_this_model(run.strategy)
 
 

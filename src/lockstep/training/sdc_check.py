@@ -49,7 +49,7 @@ class SdcCheck:
         self._run, self._job, self._world, self._feed = session.run, session.job, session.world, session.feed
         self._session = session
         strategy: Any = session.strategy
-        if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run):
+        if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run.strategy):
             raise shards_this_model(self._run.strategy)
         self._strategy = strategy
         if names := () if strategy.statistics is None else strategy.statistics.names:

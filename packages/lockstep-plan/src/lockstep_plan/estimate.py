@@ -69,7 +69,7 @@ def estimate(job: Job, simulated: Sequence[Simulated], device: Device, feed: Ste
     if device.take_turns(ranks) and device.cores:  # a waiting rank frees its core, so only idle cores count
         alone = sum(seconds.values()) * device.slower(device.cores) / device.slower(ranks)
         bubble = max(0.0, alone * (1 + bubbles(job)) - sum(seconds.values()))
-    if job.strategy.stages_of(run, ranks) == 1:
+    if job.strategy.stages_of(run.strategy, ranks) == 1:
         own = stands_for[simulated[slowest].rank]
         seconds = {phase: s * (1 / own if phase in HIDDEN and own else 1.0) for phase, s in seconds.items()}
     whole = sum(s for phase, s in seconds.items() if phase in HIDDEN)
@@ -148,7 +148,7 @@ def levels(job: Job, feed: StepLoader) -> tuple[float, dict[int, float]]:
     """Estimate load imbalance from real lengths, over evenly spaced steps. Returns (work of the mean rank, rank -> its
     work), both relative to the slowest rank of each step. 1.0 for pipelines, which wait differently: see `bubbles`."""
     run, ranks = job.run, job.processes
-    if job.strategy.stages_of(run, ranks) > 1 or ranks == 1:
+    if job.strategy.stages_of(run.strategy, ranks) > 1 or ranks == 1:
         return 1.0, dict.fromkeys(range(ranks), 1.0)
     steps = np.unique(np.linspace(0, feed.total - 1, min(LOOKED_AT, feed.total)).astype(int))
     dealt = turns(run, ranks) if job.strategy is FSDP2 else None
@@ -196,7 +196,7 @@ def beside_slowest(work: Sequence[float], together: list[list[range]] | None, ra
 def bubbles(job: Job) -> float:
     """Idle time of a pipeline stage relative to its busy time (Narayanan et al. 2021, arXiv:2104.04473)."""
     run, ranks, options = job.run, job.processes, job.run.strategy.options
-    if (stages := job.strategy.stages_of(run, ranks)) == 1:
+    if (stages := job.strategy.stages_of(run.strategy, ranks)) == 1:
         return 0.0
     each = int(options.get("stages_per_rank", 2)) if options.get("schedule") == "interleaved" else 1
     return (stages - 1) / (max(1, run.micro_batches * stages // ranks) * each)
@@ -207,7 +207,7 @@ def on_the_way(job: Job, wire: Sequence[Wire]) -> float:
     stages, S micro-batches are in flight in each direction; with gpipe a stage waits only for the first and the
     last."""
     run, ranks = job.run, job.processes
-    if (stages := job.strategy.stages_of(run, ranks)) == 1:
+    if (stages := job.strategy.stages_of(run.strategy, ranks)) == 1:
         return 0.0
     one = max((each.seconds / each.messages for each in wire if each.collective == "send"), default=0.0)
     rounds = 1 if run.strategy.options.get("schedule") == "gpipe" else run.micro_batches * stages // ranks / stages

@@ -157,7 +157,7 @@ def fewer(job: Job, most: int = MOST) -> Run:
     """Return the run limited to `most` micro-batches per rank, each with as many examples as before. Pipelines keep as
     many micro-batches as their schedule needs (gpipe: all)."""
     run, ranks = job.run, job.processes
-    if (stages := job.strategy.stages_of(run, ranks)) > 1:
+    if (stages := job.strategy.stages_of(run.strategy, ranks)) > 1:
         each = ranks // stages * max(most, 2 * stages * int(run.strategy.options.get("stages_per_rank", 2)))
         if run.strategy.options.get("schedule") == "gpipe":
             return run

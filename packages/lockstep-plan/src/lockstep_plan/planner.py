@@ -101,7 +101,7 @@ def looked_at(job: Job) -> list[int]:
     """Return the ranks that differ: for a pipeline the first, second and last stage; else the first, which has the
     longest examples, and with uneven shares the last."""
     run, processes = job.run, job.processes
-    if (stages := job.strategy.stages_of(run, processes)) > 1:
+    if (stages := job.strategy.stages_of(run.strategy, processes)) > 1:
         return [stage * (processes // stages) for stage in sorted({0, 1, stages - 1})]
     return [0] if run.micro_batches % processes == 0 else [0, processes - 1]
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
@@ -79,9 +80,9 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
 
     @override
     @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
+    def inexact_options(cls, section: StrategySection) -> list[str]:
         key = "mixed_precision_policy"
-        return [f"strategy.options.fsdp.{key}"] if key in run.strategy.options["fsdp"] else []
+        return [f"strategy.options.fsdp.{key}"] if key in section.options["fsdp"] else []
 
     @override
     @classmethod
@@ -142,17 +143,17 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
         if section["zero_stage"] == 3:
             layers.check_gathered(job)
             layers.check_writes(job, f"{key}.zero_stage", "ZeRO-3", "stage 2")
-        zero_config.check(run, processes, section["zero_stage"], cls.options_of(run), key)
+        zero_config.check(run, processes, section["zero_stage"], cls.options_of(run.strategy), key)
 
     @override
     @classmethod
-    def stage_of(cls, run: Run) -> int:
-        return int(run.strategy.options["deepspeed"]["zero_stage"])
+    def stage_of(cls, section: StrategySection) -> int:
+        return int(section.options["deepspeed"]["zero_stage"])
 
     @override
     @classmethod
-    def options_of(cls, run: Run) -> Mapping[str, Any]:
-        return {k: v for k, v in run.strategy.options["deepspeed"].items() if k != "zero_stage"}
+    def options_of(cls, section: StrategySection) -> Mapping[str, Any]:
+        return {k: v for k, v in section.options["deepspeed"].items() if k != "zero_stage"}
 
     @override
     def start_engine(self, optimizer: Stepper) -> Any:

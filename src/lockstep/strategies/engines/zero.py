@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
@@ -75,56 +76,58 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     @override
     @classmethod
     def rounding(cls, run: Run) -> float:
-        if keeps_bf16_weights(cls.options_of(run)):
+        if keeps_bf16_weights(cls.options_of(run.strategy)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
 
     @override
     @classmethod
-    def inexact_options(cls, run: Run) -> list[str]:
-        return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(run))]
+    def inexact_options(cls, section: StrategySection) -> list[str]:
+        return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(section))]
 
     @override
     @classmethod
     def partial_sums(cls, run: Run, processes: int) -> float:
-        if not cls.gives_bits(run):
+        if not cls.gives_bits(run.strategy):
             return 0.0
-        if cls.stage_of(run) == 1:
+        if cls.stage_of(run.strategy) == 1:
             return 4.0 * (most_held(run.micro_batches, processes) - 1)
         most = most_held_in_turns(run.micro_batches, range(run.micro_batches), processes)
         return 4.0 * (most - 1) / processes
 
     @override
     @classmethod
-    def survives_rank_failure(cls, run: Run) -> bool:
+    def survives_rank_failure(cls, section: StrategySection) -> bool:
         return True  # each shard is on one rank only
 
     @override
     @classmethod
-    def recomputes(cls, run: Run) -> bool:
-        return cls.gives_bits(run)
+    def recomputes(cls, section: StrategySection) -> bool:
+        return cls.gives_bits(section)
 
     @override
     @classmethod
     def check_prepared(cls, job: Job) -> None:
-        if cls.stage_of(job.run) == 3:
+        if cls.stage_of(job.run.strategy) == 3:
             layers.check_same_weights(job)
 
     @classmethod
-    def stage_of(cls, run: Run) -> int:
+    def stage_of(cls, section: StrategySection) -> int:
         """Return the ZeRO stage."""
         return cls.stage
 
     @classmethod
-    def options_of(cls, run: Run) -> Mapping[str, Any]:
+    def options_of(cls, section: StrategySection) -> Mapping[str, Any]:
         """Return the user's part of DeepSpeed's config, from `options_key` in the run file."""
-        return run.strategy.options
+        return section.options
 
     @override
     @classmethod
     def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        low = keeps_bf16_weights(cls.options_of(job.run))
-        return zero_config.shared_out(super().bytes_held(job, state), job.processes, cls.stage_of(job.run), low)
+        low = keeps_bf16_weights(cls.options_of(job.run.strategy))
+        return zero_config.shared_out(
+            super().bytes_held(job, state), job.processes, cls.stage_of(job.run.strategy), low
+        )
 
     @abstractmethod
     def start_engine(self, optimizer: stepper.Stepper) -> Any:
@@ -134,8 +137,8 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
-        self.in_tree_order = self.gives_bits(job.run)
-        self.stage = self.stage_of(job.run)
+        self.in_tree_order = self.gives_bits(job.run.strategy)
+        self.stage = self.stage_of(job.run.strategy)
         if self.in_tree_order and world.size == 1:
             self.stage = min(self.stage, 2)  # a single rank gathers nothing
 
@@ -149,7 +152,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         receives = self.stage == 3 and not self.world.is_main  # its shards come from rank 0, parameter by parameter
         self.model = make_model(task, empty=receives)
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
-        options = self.options_of(self.run)
+        options = self.options_of(self.run.strategy)
         self.low_precision = keeps_bf16_weights(options)
         self.config = zero_config.config(self.run.optim, self.stage, self.parameter_count, options)
         if self.in_tree_order:

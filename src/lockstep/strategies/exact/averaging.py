@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.sharded import Saved, local
 
@@ -67,8 +68,8 @@ class Averaged:
 
     # -- for checkpoints ---------------------------------------------------------------------------------------------
 
-    def gives_bits(self, run: Run) -> bool:
-        return self.strategy.gives_bits(run)
+    def gives_bits(self, section: StrategySection) -> bool:
+        return self.strategy.gives_bits(section)
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         return self.strategy.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
