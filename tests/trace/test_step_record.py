@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_trace import causes
+from lockstep_trace import causes, step_record
 from lockstep_trace.errors import TraceError
 from lockstep_trace.step_record import (
     MicroBatchValue,
@@ -93,7 +93,7 @@ def test_the_first_difference_is_the_first_in_the_order_of_computation() -> None
     for kind, values in CHANGES.items():
         assert [d.kind for d in record_differences(record(), record(**values))] == [kind]
     kinds = list(CHANGES)
-    assert sorted(kinds, key=causes.ORDER.index) == kinds
+    assert sorted(kinds, key=step_record.ORDER.index) == kinds
     every = {k: v for values in CHANGES.values() for k, v in values.items()}
     assert [d.kind for d in record_differences(record(computed=()), record(**every))] == [
         k for k in kinds if k != "output"
@@ -113,7 +113,7 @@ def test_every_kind_has_words_and_those_that_are_computed_a_cause() -> None:
     for kind, values in CHANGES.items():
         assert str(record_differences(record(), record(**values))[0])
         assert kind in causes.OF_KIND or kind in ("gradient", "weights", "optimizer")  # a sum has a pattern
-    assert set(causes.OF_KIND) <= set(causes.ORDER)
+    assert set(causes.OF_KIND) <= set(step_record.ORDER)
 
 
 def test_what_one_record_lacks_is_not_compared_and_what_it_should_have_is_missing() -> None:

@@ -15,27 +15,6 @@ from lockstep_trace.losses import Losses, agreeing
 from lockstep_trace.ranks import data_ranks, examples_of
 from lockstep_trace.read import Step, Trace
 
-# Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,
-# the record of a step others (`step_record.py`). `weights` and `optimizer` are hashes of the whole state.
-ORDER = (
-    "start weights",
-    "scores",
-    "examples",
-    "inputs",
-    "output",
-    "loss",
-    "output gradient",
-    "leaf gradient",
-    "gradient",
-    "norm",
-    "loss sum",
-    "clipping",
-    "learning rate",
-    "update",
-    "buffers",
-    "weights",
-    "optimizer",
-)
 COSINE = 0.99  # below it a factor is meaningless
 ROUNDING = 5e-6  # relative loss difference; more is not float32 rounding
 NEAR = 0.01  # relative: a factor equals a number

@@ -1,7 +1,7 @@
 """Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
 In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
-`Comparison`. The comparison takes the kinds of `causes.ORDER` in turn and ends at the first difference.
+`Comparison`. The comparison takes the kinds of `step_record.ORDER` in turn and ends at the first difference.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class StepDifferences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison. `first`: the first difference, of `causes.ORDER`, or None if all is within the tolerance.
-    `lines`: what differs. `cause`: the likely cause, one sentence."""
+    """Result of a comparison. `first`: the first difference, a kind of `step_record.ORDER`; None: all is within the
+    tolerance. `lines`: what differs. `cause`: the likely cause, one sentence."""
 
     optimizer: int
     first: str | None

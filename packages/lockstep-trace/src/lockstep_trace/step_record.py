@@ -1,7 +1,7 @@
 """The record of a training step, and the first difference between two: lockstep's definition of equal steps.
 
 In: numbers and tensors of a step, from any source. Out: `StepRecord`, one JSON object a line; `record_differences` and
-`compare_records`, in the order of `causes.ORDER`. A record holds as much as its level: `losses` (loss, gradient norm,
+`compare_records`, in the order of `ORDER`. A record holds as much as its level: `losses` (loss, gradient norm,
 hashes of the whole state), `gradients` (every gradient and weight), `modules` (every value that a micro-batch
 computes). Values that only one record holds are not compared.
 
@@ -22,10 +22,30 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep_trace.causes import ORDER
 from lockstep_trace.errors import TraceError
 from lockstep_trace.tracer.fingerprint import combined, measure_all
 
+# Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,
+# the record of a step others. `weights` and `optimizer` are hashes of the whole state.
+ORDER = (
+    "start weights",
+    "scores",
+    "examples",
+    "inputs",
+    "output",
+    "loss",
+    "output gradient",
+    "leaf gradient",
+    "gradient",
+    "norm",
+    "loss sum",
+    "clipping",
+    "learning rate",
+    "update",
+    "buffers",
+    "weights",
+    "optimizer",
+)
 FORMAT = 2
 
 
@@ -40,7 +60,7 @@ class TensorPrint:
 
 @dataclass(frozen=True)
 class MicroBatchValue:
-    """A value that a micro-batch computed on a rank. `kind`: of `causes.ORDER`."""
+    """A value that a micro-batch computed on a rank. `kind`: of `ORDER`."""
 
     kind: str
     name: str  # of the module or parameter; empty for inputs and loss
@@ -162,7 +182,7 @@ class Difference:
     """A difference of two records: the first value of its kind. `values`: of both, if they are numbers."""
 
     step: int
-    kind: str  # of `causes.ORDER`
+    kind: str  # of `ORDER`
     name: str = ""
     micro_batch: int | None = None
     values: tuple[float | None, float | None] | None = None
@@ -192,7 +212,7 @@ class Difference:
 
 
 def record_differences(a: StepRecord, b: StepRecord) -> list[Difference]:
-    """Return the first difference of each kind, in the order of `causes.ORDER`; for values of micro-batches, only one
+    """Return the first difference of each kind, in the order of `ORDER`; for values of micro-batches, only one
     difference."""
     differing = [
         *_of_names("start weights", a.step, a.before, b.before, shared=True),
