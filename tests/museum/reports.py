@@ -480,8 +480,8 @@ IN_PUBLIC_SCRIPTS = (
         "pytorch/examples",
         "distributed/FSDP2/example.py",
         2,
-        "[not-finite] the loss is not a number from step 0 on: after `to_empty` nobody sets the weights of the layers, "
-        "as `Transformer.reset_parameters` leaves them out (reported: "
+        "[not-finite] the loss is not a number from step 0 on: after `to_empty` no code sets the layers' weights, "
+        "because `Transformer.reset_parameters` skips them (reported: "
         "[#1377](https://github.com/pytorch/examples/issues/1377)); [same-examples] both ranks draw the same batch",
     ),
 )
