@@ -174,12 +174,7 @@ def push(
             f"{output} has no export to push: its run is not finished, or the folder is gone; run lockstep "
             "train again to write it",
         )
-    if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
-        raise RunError(
-            "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
-        )
-    export_hashes.require_whole(output)
-    _check_edits(output, say)
+    _check_files(output, say)
     token = _token(repository, called)
     check_card((folder / "README.md").read_text(encoding="utf-8"), folder / "README.md")
     for attempt in range(1, patience.tries + 1):
@@ -212,14 +207,21 @@ def push(
     raise AssertionError("a push either succeeds or raises")
 
 
-def _check_edits(output: Path, say: Callable[[str], None]) -> None:
-    """Note files that were edited. Errors: `RunError` if the config then has other sizes than the weights."""
+def _check_files(output: Path, say: Callable[[str], None]) -> None:
+    """Note files that were edited. Errors: `RunError` for a link, for damage, and for a config that was edited to other
+    sizes than the weights have."""
+    folder = output / "export"
+    if link := next((path for path in (folder, *sorted(folder.rglob("*"))) if path.is_symlink()), None):
+        raise RunError(
+            "LS6018", f"{link} is a link, and the file behind a link is not pushed; replace it by a copy, or remove it"
+        )
+    export_hashes.require_whole(output)
     if (text := export_hashes.note_of_edits(output)) is not None:
         say(f"note: {text}")
-        if not (output / "export/adapter_config.json").is_file():
+        if not (folder / "adapter_config.json").is_file():
             from lockstep.tasks.models.source_files import check_edited  # imports torch
 
-            check_edited(output / "export")
+            check_edited(folder)
 
 
 def _once(folder: Path, repository: str, private: bool, token: str, called: str, replace: bool) -> Pushed:
