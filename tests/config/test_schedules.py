@@ -127,6 +127,12 @@ def test_few_steps_are_no_trouble(schedule: str, steps: int) -> None:
 def test_it_is_drawn_in_blocks() -> None:
     line = drawn(OptimSection(learning_rate=1e-3, schedule="wsd", warmup_steps=200), 1000, width=10)
     assert line == "▁▅███████▁ wsd: 0 at first, 0.001 at step 200, 1e-05 at the last"
+    once = {
+        "0 at first, 0.001 from step 5 on": {"schedule": "constant", "warmup_steps": 5},
+        "0.001 at first and at the last, 0.0005 at step 5": {"schedule": [(0, 1e-3), (5, 5e-4), (8, 1e-3)]},
+    }
+    for text, values in once.items():
+        assert drawn(OptimSection(learning_rate=1e-3, **values), 10).endswith(f": {text}")
     assert set(line[:10]) <= set(BLOCKS)
     assert drawn(OptimSection(schedule="constant"), 9, width=3) == "███ constant: 5e-05"
     assert drawn(OptimSection(schedule="linear"), 4, width=4) == "█▇▅▃ linear: 5e-05 at first, 1.25e-05 at the last"

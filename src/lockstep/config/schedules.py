@@ -145,17 +145,24 @@ def _on_lines(points: Sequence[tuple[int, float]], step: int) -> float:
 
 
 def drawn(optim: Schedule, steps: int, width: int = 40) -> str:
-    """Plot the rates of a run in one line of block characters, with first, highest and last rate."""
+    """Plot the rates of a run in one line of block characters, with first, highest and last rate, each value once."""
     points = planned(optim, steps, LOOKED_AT)
     rates = [rate for _, rate in points]
     columns = [rates[round(i * (len(rates) - 1) / (width - 1))] for i in range(width)]
     line = "".join(BLOCKS[min(7, int(8 * rate / (max(rates) or 1.0)))] for rate in columns)
     top, highest = max(points, key=lambda point: point[1])
     how = "points" if isinstance(optim.schedule, list) else optim.schedule
+    first, most, last = f"{rates[0]:.3g}", f"{highest:.3g}", f"{rates[-1]:.3g}"
     if len({f"{rate:.3g}" for rate in rates}) == 1:
-        return f"{line} {how}: {highest:.3g}"
-    peak = f", {highest:.3g} at step {top:,}" if top else ""
-    return f"{line} {how}: {rates[0]:.3g} at first{peak}, {rates[-1]:.3g} at the last"
+        text = first
+    elif first == last == most:
+        bottom, lowest = min(points, key=lambda point: point[1])
+        text = f"{first} at first and at the last, {lowest:.3g} at step {bottom:,}"
+    elif last == most and all(rate == highest for step, rate in points if step >= top):
+        text = f"{first} at first, {last} from step {top:,} on"
+    else:
+        text = f"{first} at first, {f'{most} at step {top:,}, ' * (most not in (first, last))}{last} at the last"
+    return f"{line} {how}: {text}"
 
 
 def planned(optim: Schedule, steps: int, count: int) -> list[tuple[int, float]]:

@@ -35,7 +35,7 @@ from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
 from lockstep.strategies.exact.make_model import freeze
-from lockstep.strategies.exact.parameter_groups import ParamGroupSpec, assigned, state_bytes
+from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
@@ -144,14 +144,12 @@ def check_names(job: Job) -> None:
 
 def treatment(optim: OptimSection, model: nn.Module) -> str:
     """Describe the optimizer, and the parameter tensors with a learning rate, decay or rule of their own."""
-    counts: dict[ParamGroupSpec, int] = {}
+    counts: dict[str, int] = {}
     for how in assigned(optim, model).values():
-        counts[how] = counts.get(how, 0) + 1
-    rows = [
-        f"{quantity(count, 'tensor')}{f' ({how.kind})' if how.kind else ''} at rate "
-        f"{how.scale * optim.learning_rate:.3g}, decay {how.decay:g}"
-        for how, count in counts.items()
-    ]
+        kind = f" ({how.kind})" if how.kind else ""
+        text = f"{kind} at rate {how.scale * optim.learning_rate:.3g}, decay {how.decay:g}"
+        counts[text] = counts.get(text, 0) + 1
+    rows = [f"{quantity(count, 'tensor')}{text}" for text, count in counts.items()]
     more = f"; {len(rows) - 6} more groups" if len(rows) > 6 else ""
     return f"{optim.name}: {'; '.join(rows[:6])}{more}"
 
