@@ -455,6 +455,7 @@ def _optimizer(section: Any, draft: RunDraft) -> None:
     if not isinstance(section, Mapping):
         return
     kind, values = str(section.get("type")), section.get("params") or {}
+    kind = {"adamw": "AdamW", "lion": "Lion"}.get(kind.lower(), kind)  # DeepSpeed reads its own in any case
     adam = "AdamW" if kind.lower() == "adam" and values.get("adam_w_mode", True) else kind
     if adam not in NAMES["deepspeed_optimizers"]:
         draft.drop("optimizer", kind, "with DeepSpeed optim.name is adamw, sgd or lion", True, ("optim.name",))

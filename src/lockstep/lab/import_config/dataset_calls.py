@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import label_order, loss_means, script, text_columns
+from lockstep.lab.import_config import label_order, loss_means, script, text_blocks, text_columns, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
@@ -22,7 +22,6 @@ from lockstep.lab.import_config.script import (
     code_of,
 )
 from lockstep.lab.import_config.table import NAMES, RunDraft
-from lockstep.lab.import_config.text_blocks import block_length, is_limited
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
@@ -181,14 +180,14 @@ def mapped(call: Call, at: Reading) -> None:
             _padding(one, function, checked, at)
         at.read(call, f"line {tokenising[0].line}: the columns and their length")
         return
-    block = block_length(at.script, function)
+    block = text_blocks.block_length(at.script, function)
     if block is not None:
         at.set(call, "task.block_size", block)
         at.draft.notes.append(
             f"task.packing concatenates all texts, each followed by the tokenizer's end token; line {call.line} "
             "concatenates batches of rows without it, and drops the rest of each batch"
         )
-        if is_limited(at.script, function):
+        if text_blocks.is_limited(at.script, function):
             at.draft.at_end.append(lambda draft: loss_means.note_length(draft, f"line {call.line}"))
         at.draft.set("task.packing", True, f"line {call.line}")
         at.read(call, "task.block_size, task.packing")
@@ -208,6 +207,11 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     """Read a tokenizer call within a mapped function."""
     arguments = at.script.arguments(call, ("text", "text_pair"))
     task = at.draft.task or "classification"
+    length = text_blocks.limited_length(at.script, arguments.nodes.get("max_length"))
+    if length is not None and _own_length(at) is None:
+        arguments.known["max_length"] = length
+        arguments.unknown.pop("max_length", None)
+        at.draft.at_end.append(lambda draft: loss_means.note_length(draft, f"line {call.line}"))
     _length(call, arguments.known, arguments.unknown, at, task)
     if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
         why = "texts get the tokenizer's default special tokens"
@@ -386,7 +390,7 @@ def _labels(function: Scope, at: Reading) -> None:
 
 def of_trainer(call: Call, at: Reading) -> None:
     """Read the splits passed to a Trainer."""
-    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    arguments = at.script.arguments(call, trainer.positions(call.name))
     files = {} if "data.source" in at.draft.keys else dict(at.draft.keys)  # of data_files, by split
     train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():

@@ -461,10 +461,13 @@ class Read:
     called: str
     mover: Mover
     unread: Sequence[str] = ()  # files that a script imports
+    stars: Sequence[str] = ()  # imports that may set any name anew
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
         draft.unread = [*draft.unread, *self.unread]
+        for each in self.stars:
+            draft.unclear(each, "it may set any name of the script to another value: import the names that are needed")
         self.mover(draft, processes)
 
 
@@ -496,10 +499,10 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
-    unread, of = project_files.imported(of), decided_branches.taken(of)
+    unread, stars, of = project_files.imported(of), project_files.stars(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread)
+            return Read(*result, unread, stars)
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",
@@ -516,10 +519,10 @@ def _unfollowed(files: Sequence[str]) -> str:
 
 def _source_of(path: Path, keys: Mapping[str, Any]) -> KeyFile:
     """Return the system that one of these keys identifies. Errors: `RunError` if there is none, or torchtune's."""
+    if torchtune.is_recipe(keys):  # it has output_dir, too
+        raise torchtune.refusal(path, keys)
     for source in KEY_FILES.values():
         if source.marks & keys.keys():
             return source
-    if torchtune.is_recipe(keys):
-        raise torchtune.refusal(path, keys)
     source_names = ", ".join(source.called for source in KEY_FILES.values())
     raise RunError("LS8208", f"--from: {path} has no key that identifies it as a file of {source_names}")

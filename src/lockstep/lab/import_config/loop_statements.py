@@ -20,7 +20,7 @@ from lockstep_trace.plurals import quantity
 
 _UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
-_NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader"
+_NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader: no line of it is read"
 _ELSEWHERE = (
     "it is not inside a loop over the batches of a DataLoader. init follows methods of classes with one instance, "
     "and undecorated functions that return only at their end; move other code into the loop"
@@ -106,6 +106,7 @@ class Statements:
                 self._gap(backward[0].node, _ELSEWHERE)
             else:
                 self._gap(loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test, _NO_LOADER)
+            self._outside(loops)
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)
@@ -119,6 +120,15 @@ class Statements:
             self._check_events()
             self._check_modes()
         self.draft.at_end.append(self.inputs.check)
+
+    def _outside(self, loops: list[Any]) -> None:
+        """Check the statements around a loop that is not understood."""
+        self.batch_loop = loops[-1] if loops else None
+        bodies = {id(each): each.body for each in (self.script.tree, *filter(None, self.drivers.values()))}
+        for line in (line for body in bodies.values() for line in body if not self._trains(line)):
+            if not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self.quiet.statement(line, frozenset())
+        self.batch_loop = None
 
     def _drivers(self, backward: ast.AST) -> None:
         """Return the function that contains the loop, and its callers."""
@@ -188,9 +198,8 @@ class Statements:
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
             return True
-        schedules = (
-            "lr_scheduler" in origin and name[:1].isupper()
-        )  # loops.py reports it, unless optim.schedule is given
+        schedules = "lr_scheduler" in origin and name[:1].isupper()  # loops.py reports it
+        schedules |= name in ("WeightedRandomSampler", "AveragedModel", "SWALR")
         return schedules or name in NAMES["loop_calls"] or name in NAMES["optimizers"] or call in self.optimizers
 
     # -- around the loop -----------------------------------------------------------------------------------------------

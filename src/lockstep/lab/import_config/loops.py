@@ -93,6 +93,8 @@ class Loop(Reading):
             "lion_pytorch",
         ):
             self._optimizer(call)
+        elif name in _WITHOUT:
+            self.draft.lacks(str(call), *_WITHOUT[name])
         elif (
             call.origin.startswith(("torch.optim.", "optim.")) and name[:1].isupper() and "lr_sched" not in call.origin
         ):
@@ -102,10 +104,6 @@ class Loop(Reading):
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._clipping(call)
-        elif name in ("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"):
-            self.draft.lacks(
-                str(call), "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
-            )
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._seed(call)
         elif name in ("autocast", "Accelerator", "GradScaler"):
@@ -122,8 +120,7 @@ class Loop(Reading):
             self._schedule(call)
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
-            why = "optim.schedule is the rate as a function of the step"
-            self.draft.lacks(str(call), why, "optim.schedule")
+            self.draft.lacks(str(call), _STEPWISE, "optim.schedule")
         elif call.origin == "torch.compile":
             self._set(call, "model.compile", True)
 
@@ -555,7 +552,9 @@ class Loop(Reading):
             self.draft.set(key, int(value) - first, f"line {line}")
             self.draft.read.append(f"line {line}: range({value:g}) -> {key}")
         elif node is not None:
-            self.draft.unclear(f"line {line}: range({code_of(node)})", loading.RUNS, "epochs", "steps")
+            ranged = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("range")
+            code = code_of(node) if ranged else f"range({code_of(node)})"
+            self.draft.unclear(f"line {line}: {code}", loading.RUNS, "epochs", "steps")
 
     def _prepared(self, call: Call) -> bool:
         """Return whether Accelerate steps this scheduler, or each batch is one step of one process."""
@@ -684,6 +683,13 @@ def _assignments(script: Script) -> list[ast.Assign]:
     return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
+_STEPWISE = "optim.schedule is the rate as a function of the step"
+_CLIPPING = "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
+_WITHOUT = {
+    **dict.fromkeys(("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"), _CLIPPING),
+    "AveragedModel": ("checkpoint.average makes means of weights by a rule of its own", "checkpoint.average"),
+    "SWALR": (_STEPWISE, "optim.schedule"),
+}
 _POSITIONS = {
     "SGD": ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
     "Adam": ("params", "lr", "betas", "eps", "weight_decay", "amsgrad"),

@@ -101,18 +101,23 @@ def note_end(draft: RunDraft, where: str, truncates: bool) -> None:
 
 
 def note_length(draft: RunDraft, where: str) -> None:
-    """Add a gap if the tokenizer's own length is below the blocks of a script that takes the smaller one; note it if
-    the tokenizer is not here. `where`: the line that makes the blocks."""
-    source, length = draft.keys.get("tokenizer.source") or draft.keys.get("model.source"), draft.keys["task.block_size"]
+    """Add a gap if the tokenizer's own length is below that of a script that takes the smaller one; note it if the
+    tokenizer is not here. `where`: the line that cuts texts, or makes blocks."""
+    source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
+    keys = ("task.block_size", "data.max_length", "task.target_length")
+    key = next((key for key in keys if key in draft.keys), None)
+    if key is None or draft.is_given(key):
+        return
+    length, what = draft.keys[key], "blocks" if draft.keys.get("task.packing") else "texts"
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source)
     except Exception:
-        why = f"at {where}, blocks are no longer than the tokenizer's model_max_length"
-        draft.notes.append(f"task.block_size is {length}; {why}: compare it")
+        why = f"at {where}, {what} are no longer than the tokenizer's model_max_length"
+        draft.notes.append(f"{key} is {length}; {why}: compare it")
         return
     if tokenizer.model_max_length < length:
-        why = f"blocks have the tokenizer's model_max_length, {tokenizer.model_max_length}, which is less"
-        draft.lacks(f"{where}: task.block_size {length}", why, "task.block_size")
+        why = f"{what} have the tokenizer's model_max_length, {tokenizer.model_max_length}, which is less"
+        draft.lacks(f"{where}: {key} {length}", why, key)
 
 
 def note_positions(draft: RunDraft, where: str) -> None:

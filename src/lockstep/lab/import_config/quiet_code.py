@@ -15,6 +15,7 @@ from lockstep.lab.import_config.script import Script, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES
 
 _MODEL = "its effect on model, data or optimizer is unknown"
+_FREEZES = "model.freeze names the weights that are not trained"
 _PARTLY = "the loop does not go through all of its batches"
 _EXITS = ("exit", "quit", "sys.exit", "os._exit")
 
@@ -84,7 +85,7 @@ class QuietCode:
                         return
                 elif not self._is_own_container(each, isinstance(node, ast.Assign)):
                     freezes = isinstance(each, ast.Attribute) and each.attr == "requires_grad"
-                    self.gap(node, _MODEL, *(("model.freeze",) if freezes else ()))
+                    self.gap(node, _FREEZES if freezes else _MODEL, *(("model.freeze",) if freezes else ()))
                     return
         if node.value is not None:
             self._expression(node.value)
@@ -115,13 +116,19 @@ class QuietCode:
         )
 
     def _expression(self, node: ast.AST) -> None:
-        for each in ast.walk(node):
+        waiting = [node]
+        while waiting:
+            each = waiting.pop(0)
             if isinstance(each, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await):
                 self.gap(node, _MODEL)
             elif isinstance(each, ast.Call) and self.repeated and _ends_program(each):
                 self.gap(each, _PARTLY, "steps", "epochs")
             elif isinstance(each, ast.Call) and not self.is_quiet(each):
-                self.gap(each, _MODEL)
+                freezes = _last(each) == "requires_grad_"
+                self.gap(each, _FREEZES if freezes else _MODEL, *(("model.freeze",) if freezes else ()))
+                if not freezes:
+                    continue  # one line says it
+            waiting += ast.iter_child_nodes(each)
 
     def is_quiet(self, call: ast.Call) -> bool:
         """Return whether a call is on the list."""

@@ -168,7 +168,8 @@ class RunDraft:
 
     def _gap(self, gap: Gap) -> None:
         gap = replace(gap, name=_without_secret(gap.name))
-        if gap not in self.gaps:
+        same = [each for each in self.gaps if (each.name, each.by) == (gap.name, gap.by)]
+        if gap not in self.gaps and not any(each.decides >= gap.decides for each in same):
             self.gaps.append(gap)
 
     def file_named(self, name: str) -> Path | None:

@@ -48,6 +48,12 @@ class _Lengths:
         return self.script.known(value)
 
 
+def limited_length(script: Script, node: ast.expr | None) -> int | None:
+    """Return N of `min(N, tokenizer.model_max_length)`, which the caller compares with the tokenizer; else None."""
+    length = _Lengths(script).known(node)
+    return length if isinstance(length, int) and script.known(node) is None else None
+
+
 def is_limited(script: Script, function: Scope) -> bool:
     """Return whether a block is no longer than the tokenizer's own length."""
     names = [script.bound(each) for each in ast.walk(function) if isinstance(each, ast.Name)]

@@ -16,6 +16,7 @@ from lockstep.lab.import_config.table import number
 
 PAGE = "docs/reference/coming-from/torchtune.md"
 _OWN = ("model", "tokenizer", "dataset")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _OPTIMIZERS = {"AdamW": "adamw", "PagedAdamW": "adamw", "PagedAdamW8bit": "adamw_8bit", "AdamW8bit": "adamw_8bit"}
 
 
@@ -56,9 +57,14 @@ def _lines(keys: Mapping[str, Any]) -> list[str]:
     tokenizer = keys["tokenizer"] if isinstance(keys.get("tokenizer"), Mapping) else {}
     if length := number(tokenizer.get("max_seq_len")):
         lines.append(f"task: {{name: language_modeling, block_size: {length:g}}}")
+    if keys.get("shuffle") is False:
+        lines.append("# shuffle: False has no counterpart: every epoch has an order from the seed")
     model = keys["model"] if isinstance(keys.get("model"), Mapping) else {}
     if rank := model.get("lora_rank"):
-        targets = f", target_modules: [{', '.join(model['lora_attn_modules'])}]" if "lora_attn_modules" in model else ""
+        modules = [*(model.get("lora_attn_modules") or ()), *(_MLP if model.get("apply_lora_to_mlp") else ())]
+        modules += ["lm_head"] if model.get("apply_lora_to_output") else []
+        dropout = f", lora_dropout: {rate:g}" if (rate := number(model.get("lora_dropout"))) else ""
+        targets = dropout + (f", target_modules: [{', '.join(map(str, modules))}]" if modules else "")
         lines.append(f"model: {{adapter: {{type: lora, r: {rank}, lora_alpha: {model.get('lora_alpha')}{targets}}}}}")
     return lines
 

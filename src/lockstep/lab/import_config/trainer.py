@@ -150,6 +150,14 @@ MARKS = {
 }
 CONFIGS = {"SFT": "language_modeling", "DPO": "preference", "CPO": "preference", "Reward": "reward"}
 _RATES = {"language_modeling": 2e-5, "preference": 1e-6, "reward": 1e-4}
+
+
+def positions(trainer: str) -> tuple[str, ...]:
+    """Return the names of the positional arguments of a Trainer; TRL's DPOTrainer has a second model."""
+    reference = ("ref_model",) if trainer == "DPOTrainer" else ()
+    return ("model", *reference, "args", "data_collator", "train_dataset", "eval_dataset")
+
+
 _DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "hinge": "hinge"}
 
 
@@ -265,7 +273,7 @@ def _pairs(theirs: Mapping[str, Any], draft: RunDraft) -> None:
     kind = theirs.get("loss_type", "sigmoid")
     kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
     simpo = kind == "simpo" and not table.number(theirs.get("cpo_alpha", 1.0))
-    if not simpo and (kind not in _DPO_LOSSES or "cpo_alpha" in theirs):
+    if not simpo and (str(kind) not in _DPO_LOSSES or "cpo_alpha" in theirs):
         draft.drop(
             "loss_type", kind, "task.loss is dpo (sigmoid), ipo, hinge, or simpo with cpo_alpha 0", True, ("task.loss",)
         )

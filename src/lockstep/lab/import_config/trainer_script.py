@@ -268,7 +268,8 @@ completion_collator = loading.without(
 
 def trainer_call(call: Call, at: Reading) -> None:
     """Read `Trainer(...)` or a subclass: data, callbacks, custom losses and optimizers."""
-    arguments = at.script.arguments(call, ("model", "args", "data_collator", "train_dataset", "eval_dataset"))
+    arguments = at.script.arguments(call, trainer.positions(call.name))
+    _reference(call, at, arguments.nodes.get("ref_model"))
     for prefix, task in trainer.CONFIGS.items():
         if call.name.startswith(prefix):
             at.kind = f"{prefix}Config"
@@ -302,6 +303,23 @@ def trainer_call(call: Call, at: Reading) -> None:
         at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
+
+
+def _reference(call: Call, at: Reading, node: ast.expr | None) -> None:
+    """Check that a reference model has the weights of the model before training."""
+    value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if value is None or (isinstance(value, ast.Constant) and value.value is None):
+        return
+    loads = next((c for c in at.script.calls if c.node is value and c.name == "from_pretrained"), None)
+    source = at.script.arguments(loads, ("name",)).known.get("name") if loads is not None else None
+    copied = isinstance(value, ast.Call) and at.script.origin_of(value.func) in _COPIES
+    if copied or (source is not None and source == at.draft.keys.get("model.source")):
+        return
+    where, why = f"line {call.line}: ref_model={code_of(node or value)}", "the reference is the model before training"
+    if source is not None:
+        at.draft.lacks(where, f"its weights are those of {source}; {why}")
+    elif loads is None or not loads.node.args or code_of(loads.node.args[0]) not in at.models:
+        at.draft.unclear(where, f"whether it has the model's own weights; {why}", "task.loss")
 
 
 def _settings_of(call: Call, at: Reading, node: ast.expr) -> None:
@@ -443,6 +461,7 @@ def resized(call: Call, at: Reading) -> None:
     at.draft.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
 
 
+_COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")
 Handler = Callable[[Call, Reading], None]
 HANDLERS: dict[str, Handler] = {
     "from_pretrained": loading.pretrained,

@@ -1,0 +1,105 @@
+"""`lockstep init --from`: kinds of lines that scripts of other people had and that were lost, or spoken of wrongly."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.lab.import_config import project_files
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import RunDraft
+from support.moving_scripts import ACCELERATE, DDP, DPO, TRAINER, changed, moved, refused
+
+OTHER_REFERENCE = (
+    ("args = DPO", 'ref = AutoModelForCausalLM.from_pretrained("acme/base")\nargs = DPO'),
+    ("DPOTrainer(model=model, args", "DPOTrainer(model, ref, args"),
+)
+
+
+def test_another_reference_model_is_refused_although_a_model_is_given(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = changed(*OTHER_REFERENCE, text=DPO)
+    printed = refused("dpo.py", text, capsys, "model.source=acme/chat", "data.max_length=64")
+    assert "ref_model=ref (its weights are those of acme/base; the reference is the model before training)" in printed
+    printed = refused("dpo.py", text.replace("acme/base", "acme/chat").replace('"ipo"', '["sigmoid", "sft"]'), capsys)
+    assert "ref_model" not in printed
+    assert "loss_type: ['sigmoid', 'sft'] (task.loss is" in printed  # it was a TypeError
+
+
+def test_an_import_of_all_names_after_the_settings_is_refused(tmp_path: Path) -> None:
+    def stars(text: str) -> list[str]:
+        return project_files.stars(Script(tmp_path / "train.py", text))
+
+    assert stars("lr = 3e-4\nif lr:\n    from config.small import *\n") == ["line 3: from config.small import *"]
+    assert stars("lr = 3e-4\nfrom torch.nn import *\n") == []
+    assert stars("from defaults import *\nlr = 3e-4\n") == []
+
+
+def test_what_stands_around_a_loop_that_is_not_read_is_refused_too(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = "batches = iter(train)\nfor epoch in range(3):\n    for k in range(4):\n        batch = next(batches)"
+    start = ACCELERATE.index("for epoch in range(3):\n    for batch in train:")
+    text = ACCELERATE[:start] + ACCELERATE[start:].replace(
+        "for epoch in range(3):\n    for batch in train:", f"exec(open('more.py').read())\n{loop}"
+    )
+    printed = refused("loop.py", text, capsys)
+    assert "is not one over the batches of a DataLoader: no line of it is read)" in printed
+    assert "exec(open('more.py').read())" in printed
+    assert printed.count("exec(") == 1
+    assert "open('more.py').read() (" not in printed
+
+
+def test_frozen_weights_averages_and_ranges_are_told_as_what_they_are(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = "optimizer = torch"
+    frozen = "for p in model.classifier.parameters():\n    p.requires_grad_(False)\n"
+    mean = "swa = torch.optim.swa_utils.AveragedModel(model)\n"
+    text = ACCELERATE.replace(before, f"{frozen}{mean}first = int(input())\n{before}")
+    printed = refused("loop.py", text.replace("in range(3)", "in range(first, 3)"), capsys)
+    assert "p.requires_grad_(False) (model.freeze names the weights" in printed
+    assert "AveragedModel(model) (checkpoint.average makes means" in printed
+    assert "`lockstep list` names the optimizers" not in printed
+    assert ": range(first, 3) (" in printed
+    assert "range(range(" not in printed
+    stepped = DDP.replace("optimizer = ", "optimizer = ", 1).replace(
+        "    for epoch", "    lr = torch.optim.lr_scheduler.StepLR(optimizer, 9)\n    for epoch", 1
+    )
+    assert refused("loop.py", stepped, capsys).count("StepLR(optimizer, 9)") == 1
+
+
+def test_the_smaller_of_a_length_and_the_tokenizers_is_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRAINER.replace("max_length=256", "max_length=min(256, tokenizer.model_max_length)")
+    run = moved("train.py", text.replace("ARGUMENTS", "eval_strategy='epoch', save_strategy='epoch'"))
+    assert run.data.max_length == 256
+    assert "data.max_length is 256; at line 12, texts are no longer than the tokenizer's" in capsys.readouterr().out
+
+
+def test_a_recipe_of_torchtune_is_not_taken_for_arguments_of_trainer(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = "{_component_: torchtune.models.x, lora_rank: 8, lora_alpha: 16, lora_attn_modules: [q_proj], "
+    Path("recipe.yaml").write_text(
+        f"output_dir: out\nshuffle: False\nbatch_size: 4\nmodel: {lora}apply_lora_to_mlp: True, lora_dropout: 0.1}}\n"
+    )
+    printed = refused("recipe.yaml", Path("recipe.yaml").read_text(), capsys)
+    assert "is a recipe of torchtune" in printed
+    assert "lora_dropout: 0.1, target_modules: [q_proj, gate_proj, up_proj, down_proj]" in printed
+    assert "# shuffle: False has no counterpart" in printed
+
+
+def test_a_gap_is_told_once() -> None:
+    draft = RunDraft()
+    draft.lacks("line 3: x", "one reason", "model.freeze")
+    draft.unclear("line 3: x", "another", "model.freeze")
+    assert len(draft.gaps) == 1
+    draft.unclear("line 3: x", "one that no key replaces")
+    assert len(draft.gaps) == 2
+
+
+def test_deepspeed_reads_the_names_of_its_optimizers_in_any_case(here: Path) -> None:
+    keys = {"train_batch_size": 8, "optimizer": {"type": "adamw", "params": {"lr": 1e-4}}}
+    run = moved("ds.json", json.dumps(keys), "--partial", "model.type=bert", "data.source=x.csv")
+    assert (run.optim.name, run.optim.learning_rate) == ("adamw", 1e-4)
