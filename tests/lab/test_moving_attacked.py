@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.import_config import project_files
+from lockstep.lab.import_config import loops, project_files
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
 from support.moving_scripts import ACCELERATE, DDP, DPO, TRAINER, changed, moved, refused
@@ -103,3 +103,76 @@ def test_deepspeed_reads_the_names_of_its_optimizers_in_any_case(here: Path) -> 
     keys = {"train_batch_size": 8, "optimizer": {"type": "adamw", "params": {"lr": 1e-4}}}
     run = moved("ds.json", json.dumps(keys), "--partial", "model.type=bert", "data.source=x.csv")
     assert (run.optim.name, run.optim.learning_rate) == ("adamw", 1e-4)
+
+
+LIT = """
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, get_linear_schedule_with_warmup
+
+class Lit(L.LightningModule):
+    def __init__(self, lr=2e-5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForSequenceClassification.from_pretrained("acme/encoder")
+        self.model.train()
+    def training_step(self, batch, i):
+        loss = self.model(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        sched = get_linear_schedule_with_warmup(optimizer, 100, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": sched, "interval": "step"}}
+
+trainer = L.Trainer(max_steps=2000, gradient_clip_val=1.0, callbacks=[EarlyStopping("val_loss", patience=3)])
+trainer.fit(Lit(lr=5e-5), DataLoader(data, batch_size=32, shuffle=True), DataLoader(dev, batch_size=64))
+"""
+HOOK = "    def on_after_backward(self):\n        for p in self.parameters():\n            p.grad.mul_(0.5)\n"
+LOST_IN_LIGHTNING = {  # what is changed -> a part of the gap
+    (', "interval": "step"', ""): "Lightning advances it once an epoch",
+    ('"step"}', '"step", "frequency": 2}'): "Lightning advances it once an epoch",
+    ("    def configure", f"{HOOK}    def configure"): "Lit.on_after_backward (the effect of p.grad.mul_(0.5)",
+    ("callbacks=[", "callbacks=[StochasticWeightAveraging(1e-2), "): "the callback StochasticWeightAveraging",
+    ("callbacks=[", "accumulate_grad_batches={0: 4}, callbacks=["): "accumulate_grad_batches={0: 4}",
+    ("callbacks=[", "use_distributed_sampler=False, callbacks=["): "use_distributed_sampler=False",
+    ("callbacks=[", "check_val_every_n_epoch=2, callbacks=["): "EarlyStopping counts evaluations",
+    ("patience=3", "stopping_threshold=0.9"): "stopping_threshold=0.9",
+    (".loss\n", ".loss * 0.5\n"): "loss = self.model(**batch).loss * 0.5 (it changes what a step learns",
+    ("        loss =", "        batch['labels'] = 0\n        loss ="): "batch['labels'] = 0 (it changes what",
+    ("self.model.train()", "self.automatic_optimization = False"): "the module makes its steps itself",
+    ("self.model.train()", "torch.nn.init.zeros_(self.model.classifier.bias)"): "zeros_(self.model.classifier.bias)",
+    ("self.model.train()", "pass"): "no model.train() is called (Lightning since 2.2",
+    ("32, shuffle=True), Data", "32, shuffle=True), ckpt_path='a.ckpt', val_dataloaders=Data"): "ckpt_path='a.ckpt'",
+}
+
+
+def in_lightning(*pairs: tuple[str, str]) -> RunDraft:
+    draft = RunDraft()
+    result = loops.read(Script(Path("lit.py"), changed(*pairs, text=LIT)))
+    assert result is not None
+    result[1](draft, 1)
+    for each in draft.at_end:
+        each(draft)
+    return draft
+
+
+def test_a_module_of_lightning_is_read_and_what_changes_a_step_is_not_lost() -> None:
+    usual = in_lightning()
+    gaps = {str(each) for each in usual.gaps}
+    assert all("columns" in each for each in gaps), gaps
+    assert (usual.keys["optim.learning_rate"], usual.keys["optim.warmup_steps"], usual.keys["steps"]) == (
+        5e-5,
+        100,
+        2000,
+    )
+    assert not any("is assumed to be its length" in note for note in usual.notes)
+    for pair, part in LOST_IN_LIGHTNING.items():
+        more = "\n".join({str(each) for each in in_lightning(pair).gaps} - gaps)
+        assert part in more, (pair, more)
+    timed = in_lightning(
+        ("patience=3", "min_delta=0.01, patience=2"), ("callbacks=", "max_time='00:03:50:00', callbacks=")
+    )
+    assert [timed.keys[key] for key in ("evaluate.min_delta", "evaluate.patience", "max_time")] == [0.01, 2, "3h50m"]

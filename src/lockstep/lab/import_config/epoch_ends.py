@@ -68,6 +68,8 @@ class ScheduleEnd:
         epochs, steps = draft.keys.get("epochs"), draft.keys.get("steps")
         passes = self.passes(self.node)
         length = self.script.known(self.node)
+        if self.node is not None and ast.unparse(self.node).endswith(".estimated_stepping_batches"):
+            return  # Lightning's name for the steps of the run
         code = code_of(self.node) if self.node is not None else "its end"
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import attributes, loading, loop_module, loss_means, trainer_script
+from lockstep.lab.import_config import attributes, lightning, loading, loop_module, loss_means, trainer_script
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
@@ -33,7 +33,7 @@ from lockstep.lab.import_config.table import (
 
 def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] | None:
     """Return the mover of a script with a loop, or None if it has none."""
-    if any("LightningModule" in ast.unparse(base) for kind in script.classes.values() for base in kind.bases):
+    if lightning.modules(script):
         name = "a script of Lightning"
     elif any(c.origin.endswith("accelerate.Accelerator") or c.name == "Accelerator" for c in script.calls):
         name = "a loop of Accelerate"
@@ -41,19 +41,23 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
         name = "a training loop"
     else:
         return None
-    if name != "a script of Lightning" and needs_inlining(script.tree):
+    tree = None
+    if name == "a script of Lightning":
+        tree = lightning.with_values(script)
+    elif needs_inlining(script.tree):
         tree = written_out(script.tree)
-        script = script if tree is None else Script(script.path, script.text, script.options, tree)
+    script = script if tree is None else Script(script.path, script.text, script.options, tree)
     return name, lambda draft, processes: _move(script, draft, processes)
 
 
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
-    at = Loop(script, draft, processes=processes)
+    at = Loop(script, draft, processes=processes, lightning=bool(lightning.modules(script)))
     for call in script.calls:
         at.call(call)
     statements = None
-    lightning = any("LightningModule" in ast.unparse(b) for kind in script.classes.values() for b in kind.bases)
-    if not lightning:
+    if at.lightning:
+        lightning.module(at, at.is_transformers())
+    else:
         nodes = [call.node for call in at.optimizers]
         statements = Statements(script, draft, at.is_transformers(), nodes)
         statements.read()
@@ -72,6 +76,7 @@ class Loop(Reading):
     """Settings found in a loop's calls."""
 
     processes: int | None = None
+    lightning: bool = False  # whether Lightning runs the loop
     batch: int | None = None  # examples per process and forward pass
     accumulated: int = 1
     optimizers: list[Call] = field(default_factory=list)
@@ -109,9 +114,9 @@ class Loop(Reading):
         elif name in ("autocast", "Accelerator", "GradScaler"):
             self._precision(call)
         elif name == "Trainer" and root in trainer_script.LOOPS:
-            self._lightning(call)
+            lightning.trainer(call, self)
         elif name in ("EarlyStopping", "ModelCheckpoint"):
-            self._lightning_callback(call)
+            lightning.callback(call, self)
         elif name in ("DistributedDataParallel", "DDP"):
             self._set(call, "strategy.name", "ddp")
         elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
@@ -153,7 +158,7 @@ class Loop(Reading):
         else:
             self.draft.unclear(f"{call}", loading.RUNS, key, decides=key != "seed")
 
-    def _unknown(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
+    def unknown_values(self, call: Call, arguments: Arguments, keys: Mapping[str, str]) -> None:
         for name, key in keys.items():
             if name in arguments.unknown:
                 code = f"line {call.line}: {call.name}({name}={arguments.unknown[name]})"
@@ -211,7 +216,7 @@ class Loop(Reading):
         by = keys | {"lr": "optim.learning_rate", "weight_decay": "optim.weight_decay"}
         quiet = {"params", *NAMES["optimizer_quiet"]} - by.keys()
         others = dict.fromkeys(arguments.unknown.keys() - by.keys() - quiet, "optim.name")
-        self._unknown(call, arguments, others | by)
+        self.unknown_values(call, arguments, others | by)
         self.read(call, "optim")
 
     def _weights(self, call: Call, arguments: Arguments, rate: float | None, decay: float) -> None:
@@ -254,7 +259,7 @@ class Loop(Reading):
         self.loader = call
         size = arguments.known.get("batch_size", None if "batch_size" in arguments.unknown else 1)
         self.batch = size if isinstance(size, int) and not arguments.more else None
-        self._unknown(call, arguments, {"batch_size": "batch_size"})
+        self.unknown_values(call, arguments, {"batch_size": "batch_size"})
         for name, node in arguments.nodes.items():
             if name not in NAMES["loader_arguments"]:
                 self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "unknown argument")
@@ -323,11 +328,11 @@ class Loop(Reading):
                 kind = None
         if kind is not None:
             self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
-        self._unknown(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
+        self.unknown_values(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
         if call.name == "Accelerator":
             self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
             self.every_at = f"line {call.line}: {call.name}(gradient_accumulation_steps={self.accumulated})"
-            self._unknown(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
+            self.unknown_values(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
             for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
                 if name in arguments.nodes and arguments.known.get(name, True):
                     where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
@@ -351,54 +356,13 @@ class Loop(Reading):
             why = "it is not a context around what the loop does to a batch, so its scope is unknown"
             self.draft.unclear(str(autocasts[0]), why, "precision")
 
-    def _lightning(self, call: Call) -> None:
-        arguments = self.script.arguments(call)
-        keys: Mapping[str, str] = NAMES["lightning_trainer"]
-        for name, usual in NAMES["lightning_deciding"].items():
-            if (value := arguments.known.get(name)) is not None and str(value) not in usual:
-                why = "a step is trained on all examples, and gradients are clipped by their norm"
-                self.draft.lacks(f"line {call.line}: {name}={value}", why)
-        for name, key in keys.items():
-            if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
-                self.draft.set(key, arguments.known[name], f"{name}, line {call.line}")
-        self.accumulated = int(arguments.known.get("accumulate_grad_batches", 1))
-        self.every_at = f"line {call.line}: accumulate_grad_batches={self.accumulated}"
-        if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
-            self.processes = self.processes or devices
-            self.draft.set("launch.processes", devices, f"devices, line {call.line}")
-        if (strategy := arguments.known.get("strategy")) is not None:
-            if strategy in NAMES["lightning_strategies"]:
-                self.draft.set("strategy.name", NAMES["lightning_strategies"][strategy], f"strategy, line {call.line}")
-            else:
-                self.draft.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
-        if (kind := arguments.known.get("precision")) is not None:
-            self.draft.set("precision", NAMES["precisions"].get(str(kind), kind), f"precision, line {call.line}")
-        if isinstance(every := arguments.known.get("val_check_interval"), int):
-            self.draft.set("evaluate.every", every, f"val_check_interval, line {call.line}")
-        by = {"accumulate_grad_batches": "micro_batches", "devices": "launch.processes", "precision": "precision"}
-        self._unknown(call, arguments, {**keys, **by})
-        self.read(call, "the settings of the loop")
-
-    def _lightning_callback(self, call: Call) -> None:
-        arguments = self.script.arguments(call, ("monitor",) if call.name == "EarlyStopping" else ())
-        metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
-        if metric:
-            less = arguments.known.get("mode", "min") == "min"
-            self.draft.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
-        if call.name == "EarlyStopping":
-            self.draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
-            self.draft.keys.setdefault("evaluate.every", "epoch")
-        elif every := arguments.known.get("every_n_train_steps"):
-            self.draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
-        self.read(call, "checkpoint, evaluate")
-
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
-        if self.every_at and not self._prepared(call):
+        if self.every_at and not self.lightning and not self._prepared(call):
             why = "it is not prepared, so it advances with every batch of every process; in lockstep with every step"
             self.draft.lacks(str(call), why, "optim.schedule")
             return
-        if not self._stepped(call):
+        if not self.lightning and not self._stepped(call):
             why = "its step() is never called, so the rate stays at its first value"
             self.draft.lacks(str(call), why, "optim.schedule")
             return
@@ -429,7 +393,7 @@ class Loop(Reading):
         rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
         schedule_ends(self.draft, name, ends, rate, f"{call.name}, line {call.line}")
         others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
-        self._unknown(call, arguments, others)
+        self.unknown_values(call, arguments, others)
         self.read(call, "optim.schedule")
 
     def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:

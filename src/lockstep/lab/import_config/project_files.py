@@ -13,7 +13,6 @@ from pathlib import Path
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES
 
-
 _LIBRARIES = {*NAMES["libraries"], "torch", "numpy", *sys.stdlib_module_names}  # they set no setting
 
 

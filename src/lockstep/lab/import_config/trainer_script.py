@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import attributes, dataset_calls, loading, loss_means, trainer
+from lockstep.lab.import_config import attributes, dataset_calls, lightning, loading, loss_means, trainer
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
@@ -130,7 +130,7 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
     if kind == "model":
         return model_method
     if kind == "trainer":
-        return None if name in NAMES["trainer_methods"] else _unknown
+        return _OF_TRAINER.get(name, _unknown)
     if kind == "arguments":
         return None if name in NAMES["arguments_methods"] else _unknown
     if kind is not None or kind_of(at.script, call.node.func) in ("tokenizer", "model"):
@@ -463,6 +463,7 @@ def resized(call: Call, at: Reading) -> None:
 
 _COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")
 Handler = Callable[[Call, Reading], None]
+_OF_TRAINER: dict[str, Handler | None] = {**dict.fromkeys(NAMES["trainer_methods"]), "fit": lightning.fit}
 HANDLERS: dict[str, Handler] = {
     "from_pretrained": loading.pretrained,
     "from_config": loading.scratch,

@@ -1,0 +1,340 @@
+"""A script of Lightning: its Trainer, callbacks and LightningModule.
+
+In: a `Script` and the `Loop` that reads it. Out: keys of the run file, and a gap for each argument, callback, method
+and statement of a training step that is not on a list: Lightning calls methods by their names, so a class can change
+any part of a step.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from lockstep.lab.import_config.model_defaults import without_dropout
+from lockstep.lab.import_config.quiet_code import QuietCode
+from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
+from lockstep.lab.import_config.table import NAMES, RunDraft, number
+
+if TYPE_CHECKING:
+    from lockstep.lab.import_config.loops import Loop
+
+_STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
+_EPOCH = 'Lightning advances it once an epoch, as its "interval" is not "step"; in lockstep it advances with every step'
+_FREEZES = "model.freeze names the weights that are not trained"
+_NAMES = ("monitor", "min_delta", "patience")
+
+
+def modules(script: Script) -> list[ast.ClassDef]:
+    return [c for c in script.classes.values() if any("LightningModule" in ast.unparse(base) for base in c.bases)]
+
+
+# -- the Trainer -------------------------------------------------------------------------------------------------------
+
+
+def trainer(call: Call, loop: Loop) -> None:
+    arguments, draft = loop.script.arguments(call), loop.draft
+    keys: Mapping[str, str] = NAMES["lightning_trainer"]
+    for name, usual in NAMES["lightning_deciding"].items():
+        if (value := arguments.known.get(name)) is not None and str(value) not in usual:
+            why = "a step is trained on all examples, and gradients are clipped by their norm"
+            draft.lacks(f"line {call.line}: {name}={value}", why)
+    for name, key in keys.items():
+        if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
+            draft.set(key, arguments.known[name], f"{name}, line {call.line}")
+    times = arguments.known.get("accumulate_grad_batches", 1)
+    if not isinstance(times, int):
+        draft.lacks(f"line {call.line}: accumulate_grad_batches={times}", "every step has batch_size examples")
+    loop.accumulated = times if isinstance(times, int) else 1
+    loop.every_at = f"line {call.line}: accumulate_grad_batches={loop.accumulated}"
+    if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
+        loop.processes = loop.processes or devices
+        draft.set("launch.processes", devices, f"devices, line {call.line}")
+    if (strategy := arguments.known.get("strategy")) is not None:
+        if strategy in NAMES["lightning_strategies"]:
+            draft.set("strategy.name", NAMES["lightning_strategies"][strategy], f"strategy, line {call.line}")
+        else:
+            draft.drop(f"line {call.line}: strategy={strategy}", None, "`lockstep list` names strategies")
+    if (kind := arguments.known.get("precision")) is not None:
+        draft.set("precision", NAMES["precisions"].get(str(kind), kind), f"precision, line {call.line}")
+    if type(every := arguments.known.get("val_check_interval")) is int:
+        draft.set("evaluate.every", every, f"val_check_interval, line {call.line}")
+    _time(call, arguments, draft)
+    _others(call, arguments, loop)
+    by = {"accumulate_grad_batches": "micro_batches", "devices": "launch.processes", "precision": "precision"}
+    loop.unknown_values(call, arguments, {**keys, **by, "max_time": "max_time"})
+    loop.read(call, "the settings of the loop")
+
+
+def _time(call: Call, arguments: Arguments, draft: RunDraft) -> None:
+    """Read `max_time="00:03:50:00"`: days, hours, minutes and seconds."""
+    value = arguments.known.get("max_time")
+    if value is None:
+        return
+    parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(value))
+    if parts is None:
+        draft.lacks(f"line {call.line}: max_time={value}", "max_time is written as 3h50m", "max_time")
+        return
+    text = "".join(f"{int(each)}{unit}" for each, unit in zip(parts.groups(), "dhms", strict=True) if int(each))
+    draft.set("max_time", text or "0s", f"max_time, line {call.line}")
+
+
+def _others(call: Call, arguments: Arguments, loop: Loop) -> None:
+    """Check the arguments that are not on a list, the callbacks, and the interval of evaluations that may stop it."""
+    read = {*NAMES["lightning_trainer"], *NAMES["lightning_deciding"], *NAMES["lightning_quiet"]}
+    for name, node in arguments.nodes.items():
+        off = arguments.known.get(name, True) in (None, False) and name != "use_distributed_sampler"
+        if name not in read and not off:
+            loop.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "its effect on training is unknown")
+    chosen: ast.expr | None = arguments.nodes.get("callbacks")
+    value = loop.script.bound(chosen, last=True) if isinstance(chosen, ast.Name) else chosen
+    called = ast.unparse(chosen) if isinstance(chosen, ast.Name) else ""
+    for each in loop.script.calls:
+        grows = called and each.name in ("append", "extend", "insert")
+        if grows and each.receiver is not None and ast.unparse(each.receiver) == called:
+            loop.draft.unclear(str(each), "which callbacks there are is known only when the script runs")
+    listed = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+    stops = False
+    for one in (each for each in listed if each is not None):
+        one = (loop.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
+        name = loop.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
+        stops |= name == "EarlyStopping"
+        if name not in NAMES["lightning_callbacks"] or name in loop.script.classes:
+            loop.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "its effect is unknown")
+    each_epoch = arguments.known.get("check_val_every_n_epoch", 1) in (None, 1)
+    whole = type(arguments.known.get("val_check_interval", 1)) is int or arguments.known["val_check_interval"] == 1.0
+    if stops and not (each_epoch and whole):
+        why = "EarlyStopping counts evaluations, which are not one an epoch"
+        loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
+
+
+def callback(call: Call, loop: Loop) -> None:
+    """Read EarlyStopping and ModelCheckpoint."""
+    stops = call.name == "EarlyStopping"
+    arguments = loop.script.arguments(call, _NAMES if stops else ())
+    draft = loop.draft
+    metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
+    if metric:
+        less = arguments.known.get("mode", "min") == "min"
+        draft.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
+    if stops:
+        draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
+        draft.keys.setdefault("evaluate.every", "epoch")
+        if delta := number(arguments.known.get("min_delta")):
+            draft.set("evaluate.min_delta", abs(delta), f"min_delta, line {call.line}")
+        for name in ("stopping_threshold", "divergence_threshold", "check_on_train_epoch_end"):
+            if arguments.known.get(name, name in arguments.unknown or None):
+                why = "training ends after evaluate.patience evaluations without an improvement"
+                draft.lacks(f"line {call.line}: {name}={code_of(arguments.nodes[name])}", why, "evaluate.patience")
+        keys = {"monitor": "checkpoint.best", "mode": "checkpoint.best", "patience": "evaluate.patience"}
+        loop.unknown_values(call, arguments, {**keys, "min_delta": "evaluate.min_delta"})
+    elif every := arguments.known.get("every_n_train_steps"):
+        draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
+    loop.read(call, "checkpoint, evaluate")
+
+
+def fit(call: Call, loop: Any) -> None:
+    """Read `trainer.fit(module, loader)`: one training, of a module as it is created."""
+    arguments = loop.script.arguments(
+        call, ("model", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path")
+    )
+    fits = [c for c in loop.script.calls if c.name == "fit" and c.receiver is not None]
+    if fits and fits[0].node is not call.node:
+        loop.draft.unclear(str(call), "it trains several times: keep only one training")
+        return
+    node = arguments.nodes.get("model")
+    value = loop.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    names = {each.name for each in modules(loop.script)}
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in names):
+        loop.draft.unclear(f"line {call.line}: {code_of(node or call.node)}", "the module is not one of the script's")
+    if (start := arguments.nodes.get("ckpt_path")) is not None and arguments.known.get("ckpt_path", "") is not None:
+        why = "training goes on from a checkpoint of Lightning; a run is continued by the same command"
+        loop.draft.drop(
+            f"line {call.line}: ckpt_path={code_of(start)}", None, why, arguments.known.get("ckpt_path") != "last"
+        )
+    for code in arguments.more:
+        loop.draft.unclear(f"line {call.line}: {code}", "its content is unknown")
+
+
+# -- the LightningModule -----------------------------------------------------------------------------------------------
+
+
+def module(loop: Loop, transformers: bool) -> None:
+    """Check the methods of the LightningModule. `transformers`: whether the loss is that of a transformers model; else
+    its step is the script's own (`task.loss`)."""
+    classes = modules(loop.script)
+    for kind in classes[1:]:
+        loop.draft.unclear(f"line {kind.lineno}: class {kind.name}", "a second LightningModule")
+    for kind in classes[:1]:
+        methods = {each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)}
+        for name, method in methods.items():
+            if name == "training_step" and transformers:
+                _step(method, methods.get("forward"), loop.draft)
+            elif name == "configure_optimizers":
+                _optimizers(method, loop)
+            elif name not in NAMES["lightning_methods"] and (not name.startswith("_") or name.startswith("__")):
+                _hook(kind, method, loop)
+        for node in (each for each in ast.walk(kind) if isinstance(each, ast.Assign)):
+            if "self.automatic_optimization" in map(ast.unparse, node.targets):
+                loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", "the module makes its steps itself")
+    if transformers and classes:
+        _mode(classes[0], loop)
+
+
+def _mode(kind: ast.ClassDef, loop: Loop) -> None:
+    """Turn off dropout for a pretrained model that nothing sets to training mode."""
+    trains = (c for c in loop.script.calls if c.name == "train" and not c.node.args and not c.node.keywords)
+    if next(trains, None) is None:
+        why = "Lightning since 2.2 leaves a model in its mode, and from_pretrained gives one in evaluation mode"
+        where = f"line {kind.lineno}: no model.train() is called"
+        loop.draft.at_end.append(lambda draft: without_dropout(draft, where, why))
+
+
+def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Loop) -> None:
+    """A method that Lightning calls while it trains, or one of the script's own."""
+    gaps: list[tuple[ast.AST, tuple[str, ...]]] = []
+    itself = method.args.args[0].arg if method.args.args else None
+
+    def is_read(call: ast.Call) -> bool:
+        text = ast.unparse(call.func)
+        loads = text.endswith((".from_pretrained", ".from_config"))
+        return (
+            loads
+            or text in ("super", "super().__init__", f"{itself}.save_hyperparameters", f"{itself}.log")
+            or (text == f"{itself}.log_dict")
+        )
+
+    quiet = QuietCode(loop.script, lambda node, why, *by: gaps.append((node, by)), is_read, itself=itself)
+    for line in method.body:
+        quiet.statement(line, frozenset())
+    if method.name == "__init__":
+        for node, by in gaps:
+            place = getattr(node, "lineno", method.lineno)
+            why = _FREEZES if by else "its effect on model, data or optimizer is unknown"
+            loop.draft.unclear(f"line {place}: {code_of(node)}", why, *by)
+    elif gaps:
+        where = f"line {method.lineno}: {kind.name}.{method.name}"
+        loop.draft.unclear(where, f"the effect of {code_of(gaps[0][0])} on training is unknown")
+
+
+def _step(method: ast.FunctionDef, forward: ast.FunctionDef | None, draft: RunDraft) -> None:
+    """Check a training step whose loss is the model's own."""
+    names = [each.arg for each in method.args.args]
+    itself, batch = (*names, "", "")[:2]
+    role: dict[str, str] = {}
+    odd = False  # whether a line is not understood; what is returned follows from it
+
+    def of(node: ast.expr | None) -> str:
+        if isinstance(node, ast.Name):
+            return role.get(node.id, "")
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            key = node.attr if isinstance(node, ast.Attribute) else getattr(node.slice, "value", None)
+            return "loss" if of(node.value) == "out" and key in ("loss", 0) else ""
+        whole = isinstance(node, ast.Call) and not node.args and len(node.keywords) == 1
+        if not whole or not isinstance(node, ast.Call) or node.keywords[0].arg is not None:
+            return ""
+        called = ast.unparse(node.func)
+        of_model = called.startswith(f"{itself}.") and called.count(".") == 1 and called != f"{itself}.forward"
+        of_model = of_model or (called in (itself, f"{itself}.forward") and forward is not None and _passes_on(forward))
+        return "out" if of_model and ast.unparse(node.keywords[0].value) == batch else ""
+
+    for line in method.body:
+        value = getattr(line, "value", None)
+        if isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name):
+            if of(value) and line.targets[0].id != batch:
+                role[line.targets[0].id] = of(value)
+                continue
+        elif isinstance(line, ast.Return):
+            if isinstance(value, ast.Dict):
+                words = {getattr(key, "value", None): each for key, each in zip(value.keys, value.values, strict=True)}
+                value = words.get("loss")
+            if of(value) == "loss" or odd:
+                continue
+        elif isinstance(line, ast.Expr) and (isinstance(value, ast.Constant) or _logs(value, itself)):
+            continue
+        odd = True
+        draft.unclear(f"line {line.lineno}: {code_of(line)}", _STEP, "task.loss")
+
+
+def _logs(node: Any, itself: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in (f"{itself}.log", f"{itself}.log_dict", "print")
+
+
+def _passes_on(forward: ast.FunctionDef) -> bool:
+    """Return whether a method is `def forward(self, **inputs): return self.model(**inputs)`."""
+    lines = [line for line in forward.body if not isinstance(getattr(line, "value", None), ast.Constant)]
+    value = lines[0].value if len(lines) == 1 and isinstance(lines[0], ast.Return) else None
+    if not isinstance(value, ast.Call) or forward.args.kwarg is None or len(forward.args.args) != 1:
+        return False
+    words = [(word.arg, ast.unparse(word.value)) for word in value.keywords]
+    return not value.args and words == [(None, forward.args.kwarg.arg)] and ast.unparse(value.func).count(".") == 1
+
+
+def _optimizers(method: ast.FunctionDef, loop: Loop) -> None:
+    """Check when Lightning advances the schedule."""
+    scripts = {id(node) for node in ast.walk(method)}
+    created = [c for c in loop.script.calls if id(c.node) in scripts and "schedule" in c.name.lower()]
+    entries: dict[Any, Any] = {}
+    for node in (each for each in ast.walk(method) if isinstance(each, ast.Dict)):
+        for key, value in zip(node.keys, node.values, strict=True):
+            entries[loop.script.known(key)] = loop.script.known(value)
+    for line in (each for each in ast.walk(method) if isinstance(each, ast.Assign)):
+        for target in (each for each in line.targets if isinstance(each, ast.Subscript)):
+            entries[loop.script.known(target.slice)] = loop.script.known(line.value)
+    if created and (entries.get("interval") != "step" or entries.get("frequency", 1) != 1):
+        loop.draft.lacks(str(created[0]), _EPOCH, "optim.schedule")
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------------------
+
+
+def with_values(script: Script) -> ast.Module | None:
+    """Return the tree with the values of `self.hparams.lr`, and of `self.lr = lr`, in a module that is created once;
+    None without any."""
+    classes = modules(script)
+    name = classes[0].name if classes else ""
+    created = [call for call in script.calls if call.origin == name and isinstance(call.node.func, ast.Name)]
+    starts = [
+        m for m in (classes[0].body if classes else ()) if isinstance(m, ast.FunctionDef) and m.name == "__init__"
+    ]
+    if len(classes) != 1 or len(created) != 1 or len(starts) != 1:
+        return None
+    names = tuple(each.arg for each in starts[0].args.args[1:])
+    defaults = dict(zip(names[::-1], starts[0].args.defaults[::-1], strict=False))
+    defaults |= {a.arg: d for a, d in zip(starts[0].args.kwonlyargs, starts[0].args.kw_defaults, strict=True) if d}
+    own = script.arguments(created[0], names)
+    values = {each: script.known(node) for each, node in defaults.items() if each not in own.nodes} | own.known
+    stores = [
+        ast.unparse(n)
+        for n in ast.walk(classes[0])
+        if isinstance(n, ast.Attribute | ast.Name) and isinstance(n.ctx, ast.Store)
+    ]
+    lines_ = [ast.unparse(line) for line in starts[0].body if isinstance(line, ast.Expr)]
+    saved = "self.save_hyperparameters()" in lines_
+    known: dict[str, Any] = {}
+    for each, value in values.items():
+        if value is None or not isinstance(value, str | int | float) or each in stores or own.more:
+            continue
+        known |= {f"self.hparams.{each}": value} if saved else {}
+        if stores.count(f"self.{each}") == 1 and f"self.{each} = {each}" in map(ast.unparse, starts[0].body):
+            known[f"self.{each}"] = value
+    if not known:
+        return None
+    tree = deepcopy(script.tree)
+    _Values(known).visit(next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name))
+    return ast.fix_missing_locations(tree)
+
+
+class _Values(ast.NodeTransformer):
+    """Writes known values in the place of attributes."""
+
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        self.known = known
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        text = ast.unparse(node)
+        if isinstance(node.ctx, ast.Load) and text in self.known:
+            return ast.copy_location(ast.Constant(self.known[text]), node)
+        return self.generic_visit(node)
