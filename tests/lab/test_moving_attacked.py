@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.import_config import loops, project_files
+from lockstep.lab.import_config import decided_branches, loops, project_files
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
 from support.moving_scripts import ACCELERATE, DDP, DPO, TRAINER, changed, moved, refused
@@ -27,13 +27,31 @@ def test_another_reference_model_is_refused_although_a_model_is_given(
     assert "loss_type: ['sigmoid', 'sft'] (task.loss is" in printed  # it was a TypeError
 
 
-def test_an_import_of_all_names_after_the_settings_is_refused(tmp_path: Path) -> None:
-    def stars(text: str) -> list[str]:
-        return project_files.stars(Script(tmp_path / "train.py", text))
+def test_statements_that_may_set_any_name_anew_are_refused(tmp_path: Path) -> None:
+    def rebound(text: str) -> list[str]:
+        return [each.partition(": ")[0] for each in project_files.rebound(Script(tmp_path / "train.py", text))]
 
-    assert stars("lr = 3e-4\nif lr:\n    from config.small import *\n") == ["line 3: from config.small import *"]
-    assert stars("lr = 3e-4\nfrom torch.nn import *\n") == []
-    assert stars("from defaults import *\nlr = 3e-4\n") == []
+    assert rebound("lr = 3e-4\nif lr:\n    from config.small import *\n") == ["line 3"]
+    assert rebound("lr = 3e-4\nfrom torch.nn import *\nshown = list(globals())\n") == []
+    assert rebound("from defaults import *\nlr = 3e-4\n") == []
+    for text in ("exec(open('c.py').read())", "globals()['lr'] = 1", "globals().update(more)", "vars().update(more)"):
+        assert rebound(f"lr = 3e-4\n{text}\n") == ["line 2"], text
+    assert rebound("lr = 3e-4\nsetattr(sys.modules[__name__], 'lr', 1)\n") == ["line 2"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from config import lr",
+        "try:\n    from config import lr\nexcept ImportError:\n    pass",
+        "def small():\n    global lr\n    lr = 1\nsmall()",
+    ],
+)
+def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str, tmp_path: Path) -> None:
+    script = decided_branches.taken(Script(tmp_path / "train.py", f"lr = 3e-4\n{text}\nif lr:\n    x = f(lr=lr)\n"))
+    call = next(each for each in script.calls if each.name == "f")
+    assert script.arguments(call).unknown == {"lr": "lr"}
+    assert call.condition is not None
 
 
 def test_what_stands_around_a_loop_that_is_not_read_is_refused_too(

@@ -70,7 +70,11 @@ def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pyt
             "data = Points(600)\n    model.load_state_dict(torch.load(FILE))",
             "model.load_state_dict(",
         ),
-        ("sampler=Distributed", "sampler=Weighted", "sampler=WeightedSampler(data) (every example is drawn once"),
+        (
+            "sampler=Distributed",
+            "sampler=Weighted",
+            "sampler=WeightedSampler(data) (in lockstep each epoch has every example once",
+        ),
         (
             "batch_size=20,",
             "batch_size=20, collate_fn=lambda rows: rows,",

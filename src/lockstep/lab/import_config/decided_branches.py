@@ -341,8 +341,10 @@ def _is_one(node: ast.AugAssign, count: ast.expr) -> bool:
 
 
 def _stored(node: ast.AST) -> set[str]:
-    """Return the names that a node assigns."""
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    """Return the names that a node assigns, or imports."""
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    imported = (each for each in ast.walk(node) if isinstance(each, ast.alias))
+    return names | {(each.asname or each.name).partition(".")[0] for each in imported}
 
 
 def _changed_in(node: ast.AST) -> list[str]:

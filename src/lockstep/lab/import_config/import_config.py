@@ -461,13 +461,13 @@ class Read:
     called: str
     mover: Mover
     unread: Sequence[str] = ()  # files that a script imports
-    stars: Sequence[str] = ()  # imports that may set any name anew
+    rebound: Sequence[str] = ()  # statements that may set any name anew
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
         draft.unread = [*draft.unread, *self.unread]
-        for each in self.stars:
-            draft.unclear(each, "it may set any name of the script to another value: import the names that are needed")
+        for each in self.rebound:
+            draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         self.mover(draft, processes)
 
 
@@ -499,10 +499,10 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
-    unread, stars, of = project_files.imported(of), project_files.stars(of), decided_branches.taken(of)
+    unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread, stars)
+            return Read(*result, unread, rebound)
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",

@@ -9,10 +9,13 @@ import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.script import Script, code_of
 from lockstep.lab.import_config.table import NAMES
 
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+_NAMESPACES = ("globals()", "locals()", "vars()")
 _LIBRARIES = {*NAMES["libraries"], "torch", "numpy", *sys.stdlib_module_names}  # they set no setting
 
 
@@ -27,17 +30,28 @@ def imported(script: Script) -> list[str]:
     return [f"{place} (line {line})" for place, line in lines.items()]
 
 
-def stars(script: Script) -> list[str]:
-    """Return `line N: from config import *` for each import of all names that may set one anew that the script has
-    set before: nanoGPT's way to read settings from a file."""
+def rebound(script: Script) -> list[str]:
+    """Return `line N: from config import *`, `exec(...)` and `globals()[name] = value`, which may set any name anew
+    that the script has set before: nanoGPT's way to read settings from a file and the command line."""
     body = script.tree.body
     before = next((i for i, line in enumerate(body) if isinstance(line, ast.Assign | ast.AnnAssign)), len(body))
-    late = [each for line in body[before:] for each in ast.walk(line) if isinstance(each, ast.ImportFrom)]
-    return [
-        f"line {each.lineno}: {ast.unparse(each)}"
-        for each in late
-        if each.names[0].name == "*" and (each.module or "").partition(".")[0] not in _LIBRARIES
-    ]
+    late: dict[int, Any] = {id(each): each for line in body[before:] for each in ast.walk(line)}
+    late |= {id(each): each for line in body[:before] if isinstance(line, _FUNCTION) for each in ast.walk(line)}
+    return [f"line {each.lineno}: {code_of(each)}" for each in late.values() if _sets_names(each)]
+
+
+def _sets_names(node: Any) -> bool:
+    if isinstance(node, ast.ImportFrom):
+        return node.names[0].name == "*" and (node.module or "").partition(".")[0] not in _LIBRARIES
+    if isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(isinstance(each, ast.Subscript) and ast.unparse(each.value) in _NAMESPACES for each in targets)
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func)
+    holder, _, method = name.rpartition(".")
+    of_module = name == "setattr" and bool(node.args) and "sys.modules" in ast.unparse(node.args[0])
+    return name == "exec" or of_module or (holder in _NAMESPACES and method in ("update", "setdefault", "__setitem__"))
 
 
 def _modules(node: ast.AST) -> Iterator[tuple[str, str]]:

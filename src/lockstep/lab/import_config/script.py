@@ -123,6 +123,7 @@ class Script:
         self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
         self.here: dict[str, Any] | None = None  # at one place: name or args.name -> its value, or `Unknown`
         self._bind(self.tree, None, True)
+        self._bound_elsewhere()
         parsed = options_of(self)
         self._parsed, self._declared = parsed.values, parsed.declared
         self.started = self.functions.get(ast.unparse(parsed.command)) if parsed.command is not None else None
@@ -155,6 +156,17 @@ class Script:
                 surely = False
             self._assigned(child, scope, sure)
             self._bind(child, inner, surely)
+
+    def _bound_elsewhere(self) -> None:
+        """Names that are imported, or that a function declares global and assigns, besides have no known value."""
+        for node in ast.walk(self.tree):
+            scope, names = self.scopes.get(id(node)), set()
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {each.asname or each.name.partition(".")[0] for each in node.names}
+            elif isinstance(node, ast.Global | ast.Nonlocal):
+                names, scope = {each for each in node.names if (id(scope), each) in self.bindings}, None
+            for values in (self.bindings.get((id(scope), name), []) for name in names):
+                values.append(None)
 
     def _assigned(self, node: ast.AST, scope: Scope | None, sure: bool) -> None:
         if isinstance(node, ast.Assign):
