@@ -1,6 +1,6 @@
 """A script of Lightning: its Trainer, callbacks and LightningModule.
 
-In: a `Script` and the `Loop` that reads it. Out: keys of the run file, and a gap for each argument, callback, method
+In: a `Script`, and the `loops.Loop` that reads it. Out: keys of the run file, and a gap for each argument, callback, method
 and statement of a training step that is not on a list: Lightning calls methods by their names, so a class can change
 any part of a step.
 """
@@ -11,15 +11,12 @@ import ast
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
-
-if TYPE_CHECKING:
-    from lockstep.lab.import_config.loops import Loop
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
 _EPOCH = 'Lightning advances it once an epoch, as its "interval" is not "step"; in lockstep it advances with every step'
@@ -34,7 +31,7 @@ def modules(script: Script) -> list[ast.ClassDef]:
 # -- the Trainer -------------------------------------------------------------------------------------------------------
 
 
-def trainer(call: Call, loop: Loop) -> None:
+def trainer(call: Call, loop: Any) -> None:
     arguments, draft = loop.script.arguments(call), loop.draft
     keys: Mapping[str, str] = NAMES["lightning_trainer"]
     for name, usual in NAMES["lightning_deciding"].items():
@@ -81,7 +78,7 @@ def _time(call: Call, arguments: Arguments, draft: RunDraft) -> None:
     draft.set("max_time", text or "0s", f"max_time, line {call.line}")
 
 
-def _others(call: Call, arguments: Arguments, loop: Loop) -> None:
+def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     """Check the arguments that are not on a list, the callbacks, and the interval of evaluations that may stop it."""
     read = {*NAMES["lightning_trainer"], *NAMES["lightning_deciding"], *NAMES["lightning_quiet"]}
     for name, node in arguments.nodes.items():
@@ -110,7 +107,7 @@ def _others(call: Call, arguments: Arguments, loop: Loop) -> None:
         loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
 
 
-def callback(call: Call, loop: Loop) -> None:
+def callback(call: Call, loop: Any) -> None:
     """Read EarlyStopping and ModelCheckpoint."""
     stops = call.name == "EarlyStopping"
     arguments = loop.script.arguments(call, _NAMES if stops else ())
@@ -161,7 +158,7 @@ def fit(call: Call, loop: Any) -> None:
 # -- the LightningModule -----------------------------------------------------------------------------------------------
 
 
-def module(loop: Loop, transformers: bool) -> None:
+def module(loop: Any, transformers: bool) -> None:
     """Check the methods of the LightningModule. `transformers`: whether the loss is that of a transformers model; else
     its step is the script's own (`task.loss`)."""
     classes = modules(loop.script)
@@ -183,7 +180,7 @@ def module(loop: Loop, transformers: bool) -> None:
         _mode(classes[0], loop)
 
 
-def _mode(kind: ast.ClassDef, loop: Loop) -> None:
+def _mode(kind: ast.ClassDef, loop: Any) -> None:
     """Turn off dropout for a pretrained model that nothing sets to training mode."""
     trains = (c for c in loop.script.calls if c.name == "train" and not c.node.args and not c.node.keywords)
     if next(trains, None) is None:
@@ -192,7 +189,7 @@ def _mode(kind: ast.ClassDef, loop: Loop) -> None:
         loop.draft.at_end.append(lambda draft: without_dropout(draft, where, why))
 
 
-def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Loop) -> None:
+def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
     """A method that Lightning calls while it trains, or one of the script's own."""
     gaps: list[tuple[ast.AST, tuple[str, ...]]] = []
     itself = method.args.args[0].arg if method.args.args else None
@@ -272,7 +269,7 @@ def _passes_on(forward: ast.FunctionDef) -> bool:
     return not value.args and words == [(None, forward.args.kwarg.arg)] and ast.unparse(value.func).count(".") == 1
 
 
-def _optimizers(method: ast.FunctionDef, loop: Loop) -> None:
+def _optimizers(method: ast.FunctionDef, loop: Any) -> None:
     """Check when Lightning advances the schedule."""
     scripts = {id(node) for node in ast.walk(method)}
     created = [c for c in loop.script.calls if id(c.node) in scripts and "schedule" in c.name.lower()]
