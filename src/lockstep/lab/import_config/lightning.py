@@ -1,6 +1,6 @@
 """A script of Lightning: its Trainer, callbacks and LightningModule.
 
-In: a `Script`, and the `loops.Loop` that reads it. Out: keys of the run file, and a gap for each argument, callback, method
+In: a `Script`, and the loop that reads it. Out: keys of the run file, and a gap for each argument, callback, method
 and statement of a training step that is not on a list: Lightning calls methods by their names, so a class can change
 any part of a step.
 """
