@@ -22,6 +22,7 @@ from support.proved_cases import LIKELY, PROVED
 from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED
 from support.traced_cases import PAIRS
+from support.update_cases import UPDATES, UPDATES_SUSPECTED
 
 QUICK = ("no-set-epoch", "around-wrapper", "summed", "stale-optimizer", "mean-of-ranks", "one-shard", "numpy-workers")
 AS_RELEASED = ("version", "patch", "library")
@@ -46,10 +47,9 @@ def test_every_finding_has_an_exhibit() -> None:
         "parts-overlap",
         "best-is-worst",
     }  # tests/trace
-    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS
-    likely = (
-        SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED | ANSWERS_SUSPECTED
-    )
+    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES
+    likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
+    likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 

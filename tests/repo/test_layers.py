@@ -265,6 +265,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     "tracer/schedules.py": "getattr(scheduler, '_last_lr'",  # the rates of a scheduler's state
     "tracer/versions.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
+    "tracer/unread.py": ("from torch.overrides", "torch._C"),  # a mode of functions, below those of the script
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values
     # what a copy of a module would call beside its forward, and the module inside of a compiled one
     "check/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),

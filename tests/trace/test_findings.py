@@ -13,7 +13,7 @@ import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, selections
+from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, schedules
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
@@ -26,9 +26,18 @@ from support.state_cases import STATE, STATE_SUSPECTED
 from support.suspected_cases import SUSPECTED as SUSPECTED_CASES
 from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, batches, net, no_target_that_counts, sgd
+from support.update_cases import NEAR_UPDATES, UPDATES, UPDATES_SUSPECTED
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS
-SUSPECTED = SUSPECTED_CASES | LIKELY | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED | ANSWERS_SUSPECTED
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS | UPDATES
+SUSPECTED = (
+    SUSPECTED_CASES
+    | LIKELY
+    | LAYERS_SUSPECTED
+    | NOISE_SUSPECTED
+    | STATE_SUSPECTED
+    | ANSWERS_SUSPECTED
+    | UPDATES_SUSPECTED
+)
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
 
@@ -74,7 +83,9 @@ def test_a_decoder_that_reads_its_targets_is_suspected(tmp_path: Path, wrong: bo
 
 
 @pytest.mark.parametrize(
-    "case", [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS], ids=lambda case: case.__name__
+    "case",
+    [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS, *NEAR_UPDATES],
+    ids=lambda case: case.__name__,
 )
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
     torch.manual_seed(0)
@@ -268,7 +279,7 @@ def test_the_largest_error_as_the_best_is_a_finding(
 ) -> None:
     rank = Rank({"rank": 0, "world": 1}, Path())
     rank.selections += [{"by": "Trainer", "metric": metric, "mode": mode, "value": v} for v in values]
-    rows = [*selections.wrong_way(Trace(Path(), {}, (rank,), 0))]
+    rows = [*schedules.wrong_way(Trace(Path(), {}, (rank,), 0))]
     assert [f.code for f in proved(rows)] == (["best-is-worst"] if proved_ else [])
 
 

@@ -21,6 +21,7 @@ from lockstep.lab.sweep.sweep_file import read as read_sweep
 from lockstep.proof import attest, diff, replay, verify
 from lockstep.proof import recording as recordings
 from lockstep.proof.recording import TRACE, Recording
+from lockstep.proof.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.strategies.strategy import NotFinite
 from lockstep.track.best import Best
 from lockstep.track.console import Console
@@ -31,7 +32,6 @@ from lockstep.training.session import build_session
 from lockstep.training.throughput import Spikes
 from lockstep_plan import calibrate
 from lockstep_trace.step_record import StepRecord, prints_of
-from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises

@@ -21,6 +21,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.system_metrics import measured
 from lockstep.distributed.world import World
+from lockstep.proof.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -29,7 +30,6 @@ from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
 from lockstep.training.startup import try_a_step
 from lockstep_trace.step_record import StepRecord, prints_of, read_records, write_records
-from lockstep_trace.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
 from lockstep_trace.tracer.records import hexed

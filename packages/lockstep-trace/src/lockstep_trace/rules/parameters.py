@@ -531,3 +531,17 @@ def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
     cause = "swap the groups: decay applies to weight matrices, not to biases and norms"
     otherwise, decides = "matrices that other code decays", "which group should decay"
     yield Finding("decay-of-vectors", what, cause, None, SUSPICIOUS, otherwise, decides)
+
+
+def one_memory(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report two parameters of one optimizer that are the same memory, each with a gradient of its own.
+
+    Both are updated in each step, by their own half of the gradient and their own moments, and decayed twice. No
+    correct program ties weights so; a tied weight is one parameter, whose gradients are added."""
+    for rank in trace.ranks[:1]:
+        step = next((s for s in rank.steps.get(optimizer, {}).values() if s.one_memory), None)
+        if step is not None:
+            what = f"{' and '.join(step.one_memory[0])} are parameters of {step.layout.optimizer} in one memory: each "
+            what += "step updates it for each of them, by gradients that are never added, and decays it as often"
+            cause = "tie the parameter itself, not its .data: a.weight = b.weight"
+            yield Finding("tied-by-data", what, cause, None, WRONG)

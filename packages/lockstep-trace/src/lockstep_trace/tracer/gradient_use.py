@@ -6,8 +6,12 @@ A gradient counts as cleared only if nothing holds the tensor any more, or `zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from .versions import GradientVersion, gradient_versions, has_gradient, untouched
 
@@ -51,3 +55,86 @@ class GradientUse:
             for clip, rows in self._late:
                 if any(id(row[0]()) in own and has_gradient(row) for row in rows):
                     clip["used"] = True
+
+
+class Leaks:
+    """Gradients that a loss leaves in the parameters of an optimizer, while another one steps by that loss.
+
+    Of a model's outputs in both losses, the signs of their gradients are kept."""
+
+    def __init__(self) -> None:
+        self.looks = LEAKS
+        self._marks: dict[int, list[Any]] = {}  # by optimizer, before or after the last backward
+        self._losses: dict[int, list[Loss]] = {}  # since its gradients were cleared
+        self._left: dict[int, Tensor] = {}  # whether gradients before a backward are not zero
+        self._pushed: list[tuple[int, bool, Tensor]] = []  # in a backward: a model's parameter, whether inputs need one
+        self._notes: dict[int, list[tuple[str, Tensor]]] = {}
+
+    def called(self, module: Any, args: Sequence[Any], output: Any) -> None:
+        """Watch the gradient of a model's output."""
+        if isinstance(output, Tensor) and output.requires_grad:
+            first, needs = id(next(module.parameters())), any(isinstance(a, Tensor) and a.requires_grad for a in args)
+            output.register_hook(
+                lambda g: self._pushed.append((first, needs, torch.stack([(g > 0).any(), (g < 0).any()])))
+            )
+
+    def before_backward(self, optimizers: Mapping[int, Any]) -> None:
+        self._pushed = []
+        for number, optimizer in optimizers.items() if len(optimizers) > 1 and self.looks else ():
+            now = _marks(optimizer)
+            if self._marks.get(number) != now:  # cleared, or written to
+                self._losses[number], self._notes[number] = [], []
+            self._marks[number] = now
+            if any(loss.stepped for loss in self._losses.get(number, ())):
+                self._left[number] = torch.stack([p.grad.any() for p in _with_gradients(optimizer)]).any()
+
+    def after_backward(self, optimizers: Mapping[int, Any]) -> None:
+        marks = {n: _marks(o) for n, o in optimizers.items()} if self._marks and self.looks else {}
+        reached = {n for n, now in marks.items() if self._marks.get(n) != now}
+        for number in reached:
+            own = {id(p) for group in optimizers[number].param_groups for p in group["params"]}
+            pushed = [(needs, signs) for first, needs, signs in self._pushed if first in own]
+            losses = self._losses.setdefault(number, [])
+            before = next((loss for loss in losses if loss.stepped - reached), None)
+            if before is not None and number in self._left:
+                name = f"leak {number} {min(before.stepped - reached)}"
+                self._notes[number] = [(name, self._left[number])]
+                there, here = [s for needs, s in before.pushed if needs], [s for _, s in pushed]
+                if there and here:
+                    (up, down), (rise, fall) = (torch.stack(signs).any(0) for signs in (there, here))
+                    self._notes[number].append((f"{name} opposed", (up ^ down) & ((up & fall) | (down & rise))))
+            losses.append(Loss(reached, pushed))
+        self._marks, self._left, self._pushed = marks, {}, []
+
+    def stepped(self, number: int) -> list[tuple[str, Tensor]]:
+        """Return notes on the gradients of an optimizer's step, and whether they hold."""
+        for other, losses in self._losses.items():
+            for loss in losses:
+                if other != number and number in loss.reached:
+                    loss.stepped.add(number)
+        self._losses[number] = []
+        notes = self._notes.pop(number, [])
+        self.looks -= bool(notes)
+        return notes
+
+
+@dataclass
+class Loss:
+    """A backward: the optimizers that it reached, the signs of gradients of outputs, the optimizers stepped since."""
+
+    reached: set[int]
+    pushed: list[tuple[bool, Tensor]]
+    stepped: set[int] = field(default_factory=set)
+
+
+LEAKS = 8  # steps with such gradients that are looked at
+
+
+def _with_gradients(optimizer: Any) -> list[Any]:
+    return [row[0]() for row in gradient_versions(p for g in optimizer.param_groups for p in g["params"])]
+
+
+def _marks(optimizer: Any) -> list[Any]:
+    """Return what changes when gradients of an optimizer's parameters do."""
+    rows = gradient_versions(p for group in optimizer.param_groups for p in group["params"])
+    return [(id(p()), id(grad()), count) for p, grad, count in rows]

@@ -6,6 +6,7 @@ In: modules, parameters, gradients. Out: names, local tensors and `Block`s. No c
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -235,3 +236,13 @@ def cast_weights(roots: list[nn.Module]) -> list[str]:
 
 def is_plain_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_dtensor(value)
+
+
+def one_memory(parameters: Iterable[Any], names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of parameters that are views of the same elements and have gradients of their own."""
+    rows: dict[Any, list[Any]] = {}
+    for p in parameters:
+        if type(p) is nn.Parameter and is_plain_tensor(p) and p.numel() > 1 and p.grad is not None and p.data_ptr():
+            rows.setdefault((p.device, p.data_ptr(), p.shape, p.stride()), []).append(p)
+    twins = [same for same in rows.values() if len({id(p.grad) for p in same}) == len(same) > 1]
+    return [[names.get(id(p), "?") for p in same] for same in twins]

@@ -21,9 +21,9 @@ from .averages import Averages
 from .check.checker import Checker
 from .evaluation_noise import EvaluationNoise
 from .evaluations import Evaluation, Setting
-from .frozen_norms import FrozenNorms
+from .frozen_norms import FrozenNorms, UnusedNorms
 from .gradient_history import LOOKED_AT, GradientHistory
-from .gradient_use import GradientUse
+from .gradient_use import GradientUse, Leaks
 from .graph import divisors, handmade, objectives, unmasked_attention
 from .input_ranges import EVALUATED, TRAINED, random_state, ranges
 from .inputs import CallInputs, call_inputs, token_numbers
@@ -41,7 +41,7 @@ from .schedules import Schedules
 from .settings import Settings
 from .state_loads import StateLoads, own_loss_of_a_trainer
 from .strays import Strays
-from .unused_norms import UnusedNorms
+from .unread import WINDOWS, Window
 from .versions import watch_foreach, written
 from .writer import Writer
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .operations import Operations
 
 DRAWS = 16  # first steps in which the generator's state is looked at
+KEPT = 16  # backwards without a step, and each power of two of them, after which gradients are looked at
 TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
@@ -82,6 +83,8 @@ class Recorder:
         self.loader: str | None = None
         self.gradients = GradientHistory()
         self.use = GradientUse()
+        self.leaks = Leaks()
+        self.window = Window()
         self.state_loads = StateLoads(self.write)
         self.pending: list[Any] = []
         self.perturbed = False
@@ -109,6 +112,7 @@ class Recorder:
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that the outermost module with parameters is about to be called, outside backward."""
+        self._look_away()
         gradients = self.with_gradients = torch.is_grad_enabled()
         self.state_loads.called(module)
         if self.settings.perturb and not self.perturbed:
@@ -224,6 +228,8 @@ class Recorder:
 
     def backward(self, tensors: Any, scaled: bool, whole: bool = True) -> None:
         """Record that `backward` is about to be called on tensors. `whole`: without inputs or gradients given."""
+        self._look_away()
+        self.leaks.before_backward(self._stepping())
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
         if len(self.since.drawn) == 1:
@@ -232,6 +238,8 @@ class Recorder:
         cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
         self.since.cleared += cleared
         self.since.backwards += 1
+        if (count := self.since.backwards) >= KEPT and not count & (count - 1):
+            self.since.kept = self._kept()
         self.since.inputs_at.append(len(self.since.inputs))
         if not isinstance(tensors, Tensor):
             tensors = tensors[0] if len(tensors) == 1 else None
@@ -282,8 +290,17 @@ class Recorder:
     def after_backward(self) -> None:
         """Record that `backward` has returned."""
         self.gradients.after_backward(self.models())
+        self.leaks.after_backward(self._stepping())
+        if max(self.steps, default=0) in WINDOWS:
+            self.window.open()
         if self.arrivals and self.measures():
             self.since.arrived = self._arrived()
+
+    def _stepping(self) -> dict[int, Any]:
+        return {n: o for n, ref in enumerate(self.optimizers) if (o := ref()) is not None}
+
+    def _look_away(self) -> None:
+        self.since.unread += self.window.close()
 
     def _arrived(self) -> dict[Any, Tensor]:
         """Measure gradients after a backward, without sketches, by key of their parameters."""
@@ -366,14 +383,17 @@ class Recorder:
 
     def before_step(self, optimizer: Any) -> dict[str, Any]:
         """Measure gradients and weights before a step, and return the values that `after_step` needs."""
+        self._look_away()
         number = self.number_of(optimizer)
         step = self.steps[number]
+        self.since.noted += self.leaks.stepped(number)
         if self.settings.steps is not None and step >= self.settings.steps:
             self.flush()
             return {"number": number, "optimizer": optimizer, "skip": True}
         groups_ = enumerate(optimizer.param_groups)
         parameters = [(p, g) for g, group in groups_ for p in self.parts(group["params"])]
         named = self.names(fresh=step % 16 == 0)
+        memory = placement.one_memory([p for p, _ in parameters], named[0]) if step == 1 else []
         if number == 0 and self.measures(step):
             self.since.averages = self.averages.measured(step, self.models(), {id(p) for p, _ in parameters})
         if step == UNITS_AT:
@@ -388,6 +408,7 @@ class Recorder:
             "parameters": parameters,
             "groups": groups,
             "shared_state": shared,
+            "one_memory": memory,
         }
         if step and self.gradients.added_to(number):
             self.since.notes.append(f"not zeroed: {number}")
@@ -447,6 +468,8 @@ class Recorder:
 
     def _made_step(self, number: int) -> None:
         self.steps[number] += 1
+        if max(self.steps) in WINDOWS:
+            self.window.open()
         if self.operations is not None:
             self.operations.stepped(number, self.steps[number])
 
@@ -499,6 +522,7 @@ class Recorder:
             "unmasked": since.unmasked,
             "cut": since.cut,
             "evaluated": since.evaluated,
+            "unread": since.unread,
             "loaded_model": since.loaded,
             "closure": bool(here.get("closure")),
             "unregistered": self.strays.with_gradients(optimized),
@@ -509,6 +533,7 @@ class Recorder:
             "drawn": since.drawn,
             "unread_rate": unread_rate(here["optimizer"]),
             "shared_state": here.get("shared_state"),
+            "one_memory": here.get("one_memory"),
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
@@ -581,8 +606,19 @@ class Recorder:
                 self.write("start", **about, weights=start, shards=shards)
             self.write("step", **record)
 
+    def _kept(self) -> Tensor | None:
+        """Return the number of gradients and of parameters that are not finite, and of finite losses among 8."""
+        params = [p for o in self._stepping().values() for g in o.param_groups for p in g["params"]]
+        rows = [(p.grad, p) for p in params if p.grad is not None and placement.is_plain_tensor(p.grad)]
+        losses = [value for value, _ in self.since.losses[-LOOKED_AT:]]
+        if not rows or len(losses) < LOOKED_AT:
+            return None
+        bad = [torch.stack([~t.isfinite().all() for t in tensors]).sum() for tensors in zip(*rows, strict=True)]
+        return torch.stack([*bad, torch.stack([value.isfinite() for value in losses]).sum()])
+
     def end(self) -> None:
         """Write pending records and the end record, at a normal exit."""
+        self._look_away()
         self.flush()
         if self.operations is not None:
             self.operations.finish(unfinished=True)
@@ -592,6 +628,7 @@ class Recorder:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
             ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
+            ends["kept"] = None if self.since.kept is None else self.since.kept.tolist()
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
         self.writer.close()
 

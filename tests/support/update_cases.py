@@ -1,0 +1,253 @@
+"""Small trainings whose steps are not what they seem: gradients of another loss, updates that are dropped, memory that
+is updated twice, rates that are squared. Each with a similar correct program, and correct programs that are close.
+
+In: torch. Out: functions, by the code of the expected finding.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+from support.traced_cases import X, batches, net, sgd, step
+
+
+def a_generator_left_in_its_discriminator(wrong: bool) -> None:
+    """Control: gradients are cleared before the discriminator's loss."""
+    made, judge = nn.Linear(4, 12), nn.Linear(12, 1)
+    one, other = sgd(made, 0.01), sgd(judge, 0.01)
+    for x, _ in batches():
+        if not wrong:
+            other.zero_grad()
+        fake = made(torch.randn(len(x), 4))
+        (functional.softplus(-judge(x)).mean() + functional.softplus(judge(fake.detach())).mean()).backward()
+        other.step()
+        other.zero_grad()
+        functional.softplus(-judge(fake)).mean().backward()
+        one.step()
+        one.zero_grad()
+
+
+def a_step_left_out(wrong: bool) -> None:
+    """A batch has an infinite number. Control: its gradient is cleared."""
+    model = net()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate(batches(4)):
+        if i == 5:
+            x = x * math.inf
+        functional.cross_entropy(model(x), y).backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            optimizer.step()
+            optimizer.zero_grad()
+        elif not wrong:
+            optimizer.zero_grad()
+
+
+def a_target_that_follows(wrong: bool) -> None:
+    """Control: the average is written to the target."""
+    model, target = net(), net()
+    optimizer = sgd(model)
+    for x, y in batches():
+        with torch.no_grad():
+            target(x)
+        step(model, optimizer, x, y)
+        with torch.no_grad():
+            for q, p in zip(target.parameters(), model.parameters(), strict=True):
+                if wrong:
+                    0.1 * p + 0.9 * q
+                else:
+                    q.copy_(0.1 * p + 0.9 * q)
+
+
+class Tied(nn.Module):
+    def __init__(self, by_data: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(12, 12), nn.Linear(12, 12)
+        if by_data:
+            self.other.weight.data = self.one.weight.data
+        else:
+            self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x).relu())
+
+
+def a_weight_tied_by_data(wrong: bool) -> None:
+    """Control: one parameter."""
+    model = Tied(wrong)
+    optimizer = sgd(model, 0.01)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def a_factor_that_is_the_rate(wrong: bool) -> None:
+    """Control: a share of the rate."""
+    model = net()
+    optimizer = sgd(model, 0.03)
+    scheduler = LambdaLR(optimizer, lambda i: (0.03 if wrong else 1.0) * 0.9**i)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+        scheduler.step()
+
+
+def a_factor_that_is_small(wrong: bool) -> None:
+    """Control: a warm-up that is longer than the run."""
+    model = net()
+    optimizer = sgd(model, 0.01)
+    scheduler = LambdaLR(optimizer, lambda i: 0.02 * min((i + 1) / 5 if wrong else (i + 1) / 50, 5 / (i + 1)))
+    for x, y in batches():
+        step(model, optimizer, x, y)
+        scheduler.step()
+
+
+UPDATES: dict[Callable[[bool], None], str] = {
+    a_generator_left_in_its_discriminator: "gradient-left",
+    a_step_left_out: "gradient-not-cleared",
+    a_target_that_follows: "result-dropped",
+    a_weight_tied_by_data: "tied-by-data",
+    a_factor_that_is_the_rate: "factor-is-rate",
+}
+UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {a_factor_that_is_small: "factor-is-rate"}
+
+
+def two_losses_of_a_head() -> None:
+    """The head is trained by both losses, the body by the first one."""
+    body, head = nn.Linear(12, 8), nn.Linear(8, 3)
+    one, other = sgd(body, 0.01), sgd(head, 0.01)
+    for x, y in batches():
+        functional.cross_entropy(head(body(x)), y).backward()
+        one.step()
+        one.zero_grad()
+        functional.cross_entropy(head(body(x + 0.1).detach()), y).backward()
+        other.step()
+        other.zero_grad()
+
+
+def rare_steps_of_a_part() -> None:
+    """One optimizer accumulates over two steps of the other one; and zeros written through .data."""
+    body, head = nn.Linear(12, 8), nn.Linear(8, 3)
+    one, other = sgd(body, 0.01), sgd(head, 0.01)
+    for i, (x, y) in enumerate(batches()):
+        functional.cross_entropy(head(body(x)), y).backward()
+        one.step()
+        one.zero_grad()
+        if i % 2:
+            other.step()
+            for p in head.parameters():
+                p.grad.data.zero_()  # type: ignore[union-attr]
+
+
+def a_critic_cleared_through_data() -> None:
+    body, judge = nn.Linear(4, 12), nn.Linear(12, 1)
+    one, other = sgd(body, 0.01), sgd(judge, 0.01)
+    for x, _ in batches():
+        (-judge(body(x[:, :4])).mean()).backward()
+        one.step()
+        one.zero_grad()
+        for p in judge.parameters():
+            p.grad.data.zero_()  # type: ignore[union-attr]
+        (judge(x).squeeze(1) - x.sum(1)).square().mean().backward()
+        other.step()
+
+
+def backwards_after_the_last_step() -> None:
+    """Gradients for their own sake, the last of which is not finite; and a run that ends at a number that is none."""
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+    for _ in range(12):
+        model.zero_grad()
+        functional.cross_entropy(model(X), X[:, :3].argmax(1)).backward()
+    (model(X[:2]) * math.inf).sum().backward()
+
+
+def a_run_that_ends_in_an_accumulation() -> None:
+    model = net()
+    optimizer = sgd(model)
+    for i, (x, y) in enumerate([*batches(4)][:-1]):
+        functional.cross_entropy(model(x * (math.inf if i == 30 else 1)), y).backward()
+        if i % 10 == 9:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def numbers_that_are_read_otherwise() -> None:
+    """Interpolated weights that a model is called with, an average in a dictionary, and ratios that are seldom read."""
+    model, first = net(), net()
+    optimizer = sgd(model)
+    average = {n: p.detach().clone() for n, p in model.named_parameters()}
+    start = dict(first.named_parameters())
+    for i, (x, y) in enumerate(batches()):
+        step(model, optimizer, x, y)
+        with torch.no_grad():
+            for n, p in model.named_parameters():
+                ratio = p.grad.abs() / (p.abs() + 1e-8)  # type: ignore[union-attr]
+                change = p - start[n]
+                if i % 10 == 9:
+                    assert ratio.norm() > 0 < change.norm()
+                average[n] = 0.9 * average[n] + 0.1 * p
+            functional_call(first, {n: 0.5 * p + 0.5 * start[n] for n, p in model.named_parameters()}, (x,))
+
+
+def weights_clamped_and_set() -> None:
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            p.grad = p.grad.clamp(-1, 1)  # type: ignore[union-attr]
+        optimizer.step()
+        for p in model.parameters():
+            p.data = p.data.clamp(-1, 1)
+
+
+def parts_of_one_buffer() -> None:
+    """Two layers in one buffer, and two with equal values."""
+    model = Tied(False)
+    memory = torch.randn(288) / 4
+    model.other.weight = nn.Parameter(memory[144:].view(12, 12))
+    model.one.weight.data = memory[:144].view(12, 12)
+    optimizer = sgd(model, 0.01)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def an_optimizer_for_each_view() -> None:
+    """Two optimizers of one memory take turns."""
+    model = Tied(True)
+    optimizers = [sgd(model.one, 0.01), sgd(model.other, 0.01)]
+    for x, y in batches():
+        for optimizer in optimizers:
+            step(model, optimizer, x, y)
+        model.zero_grad()
+
+
+def factors_of_a_rate_of_one() -> None:
+    """A schedule of rates with lr=1, a warm-up to the whole rate, and a small rate on purpose."""
+    for rate, factor in ((1.0, 0.03), (0.03, 1.0), (0.05, 0.5)):
+        model = net()
+        optimizer = sgd(model, rate)
+        scheduler = LambdaLR(optimizer, lambda i, factor=factor: factor * min((i + 1) / 4, 4 / (i + 1)))  # type: ignore[misc]
+        for x, y in batches(1):
+            step(model, optimizer, x, y)
+            scheduler.step()
+
+
+NEAR_UPDATES = (
+    two_losses_of_a_head,
+    rare_steps_of_a_part,
+    a_critic_cleared_through_data,
+    backwards_after_the_last_step,
+    a_run_that_ends_in_an_accumulation,
+    numbers_that_are_read_otherwise,
+    weights_clamped_and_set,
+    parts_of_one_buffer,
+    an_optimizer_for_each_view,
+    factors_of_a_rate_of_one,
+)
