@@ -18,12 +18,12 @@ from support.traced_cases import X, batches, net, sgd, step
 
 def a_generator_left_in_its_discriminator(wrong: bool) -> None:
     """Control: gradients are cleared before the discriminator's loss."""
-    made, judge = nn.Linear(4, 12), nn.Linear(12, 1)
-    one, other = sgd(made, 0.01), sgd(judge, 0.01)
+    maker, judge = nn.Linear(4, 12), nn.Linear(12, 1)
+    one, other = sgd(maker, 0.01), sgd(judge, 0.01)
     for x, _ in batches():
         if not wrong:
             other.zero_grad()
-        fake = made(torch.randn(len(x), 4))
+        fake = maker(torch.randn(len(x), 4))
         (functional.softplus(-judge(x)).mean() + functional.softplus(judge(fake.detach())).mean()).backward()
         other.step()
         other.zero_grad()

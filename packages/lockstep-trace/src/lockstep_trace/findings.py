@@ -66,7 +66,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     gradients.scaled,
     gradients.finite,
     gradients.leaked,
-    gradients.kept,
+    gradients.never_finite,
     gradients.clipping,
     gradients.shared,
     inputs.changing,

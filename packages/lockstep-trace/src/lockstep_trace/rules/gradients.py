@@ -250,14 +250,14 @@ def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
 MOST = 0.75  # share of steps
 
 
-def kept(trace: Trace, optimizer: int) -> Iterator[Finding]:
+def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report gradients that are not finite while losses and weights are, and no step to the end of the run.
 
     The script leaves such steps out, and its gradients stay as they are: each backward adds to NaN. No correct program
     computes gradients that never change anything again."""
     rank = trace.ranks[0]
     steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
-    row = (rank.ended or {}).get("kept")
+    row = (rank.ended or {}).get("nonfinite")
     if not row or not steps or not rank.ended or optimizer != trace.optimizers[0]:
         return
     count, usual = rank.ended["backwards"], max(s.backwards or 1 for s in steps)

@@ -41,7 +41,7 @@ from .schedules import Schedules
 from .settings import Settings
 from .state_loads import StateLoads, own_loss_of_a_trainer
 from .strays import Strays
-from .unread import WINDOWS, Window
+from .unread import WINDOWS, UnreadWindow
 from .versions import watch_foreach, written
 from .writer import Writer
 
@@ -84,7 +84,7 @@ class Recorder:
         self.gradients = GradientHistory()
         self.use = GradientUse()
         self.leaks = Leaks()
-        self.window = Window()
+        self.window = UnreadWindow()
         self.state_loads = StateLoads(self.write)
         self.pending: list[Any] = []
         self.perturbed = False
@@ -239,7 +239,7 @@ class Recorder:
         self.since.cleared += cleared
         self.since.backwards += 1
         if (count := self.since.backwards) >= KEPT and not count & (count - 1):
-            self.since.kept = self._kept()
+            self.since.nonfinite = self._nonfinite()
         self.since.inputs_at.append(len(self.since.inputs))
         if not isinstance(tensors, Tensor):
             tensors = tensors[0] if len(tensors) == 1 else None
@@ -445,6 +445,7 @@ class Recorder:
             return
         self.flush()
         record = self._cheap(here)
+        record |= {"unread": self.since.unread, "one_memory": here["one_memory"]}
         if "resume" in here:
             record["resume"] = here["resume"]
         record |= {"idle": self.schedules.idle(optimizer), "schedulers": self.schedules.since(optimizer, number)}
@@ -522,7 +523,6 @@ class Recorder:
             "unmasked": since.unmasked,
             "cut": since.cut,
             "evaluated": since.evaluated,
-            "unread": since.unread,
             "loaded_model": since.loaded,
             "closure": bool(here.get("closure")),
             "unregistered": self.strays.with_gradients(optimized),
@@ -533,7 +533,6 @@ class Recorder:
             "drawn": since.drawn,
             "unread_rate": unread_rate(here["optimizer"]),
             "shared_state": here.get("shared_state"),
-            "one_memory": here.get("one_memory"),
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
@@ -606,7 +605,7 @@ class Recorder:
                 self.write("start", **about, weights=start, shards=shards)
             self.write("step", **record)
 
-    def _kept(self) -> Tensor | None:
+    def _nonfinite(self) -> Tensor | None:
         """Return the number of gradients and of parameters that are not finite, and of finite losses among 8."""
         params = [p for o in self._stepping().values() for g in o.param_groups for p in g["params"]]
         rows = [(p.grad, p) for p in params if p.grad is not None and placement.is_plain_tensor(p.grad)]
@@ -628,7 +627,7 @@ class Recorder:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
             ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
-            ends["kept"] = None if self.since.kept is None else self.since.kept.tolist()
+            ends["nonfinite"] = None if self.since.nonfinite is None else self.since.nonfinite.tolist()
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
         self.writer.close()
 

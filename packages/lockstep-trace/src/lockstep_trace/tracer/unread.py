@@ -25,7 +25,7 @@ MEASURE = {"sub", "subtract", "rsub", "div", "divide", "truediv"}  # also to mea
 WRITTEN = "weights", "gradients"
 
 
-class Unread(TorchFunctionMode):
+class UnreadResults(TorchFunctionMode):
     """Results of elementwise functions of parameters or their gradients, and whether anything reads them."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Unread(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         try:
-            self._saw(getattr(func, "__name__", ""), list(_tensors((args, kwargs))), result)
+            self._look(getattr(func, "__name__", ""), list(_tensors((args, kwargs))), result)
         except Exception:
             self.rows = []  # the script's call has succeeded
         return result
 
-    def _saw(self, name: str, tensors: list[Tensor], result: Any) -> None:
+    def _look(self, name: str, tensors: list[Tensor], result: Any) -> None:
         for tensor in tensors:
             row = self._results.get(id(tensor))
             if row is not None and row[0]() is tensor:
@@ -100,11 +100,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-class Window:
+class UnreadWindow:
     """The mode of this process while it is on."""
 
     def __init__(self) -> None:
-        self.mode: Unread | None = None
+        self.mode: UnreadResults | None = None
 
     def open(self) -> None:
         """Begin to look, if nothing else does."""
@@ -112,7 +112,7 @@ class Window:
         compiled = dynamo is not None and bool(dynamo.counters.get("frames"))
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.mode is None and not (compiled or several or torch._C._len_torch_function_stack()):
-            self.mode = Unread()
+            self.mode = UnreadResults()
             self.mode.__enter__()
 
     def close(self) -> list[list[Any]]:
