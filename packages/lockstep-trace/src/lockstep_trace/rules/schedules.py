@@ -425,7 +425,12 @@ def factor_is_rate(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what += ", the square of the optimizer's" if squared else ""
         cause = "its function returns a factor of the optimizer's rate: divide by the rate, or give the optimizer lr=1"
         otherwise, decides = "a factor that is small on purpose", "what the largest rate is to be"
-        yield weakened(Finding("factor-is-rate", what, cause), squared, otherwise, decides)
+        yield weakened(Finding("factor-is-rate", what, cause), squared and not _round(base), otherwise, decides)
+
+
+def _round(value: float) -> bool:
+    """Return whether a number is a power of ten or two, and so may be another number by chance."""
+    return any(math.isclose(value, b ** round(math.log(value, b)), rel_tol=1e-6) for b in (2, 10))
 
 
 # -- the score by which a trainer chooses the best weights, or when to stop

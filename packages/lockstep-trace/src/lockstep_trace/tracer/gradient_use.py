@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import placement
 from .versions import GradientVersion, gradient_versions, has_gradient, untouched
 
 
@@ -138,3 +139,16 @@ def _marks(optimizer: Any) -> list[Any]:
     """Return what changes when gradients of an optimizer's parameters do."""
     rows = gradient_versions(p for group in optimizer.param_groups for p in group["params"])
     return [(id(p()), id(grad()), count) for p, grad, count in rows]
+
+
+def shared_with_gradients(optimizer: Any) -> list[str]:
+    """Return the names of states that share memory with the gradient of every parameter that has both."""
+    rows: dict[str, list[bool]] = {}
+    for parameter, state in optimizer.state.items():
+        grad: Any = getattr(parameter, "grad", None)
+        if not isinstance(state, dict) or not placement.is_plain_tensor(grad):
+            continue
+        for name, value in state.items():
+            if isinstance(value, Tensor) and placement.is_plain_tensor(value) and value.shape == grad.shape:
+                rows.setdefault(str(name), []).append(value.data_ptr() == grad.data_ptr() != 0)
+    return sorted(name for name, shared in rows.items() if all(shared))

@@ -1,7 +1,7 @@
-"""Measures mean, deviation, minimum and maximum of the inputs of the first training calls and evaluations, and hashes
-the generator's state.
+"""Measures mean, deviation, minimum and maximum of the inputs of the first training calls and evaluations, hashes the
+generator's state, and records the input shapes of recurrent layers and attention whose first dimension is time.
 
-In: inputs of a call. Out: float64 [4] on their device.
+In: inputs of a call. Out: float64 [4] on their device; a hash; [class, first dimension, second one].
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .inputs import tensors_of, wrapped
+from .placement import is_plain_tensor
 
 TRAINED, EVALUATED = 8, 4  # calls: first ones of training, and of each evaluation
 WIDE = 32  # minimum count of numbers per example
+RECURRENT = (nn.RNN, nn.LSTM, nn.GRU, nn.MultiheadAttention)
+SEQUENCE_LOOKS = 64  # first calls
 
 
 def ranges(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -37,3 +40,11 @@ def random_state() -> list[int]:
         return [zlib.crc32(torch.get_rng_state().numpy().tobytes())]
     except RuntimeError:
         return []
+
+
+def sequence_shape(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """Return [class, first dimension, second one] of a module's input; None if the first dimension is the batch."""
+    value: Any = args[0] if args else kwargs.get("input", kwargs.get("query"))
+    if module.batch_first or not is_plain_tensor(value) or value.dim() != 3:
+        return None
+    return [type(module).__name__, value.shape[0], value.shape[1]]

@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from . import frozen_norms
+from . import modes
 from .graph import LAYERS, VIEWS, name_of
 from .state_loads import is_dropped
 from .versions import written
@@ -48,7 +48,7 @@ def install(hooks: Any) -> None:
     _wrap_checkpoint(hooks)
     _wrap_saved(hooks)
     _wrap_divergence(hooks)
-    frozen_norms.install(hooks)
+    modes.install(hooks)
     _wrap_reading(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import Block, whole
+from .fingerprint import Block, mixed, shifted, whole
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
@@ -246,3 +246,24 @@ def one_memory(parameters: Iterable[Any], names: Mapping[int, str]) -> list[list
             rows.setdefault((p.device, p.data_ptr(), p.shape, p.stride()), []).append(p)
     twins = [same for same in rows.values() if len({id(p.grad) for p in same}) == len(same) > 1]
     return [[names.get(id(p), "?") for p in same] for same in twins]
+
+
+INTEGERS = {
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+}
+
+
+def perturb(module: nn.Module) -> None:
+    """Flip the last bit of half of the weights, by a fixed pattern: a change of the size of rounding."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            tensor, _, _ = local(parameter.detach())
+            if tensor.dtype in INTEGERS and tensor.is_contiguous() and tensor.numel():
+                bits = tensor.view(INTEGERS[tensor.dtype]).view(-1)
+                for at in range(0, bits.numel(), 1 << 20):
+                    part = bits[at : at + (1 << 20)]
+                    flips = shifted(mixed(part.numel(), first=(1 << 46) + at), 41) & 1
+                    part.bitwise_xor_((flips * (part != 0).cpu()).to(part.dtype).to(part.device))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import fsdp1, placement, ratios, sequences, workers
+from . import fsdp1, placement, ratios, workers
 from .all_pairs import compares_all
 from .answers import answer_notes, floats_of
 from .attention import attention_counts
@@ -21,23 +21,20 @@ from .averages import Averages
 from .check.checker import Checker
 from .evaluation_noise import EvaluationNoise
 from .evaluations import Evaluation, Setting
-from .frozen_norms import FrozenNorms, UnusedNorms
 from .gradient_history import LOOKED_AT, GradientHistory
-from .gradient_use import GradientUse, Leaks
+from .gradient_use import GradientUse, Leaks, shared_with_gradients
 from .graph import divisors, handmade, objectives, unmasked_attention
-from .input_ranges import EVALUATED, TRAINED, random_state, ranges
+from .input_ranges import EVALUATED, SEQUENCE_LOOKS, TRAINED, random_state, ranges, sequence_shape
 from .inputs import CallInputs, call_inputs, token_numbers
 from .layers import UNITS_AT, Born, adapters, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
-from .modes import ModelModes
-from .optimizer_state import shared_with_gradients, unread_rate
+from .modes import FrozenNorms, ModelModes, UnusedNorms
 from .pending import Pending
-from .perturbation import perturb
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
 from .resumes import Resumes
-from .schedules import Schedules
+from .schedules import Schedules, unread_rate
 from .settings import Settings
 from .state_loads import StateLoads, own_loss_of_a_trainer
 from .strays import Strays
@@ -71,7 +68,7 @@ class Recorder:
         self.born = Born()
         self.noise = EvaluationNoise(self.write)
         self.averages = Averages()
-        self.sequence_looks, self.ranged = sequences.LOOKS, 0
+        self.sequence_looks, self.ranged = SEQUENCE_LOOKS, 0
         self.columns: list[Tensor] = []  # of the loader's last batch, at first losses
         self.ratio_looks: float = ratios.FIRST  # each that finds none takes one of them
         self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
@@ -117,7 +114,7 @@ class Recorder:
         self.state_loads.called(module)
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
-            perturb(module)
+            placement.perturb(module)
         if gradients:
             self.root(module)
         self.norms.forward(module, self.modes.norms(module), gradients)
@@ -153,7 +150,7 @@ class Recorder:
 
     def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input shape of a recurrent layer or attention inside of a call."""
-        look = sequences.look(module, args, kwargs) if self.with_gradients and self.since.inputs else None
+        look = sequence_shape(module, args, kwargs) if self.with_gradients and self.since.inputs else None
         if look is not None:
             self.sequence_looks -= 1
             self.since.sequences.append([*look, len(self.since.inputs[-1].hashes), self.since.fed[-1][0]])

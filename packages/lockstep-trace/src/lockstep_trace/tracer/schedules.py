@@ -191,3 +191,9 @@ def length_of(scheduler: Any) -> int | None:
 
 def rates_of(optimizer: Any) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def unread_rate(optimizer: Any) -> float | None:
+    """Return the number in an attribute `lr` of a torch optimizer, which reads only the rates of its groups."""
+    value = vars(optimizer).get("lr") if type(optimizer).__module__.startswith("torch.optim") else None
+    return float(value) if isinstance(value, int | float) else None
