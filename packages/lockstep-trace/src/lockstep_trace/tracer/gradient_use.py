@@ -61,7 +61,7 @@ class GradientUse:
 class Leaks:
     """Gradients that a loss leaves in the parameters of an optimizer, while another one steps by that loss.
 
-    Of a model's outputs in both losses, the signs of their gradients are kept."""
+    Of a model's outputs in both losses, the signs of their gradients are recorded."""
 
     def __init__(self) -> None:
         self.looks = LEAKS

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, observers, sequences, workers, wrappers
+from . import fsdp1, input_ranges, observers, workers, wrappers
 from .all_pairs import columns
 from .fingerprint import measure, whole
 from .placement import is_plain_tensor, local, plain_name
@@ -168,7 +168,7 @@ def _wrap_call(hooks: Hooks) -> None:
         if depth:
             if recorder.since.autocast is None:
                 hooks.guarded(recorder.inside, module)
-            if recorder.sequence_looks > 0 and isinstance(module, sequences.KINDS):
+            if recorder.sequence_looks > 0 and isinstance(module, input_ranges.RECURRENT):
                 hooks.guarded(recorder.sequence, module, args, kwargs)
             if recorder.checker is not None and recorder.checker.current is not None:
                 hooks.guarded(recorder.checker.inside, module)

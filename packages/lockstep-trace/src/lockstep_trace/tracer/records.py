@@ -36,7 +36,7 @@ class Since:
     twice: list[Any] = field(default_factory=list)  # weak reference to the last loss, if its whole gradient was taken
     born: list[str] = field(default_factory=list)  # classes of layers made in a forward that a loss depends on
     alike: dict[str, Tensor] = field(default_factory=dict)  # `units_alike`
-    sequences: list[list[Any]] = field(default_factory=list)  # `sequences.look`, rows of the call, loader pass
+    sequences: list[list[Any]] = field(default_factory=list)  # `sequence_shape`, rows of the call, loader pass
     averages: list[tuple[str, Tensor]] = field(default_factory=list)  # `Averages.measured`
     ratios: list[Tensor] = field(default_factory=list)  # `ratios.all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
