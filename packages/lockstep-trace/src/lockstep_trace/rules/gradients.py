@@ -10,7 +10,7 @@ from lockstep_trace.causes import few
 from lockstep_trace.ranks import model_parallel, scales_of_clipping
 from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not multiplied by it
 
@@ -224,11 +224,9 @@ def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps that read, beside the gradient of their own loss, one that another optimizer's loss has left.
 
-    The other optimizer has stepped by that loss already, and the own loss does not reach its parameters. A part may be
-    trained by both on purpose. It is proved if the first loss moves all outputs of this part into one direction, and
-    the own one some of them into the other, nearly always: a generator's loss in its discriminator, an actor's in its
-    critic. A loss that wants all outputs larger fits nothing: it is for who makes the part's input, and nobody lets
-    the part itself undo its own loss, one step late."""
+    The other optimizer has stepped by that loss already. A part may be trained by both losses on purpose, as by an
+    exact minimax or a reversed gradient, so this is no proof. Opposite directions say more: a generator's loss in its
+    discriminator, an actor's in its critic."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         rows = [(s, n) for s in steps for n in s.notes or () if n.startswith(f"leak {optimizer} ")]
@@ -243,29 +241,27 @@ def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += f". It moves all outputs of these parameters one way, its own loss some the other ({opposed} steps)"
         cause = f"call zero_grad() of optimizer {optimizer} before the backward of its own loss"
         otherwise, decides = "a part that both losses are to train", "which loss is to train which part"
-        finding = Finding("gradient-left", what, cause, step.step)
-        yield weakened(finding, opposed >= MOST * len(first), otherwise, decides)
-
-
-MOST = 0.75  # share of steps
+        yield Finding("gradient-left", what, cause, step.step, SUSPICIOUS, otherwise, decides)
 
 
 def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report gradients that are not finite while losses and weights are, and no step to the end of the run.
 
-    The script leaves such steps out, and its gradients stay as they are: each backward adds to NaN. No correct program
-    computes gradients that never change anything again."""
+    The script leaves such steps out, and its gradients stay as they are: each backward adds to NaN. It is proved where
+    the script clips in these backwards, and so looks at a norm to decide; else it may need gradients of inputs only."""
     rank = trace.ranks[0]
     steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
     row = (rank.ended or {}).get("nonfinite")
     if not row or not steps or not rank.ended or optimizer != trace.optimizers[0]:
         return
     count, usual = rank.ended["backwards"], max(s.backwards or 1 for s in steps)
-    gradients, weights, losses = row
+    gradients, weights, losses, clips = row
     if count >= 4 * usual and gradients and not weights and losses >= 4:
         what = (
             f"after step {steps[-1].step} no step is made in the last {count} backwards: the gradients of {gradients}"
         )
         what += " parameters are not finite, though losses and weights are"
         cause = "zero_grad() where a step is left out, too: a NaN that stays in .grad is in each later sum"
-        yield Finding("gradient-not-cleared", what, cause, steps[-1].step, WRONG)
+        finding = Finding("gradient-not-cleared", what, cause, steps[-1].step)
+        decides = "who reads these gradients"
+        yield weakened(finding, clips >= count // 2, "gradients that nobody needs", decides)

@@ -536,12 +536,23 @@ def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def one_memory(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report two parameters of one optimizer that are the same memory, each with a gradient of its own.
 
-    Both are updated in each step, by their own half of the gradient and their own moments, and decayed twice. No
-    correct program ties weights so; a tied weight is one parameter, whose gradients are added."""
+    Each is updated by its own half of the gradient, divided by its own moments. That is proved where the update is not
+    linear in the gradient, and both gradients and rates are above 0 in several steps; two updates by SGD add up."""
     for rank in trace.ranks[:1]:
         step = next((s for s in rank.steps.get(optimizer, {}).values() if s.one_memory), None)
         if step is not None:
             what = f"{' and '.join(step.one_memory[0])} are parameters of {step.layout.optimizer} in one memory: each "
             what += "step updates it for each of them, by gradients that are never added, and decays it as often"
             cause = "tie the parameter itself, not its .data: a.weight = b.weight"
-            yield Finding("tied-by-data", what, cause, None, WRONG)
+            steps = [s for s in rank.steps[optimizer].values() if s.measured and _both(s, step.one_memory[0])]
+            proved = len(steps) > 2 and step.layout.optimizer in BY_MOMENTS
+            yield weakened(Finding("tied-by-data", what, cause), proved, "gradients that are added", "who adds them")
+
+
+BY_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta")
+
+
+def _both(step: Step, names: list[str]) -> bool:
+    """Return whether all these parameters have gradients, which nobody wrote, and rates above 0."""
+    rates = [group.get("lr") for group in step.groups]
+    return all(n in step.grads and step.grads[n].square > 0 for n in names) and all(rates) and not step.rewritten

@@ -407,8 +407,8 @@ def _mean_loss(rank: Rank, optimizer: int, first: int, end: int) -> float | None
 def factor_is_rate(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a LambdaLR whose factor is a rate: its largest one is the optimizer's rate itself, which is then squared.
 
-    Proved if they are equal and no power of ten or two, since a factor may be small on purpose; a factor that rises,
-    falls and stays below a tenth of an ordinary rate is suspected."""
+    Also one that rises, falls and stays below a tenth of an ordinary rate. Neither is a proof: a factor may be small on
+    purpose, and a share of steps or a constant may be the same number."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
     if len(steps) < 2 * PATIENCE or not any("LambdaLR" in n for s in steps for n in s.schedulers or ()):
@@ -425,12 +425,7 @@ def factor_is_rate(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what += ", the square of the optimizer's" if squared else ""
         cause = "its function returns a factor of the optimizer's rate: divide by the rate, or give the optimizer lr=1"
         otherwise, decides = "a factor that is small on purpose", "what the largest rate is to be"
-        yield weakened(Finding("factor-is-rate", what, cause), squared and not _round(base), otherwise, decides)
-
-
-def _round(value: float) -> bool:
-    """Return whether a number is a power of ten or two, and so may be another number by chance."""
-    return any(math.isclose(value, b ** round(math.log(value, b)), rel_tol=1e-6) for b in (2, 10))
+        yield Finding("factor-is-rate", what, cause, None, SUSPICIOUS, otherwise, decides)
 
 
 # -- the score by which a trainer chooses the best weights, or when to stop

@@ -624,7 +624,8 @@ class Recorder:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
             ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
-            ends["nonfinite"] = None if self.since.nonfinite is None else self.since.nonfinite.tolist()
+            counts = self.since.nonfinite
+            ends["nonfinite"] = None if counts is None else [*counts.tolist(), len(self.since.clips)]
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
         self.writer.close()
 

@@ -7,6 +7,8 @@ was compiled, and one process trains.
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 import weakref
 from collections.abc import Iterator
@@ -21,7 +23,6 @@ from .call_sites import kind_of, short_name
 WINDOWS = range(2, 8)  # steps
 COMPUTE = {"add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "truediv", "lerp", "clamp", "clip"}
 COMPUTE |= {"clamp_min", "clamp_max", "addcmul", "addcdiv", "where", "masked_fill", "nan_to_num", "radd", "rmul"}
-MEASURE = {"sub", "subtract", "rsub", "div", "divide", "truediv"}  # also to measure something that is seldom read
 WRITTEN = "weights", "gradients"
 
 
@@ -30,7 +31,7 @@ class UnreadResults(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[list[Any]] = []  # [weak reference, function, line, of what, may measure, read]
+        self.rows: list[list[Any]] = []  # [weak reference, function, line, of what, dropped, read]
         self._of: dict[int, tuple[weakref.ref[Any], str]] = {}  # tensors by id: what they are computed from
         self._results: dict[int, list[Any]] = {}
 
@@ -56,11 +57,9 @@ class UnreadResults(TorchFunctionMode):
         if getter and type(tensors[0]) is nn.Parameter and result.data_ptr() != tensors[0].data_ptr():
             of = WRITTEN[1]
         self._of[id(result)] = weakref.ref(result), of
-        if name in COMPUTE and (line := _line()) is not None:
-            measures = name in MEASURE or (
-                name in ("mul", "multiply") and sum(bool(self._origin(t)) for t in tensors) > 1
-            )
-            row = [weakref.ref(result), name, line, of, measures, False]
+        if name in COMPUTE and (frame := _caller()) is not None:
+            line = f"{short_name(frame.f_code.co_filename)}:{frame.f_lineno}"
+            row = [weakref.ref(result), name, line, of, drops(frame.f_code, frame.f_lasti), False]
             self.rows.append(row)
             self._results[id(result)] = row
 
@@ -71,7 +70,7 @@ class UnreadResults(TorchFunctionMode):
         return of if ref is not None and ref() is tensor else ""
 
     def unread(self) -> list[list[Any]]:
-        """Return [function, line, of what, whether it may measure, count] of results of a line, two or more, of which
+        """Return [function, line, of what, whether its code drops it, count] of a line's results, two or more, of which
         none was read and all but the last are gone."""
         lines: dict[tuple[Any, ...], list[list[Any]]] = {}
         for row in self.rows:
@@ -83,13 +82,27 @@ class UnreadResults(TorchFunctionMode):
         return [[*key, len(rows)] for key, rows in dropped]
 
 
-def _line() -> str | None:
-    """Return file:line of the user's own file, if it calls a function of torch itself."""
+def _caller() -> Any:
+    """Return the frame of the user's own file, if it calls a function of torch itself."""
     frame: Any = sys._getframe(3)
     while frame is not None and kind_of(frame.f_code.co_filename) == "torch":
         frame = frame.f_back
-    own = frame is not None and kind_of(frame.f_code.co_filename) == "user"
-    return f"{short_name(frame.f_code.co_filename)}:{frame.f_lineno}" if own else None
+    return frame if frame is not None and kind_of(frame.f_code.co_filename) == "user" else None
+
+
+@functools.lru_cache
+def drops(code: Any, at: int) -> bool:
+    """Return whether code drops the result of its instruction at a place, or stores it in a local name that is read by
+    no later instruction."""
+    later = [i for i in dis.get_instructions(code) if i.offset > at]
+    if not later or later[0].opname == "POP_TOP":
+        return bool(later)
+    name, local = later[0].argval, later[0].opname == "STORE_FAST"
+    return local and not any("LOAD" in i.opname and (i.argval == name or _pair(i.argval, name)) for i in later)
+
+
+def _pair(argument: Any, name: str) -> bool:
+    return isinstance(argument, tuple) and name in argument  # two loads in one instruction, from Python 3.13 on
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
