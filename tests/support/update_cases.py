@@ -4,6 +4,7 @@ is updated twice, rates that are squared. Each with a similar correct program, a
 In: torch. Out: functions, by the code of the expected finding.
 """
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from support.traced_cases import X, batches, net, sgd, step
+
+LOG = logging.getLogger("update_cases")
 
 
 def a_generator_left_in_its_discriminator(wrong: bool) -> None:
@@ -79,7 +82,7 @@ class Tied(nn.Module):
 def a_weight_tied_by_data(wrong: bool) -> None:
     """Control: one parameter."""
     model = Tied(wrong)
-    optimizer = sgd(model, 0.01)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for x, y in batches():
         step(model, optimizer, x, y)
 
@@ -105,13 +108,15 @@ def a_factor_that_is_small(wrong: bool) -> None:
 
 
 UPDATES: dict[Callable[[bool], None], str] = {
-    a_generator_left_in_its_discriminator: "gradient-left",
     a_step_left_out: "gradient-not-cleared",
     a_target_that_follows: "result-dropped",
     a_weight_tied_by_data: "tied-by-data",
-    a_factor_that_is_the_rate: "factor-is-rate",
 }
-UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {a_factor_that_is_small: "factor-is-rate"}
+UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {
+    a_generator_left_in_its_discriminator: "gradient-left",
+    a_factor_that_is_the_rate: "factor-is-rate",
+    a_factor_that_is_small: "factor-is-rate",
+}
 
 
 def two_losses_of_a_head() -> None:
@@ -191,6 +196,7 @@ def numbers_that_are_read_otherwise() -> None:
                 if i % 10 == 9:
                     assert ratio.norm() > 0 < change.norm()
                 average[n] = 0.9 * average[n] + 0.1 * p
+                LOG.debug("%s", -0.1 * p.grad)  # type: ignore[operator]
             functional_call(first, {n: 0.5 * p + 0.5 * start[n] for n, p in model.named_parameters()}, (x,))
 
 
@@ -216,6 +222,31 @@ def parts_of_one_buffer() -> None:
     optimizer = sgd(model, 0.01)
     for x, y in batches():
         step(model, optimizer, x, y)
+
+
+def halves_that_are_added() -> None:
+    """Two parameters of one memory, whose gradients the script adds; and updates that add up."""
+    for by_hand in (True, False):
+        model = Tied(True)
+        optimizer = torch.optim.Adam(model.parameters(), 0.01) if by_hand else sgd(model, 0.01)
+        for x, y in batches(1):
+            functional.cross_entropy(model(x), y).backward()
+            if by_hand:
+                model.one.weight.grad += model.other.weight.grad  # type: ignore[operator]
+                model.other.weight.grad.zero_()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def gradients_of_inputs_after_training() -> None:
+    """Those of the weights, which nobody reads, overflow."""
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches(1):
+        step(model, optimizer, x, y)
+    for _ in range(40):
+        x = X[:8].clone().requires_grad_()
+        (functional.cross_entropy(model(x), X[:8, :3].argmax(1)) * 3e38).backward()
 
 
 def an_optimizer_for_each_view() -> None:
@@ -248,6 +279,8 @@ NEAR_UPDATES = (
     numbers_that_are_read_otherwise,
     weights_clamped_and_set,
     parts_of_one_buffer,
+    halves_that_are_added,
+    gradients_of_inputs_after_training,
     an_optimizer_for_each_view,
     factors_of_a_rate_of_one,
 )

@@ -21,6 +21,7 @@ NODES = 256  # nodes of a graph to visit, starting at the loss
 ATTENTION_NODES = 4096
 ROWS = 4096  # most classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
+RATIO_LOOKS = 1, 96  # losses to look at: without a ratio that the loss clips (PPO), and with one
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # their outputs are not log-probabilities
 KINDS = {
@@ -274,4 +275,28 @@ def unmasked_attention(loss: Any) -> bool | None:
         if name_of(node).startswith("ScaledDotProduct"):
             masks = [getattr(node, n, None) for n in ("_saved_attn_mask", "_saved_attn_bias")]
             return bool(getattr(node, "_saved_is_causal", False)) and all(mask is None for mask in masks)
+    return None
+
+
+def ratios_all_one(loss: Any) -> Tensor | None:
+    """Return whether all clipped ratios in the graph of a loss are 1, int64 [1]; None if it has none."""
+    for node in nodes_of(loss, NODES):
+        before = [n for n, _ in node.next_functions]
+        if name_of(node) == "Clamp" and before and before[0] is not None:
+            one = _ratio_is_one(before[0])
+            if one is not None:
+                return one.reshape(1).long()
+    return None
+
+
+def _ratio_is_one(node: Any) -> Tensor | None:
+    """Return whether exp(a - b), or a / b, is 1 everywhere; None for another node."""
+    inner = next((n for n, _ in node.next_functions if n is not None), None)
+    if name_of(node) == "Exp" and inner is not None and name_of(inner) == "Sub":
+        ratio = node._saved_result.detach()
+        return (ratio == 1).all()
+    if name_of(node) == "Div" and isinstance(getattr(node, "_saved_other", None), Tensor):
+        one, other = node._saved_self, node._saved_other
+        if isinstance(one, Tensor) and one.shape == other.shape and one.dim():
+            return (one.detach() == other.detach()).all()
     return None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import fsdp1, placement, ratios, workers
+from . import fsdp1, placement, workers
 from .all_pairs import compares_all
 from .answers import answer_notes, floats_of
 from .attention import attention_counts
@@ -23,7 +23,7 @@ from .evaluation_noise import EvaluationNoise
 from .evaluations import Evaluation, Setting
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse, Leaks, shared_with_gradients
-from .graph import divisors, handmade, objectives, unmasked_attention
+from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
 from .input_ranges import EVALUATED, SEQUENCE_LOOKS, TRAINED, random_state, ranges, sequence_shape
 from .inputs import CallInputs, call_inputs, token_numbers
 from .layers import UNITS_AT, Born, adapters, repeated, units_alike
@@ -70,7 +70,7 @@ class Recorder:
         self.averages = Averages()
         self.sequence_looks, self.ranged = SEQUENCE_LOOKS, 0
         self.columns: list[Tensor] = []  # of the loader's last batch, at first losses
-        self.ratio_looks: float = ratios.FIRST  # each that finds none takes one of them
+        self.ratio_looks: float = RATIO_LOOKS[0]  # each that finds none takes one of them
         self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
         self.modes = ModelModes()
         self.norms = FrozenNorms()
@@ -249,8 +249,8 @@ class Recorder:
             self.since.objectives += objectives(loss)
             self._divided(loss)
             if self.ratio_looks > 0 and not self.saved_hooks:
-                one = ratios.all_one(loss)
-                self.ratio_looks -= 1 if one is None else 1 / ratios.MOST
+                one = ratios_all_one(loss)
+                self.ratio_looks -= 1 if one is None else 1 / RATIO_LOOKS[1]
                 self.since.ratios += [] if one is None else [one]
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1

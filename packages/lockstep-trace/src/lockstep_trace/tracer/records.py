@@ -38,7 +38,7 @@ class Since:
     alike: dict[str, Tensor] = field(default_factory=dict)  # `units_alike`
     sequences: list[list[Any]] = field(default_factory=list)  # `sequence_shape`, rows of the call, loader pass
     averages: list[tuple[str, Tensor]] = field(default_factory=list)  # `Averages.measured`
-    ratios: list[Tensor] = field(default_factory=list)  # `ratios.all_one`
+    ratios: list[Tensor] = field(default_factory=list)  # `ratios_all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
     noted: list[tuple[str, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
