@@ -1,22 +1,18 @@
-"""Small trainings whose steps are not what they seem: gradients of another loss, updates that are dropped, memory that
-is updated twice, rates that are squared. Each with a similar correct program, and correct programs that are close.
+"""Small trainings whose steps are not what they seem: gradients of another loss, memory that is
+updated twice, rates that are squared. Each with a similar correct program, and correct programs that are close.
 
 In: torch. Out: functions, by the code of the expected finding.
 """
 
-import logging
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from support.traced_cases import X, batches, net, sgd, step
-
-LOG = logging.getLogger("update_cases")
 
 
 def a_generator_left_in_its_discriminator(wrong: bool) -> None:
@@ -48,22 +44,6 @@ def a_step_left_out(wrong: bool) -> None:
             optimizer.zero_grad()
         elif not wrong:
             optimizer.zero_grad()
-
-
-def a_target_that_follows(wrong: bool) -> None:
-    """Control: the average is written to the target."""
-    model, target = net(), net()
-    optimizer = sgd(model)
-    for x, y in batches():
-        with torch.no_grad():
-            target(x)
-        step(model, optimizer, x, y)
-        with torch.no_grad():
-            for q, p in zip(target.parameters(), model.parameters(), strict=True):
-                if wrong:
-                    0.1 * p + 0.9 * q
-                else:
-                    q.copy_(0.1 * p + 0.9 * q)
 
 
 class Tied(nn.Module):
@@ -109,7 +89,6 @@ def a_factor_that_is_small(wrong: bool) -> None:
 
 UPDATES: dict[Callable[[bool], None], str] = {
     a_step_left_out: "gradient-not-cleared",
-    a_target_that_follows: "result-dropped",
     a_weight_tied_by_data: "tied-by-data",
 }
 UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {
@@ -179,25 +158,6 @@ def a_run_that_ends_in_an_accumulation() -> None:
         if i % 10 == 9:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def numbers_that_are_read_otherwise() -> None:
-    """Interpolated weights that a model is called with, an average in a dictionary, and ratios that are seldom read."""
-    model, first = net(), net()
-    optimizer = sgd(model)
-    average = {n: p.detach().clone() for n, p in model.named_parameters()}
-    start = dict(first.named_parameters())
-    for i, (x, y) in enumerate(batches()):
-        step(model, optimizer, x, y)
-        with torch.no_grad():
-            for n, p in model.named_parameters():
-                ratio = p.grad.abs() / (p.abs() + 1e-8)  # type: ignore[union-attr]
-                change = p - start[n]
-                if i % 10 == 9:
-                    assert ratio.norm() > 0 < change.norm()
-                average[n] = 0.9 * average[n] + 0.1 * p
-                LOG.debug("%s", -0.1 * p.grad)  # type: ignore[operator]
-            functional_call(first, {n: 0.5 * p + 0.5 * start[n] for n, p in model.named_parameters()}, (x,))
 
 
 def weights_clamped_and_set() -> None:
@@ -276,7 +236,6 @@ NEAR_UPDATES = (
     a_critic_cleared_through_data,
     backwards_after_the_last_step,
     a_run_that_ends_in_an_accumulation,
-    numbers_that_are_read_otherwise,
     weights_clamped_and_set,
     parts_of_one_buffer,
     halves_that_are_added,

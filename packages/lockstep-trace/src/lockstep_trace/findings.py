@@ -98,7 +98,6 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
 )
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     modes.evaluated,
-    unused.dropped,
     modes.trained,
     modes.teachers,
     parameters.self_loads,

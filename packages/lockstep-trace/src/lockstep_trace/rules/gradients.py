@@ -224,21 +224,16 @@ def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps that read, beside the gradient of their own loss, one that another optimizer's loss has left.
 
-    The other optimizer has stepped by that loss already. A part may be trained by both losses on purpose, as by an
-    exact minimax or a reversed gradient, so this is no proof. Opposite directions say more: a generator's loss in its
-    discriminator, an actor's in its critic."""
+    The other optimizer has stepped by that loss already, as a generator's in its discriminator, or an actor's in its
+    critic. A part may be trained by both on purpose: by an exact minimax, or a reversed gradient."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         rows = [(s, n) for s in steps for n in s.notes or () if n.startswith(f"leak {optimizer} ")]
-        first = [(s, n) for s, n in rows if not n.endswith("opposed")]
-        if len(first) < PATIENCE:
+        if len(rows) < PATIENCE:
             continue
-        step, other = first[0][0], first[0][1].split()[2]
+        step, other = rows[0][0], rows[0][1].split()[2]
         what = f"step {step.step} of optimizer {optimizer}: its gradient is the sum of two losses'. Optimizer {other} "
-        what += f"has stepped by the first one, which nobody cleared; so in {len(first)} steps"
-        opposed = len(rows) - len(first)
-        if opposed:
-            what += f". It moves all outputs of these parameters one way, its own loss some the other ({opposed} steps)"
+        what += f"has stepped by the first one, which nobody cleared; so in {len(rows)} steps"
         cause = f"call zero_grad() of optimizer {optimizer} before the backward of its own loss"
         otherwise, decides = "a part that both losses are to train", "which loss is to train which part"
         yield Finding("gradient-left", what, cause, step.step, SUSPICIOUS, otherwise, decides)

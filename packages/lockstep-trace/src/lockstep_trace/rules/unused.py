@@ -224,25 +224,3 @@ def _nothing(step: Step, clip: dict[str, object]) -> bool:
         return False
     same = clip["all"] == len([p for p in step.layout.parameters if p.trained])
     return same and bool(step.unclipped or step.grads) and (clip["of"] == 0 or clip.get("norm") == 0.0)
-
-
-def dropped(trace: Trace) -> Iterator[Finding]:
-    """Report numbers that a line computes from each of several weights or gradients, and that nothing reads.
-
-    It is proved where the statement itself drops them, or gives them a name that no later code of the function reads.
-    What is given to a call or returned may be read in another thread, by compiled code, or at a later step."""
-    for rank in trace.ranks[:1]:
-        lines: dict[tuple[str, ...], list[Step]] = {}
-        for step in (s for steps in rank.steps.values() for _, s in sorted(steps.items())):
-            for name, line, of, dropped, count in step.unread or ():
-                lines.setdefault((name, line, of, "dropped" if dropped else "", str(count)), []).append(step)
-        for (name, line, of, proof, count), steps in lines.items():
-            if len(steps) > 1:
-                what = (
-                    f"{line}: {name} of {of} is computed for {count} tensors between steps, nothing reads the results"
-                )
-                what += f" and they are dropped, as before step {steps[0].step}: {of} stay as they are"
-                cause = f"write them: in place ({name}_, lerp_, copy_), or assign them to .data or .grad"
-                otherwise = "numbers to look at that are seldom read"
-                finding = Finding("result-dropped", what, cause, steps[0].step)
-                yield weakened(finding, bool(proof), otherwise, "what the line is for")

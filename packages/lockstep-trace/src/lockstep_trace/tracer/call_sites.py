@@ -40,7 +40,7 @@ def call_site(in_backward: bool) -> CallSite | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        kind = kind_of(name)
+        kind = _kind(name)
         if kind == "compiled":
             return None
         if in_backward and kind in ("checkpoint", "engine"):
@@ -49,12 +49,12 @@ def call_site(in_backward: bool) -> CallSite | None:
         elif kind == "optimizer" and line is None and library is None:
             role = role or "optimizer"
         elif kind == "library" and library is None and not engine:
-            library = f"{short_name(name)}:{frame.f_lineno}"
+            library = f"{_short(name)}:{frame.f_lineno}"
         elif kind == "user" and engine:
-            started = f"{short_name(name)}:{frame.f_lineno}"
+            started = f"{_short(name)}:{frame.f_lineno}"
             break
         elif kind == "user" and line is None:
-            line = f"{short_name(name)}:{frame.f_lineno}"
+            line = f"{_short(name)}:{frame.f_lineno}"
             if not in_backward:
                 break
         frame = frame.f_back  # type: ignore[assignment]
@@ -64,7 +64,7 @@ def call_site(in_backward: bool) -> CallSite | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def kind_of(name: str) -> str:
+def _kind(name: str) -> str:
     if name.startswith(TORCH):
         rest = name[len(TORCH) :].replace(os.sep, "/")
         if name.startswith(COMPILED):
@@ -82,7 +82,7 @@ def kind_of(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def short_name(name: str) -> str:
+def _short(name: str) -> str:
     """Return a path below the current folder, or below the installed packages, as relative."""
     for part in PACKAGES:
         if part in name:

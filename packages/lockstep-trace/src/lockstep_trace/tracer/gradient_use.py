@@ -59,32 +59,21 @@ class GradientUse:
 
 
 class Leaks:
-    """Gradients that a loss leaves in the parameters of an optimizer, while another one steps by that loss.
-
-    Of a model's outputs in both losses, the signs of their gradients are recorded."""
+    """Gradients that a loss leaves in the parameters of an optimizer, while another one steps by that loss."""
 
     def __init__(self) -> None:
         self.looks = LEAKS
         self._marks: dict[int, list[Any]] = {}  # by optimizer, before or after the last backward
         self._losses: dict[int, list[Loss]] = {}  # since its gradients were cleared
         self._left: dict[int, Tensor] = {}  # whether gradients before a backward are not zero
-        self._pushed: list[tuple[int, bool, Tensor]] = []  # in a backward: a model's parameter, whether inputs need one
-        self._notes: dict[int, list[tuple[str, Tensor]]] = {}
-
-    def called(self, module: Any, args: Sequence[Any], output: Any) -> None:
-        """Watch the gradient of a model's output."""
-        if isinstance(output, Tensor) and output.requires_grad:
-            first, needs = id(next(module.parameters())), any(isinstance(a, Tensor) and a.requires_grad for a in args)
-            output.register_hook(
-                lambda g: self._pushed.append((first, needs, torch.stack([(g > 0).any(), (g < 0).any()])))
-            )
+        self._notes: dict[int, tuple[str, Tensor]] = {}
 
     def before_backward(self, optimizers: Mapping[int, Any]) -> None:
-        self._pushed = []
         for number, optimizer in optimizers.items() if len(optimizers) > 1 and self.looks else ():
             now = _marks(optimizer)
             if self._marks.get(number) != now:  # cleared, or written to
-                self._losses[number], self._notes[number] = [], []
+                self._losses[number] = []
+                self._notes.pop(number, None)
             self._marks[number] = now
             if any(loss.stepped for loss in self._losses.get(number, ())):
                 self._left[number] = torch.stack([p.grad.any() for p in _with_gradients(optimizer)]).any()
@@ -93,19 +82,12 @@ class Leaks:
         marks = {n: _marks(o) for n, o in optimizers.items()} if self._marks and self.looks else {}
         reached = {n for n, now in marks.items() if self._marks.get(n) != now}
         for number in reached:
-            own = {id(p) for group in optimizers[number].param_groups for p in group["params"]}
-            pushed = [(needs, signs) for first, needs, signs in self._pushed if first in own]
             losses = self._losses.setdefault(number, [])
-            before = next((loss for loss in losses if loss.stepped - reached), None)
-            if before is not None and number in self._left:
-                name = f"leak {number} {min(before.stepped - reached)}"
-                self._notes[number] = [(name, self._left[number])]
-                there, here = [s for needs, s in before.pushed if needs], [s for _, s in pushed]
-                if there and here:
-                    (up, down), (rise, fall) = (torch.stack(signs).any(0) for signs in (there, here))
-                    self._notes[number].append((f"{name} opposed", (up ^ down) & ((up & fall) | (down & rise))))
-            losses.append(Loss(reached, pushed))
-        self._marks, self._left, self._pushed = marks, {}, []
+            others = next((loss.stepped - reached for loss in losses if loss.stepped - reached), None)
+            if others and number in self._left:
+                self._notes[number] = f"leak {number} {min(others)}", self._left[number]
+            losses.append(Loss(reached))
+        self._marks, self._left = marks, {}
 
     def stepped(self, number: int) -> list[tuple[str, Tensor]]:
         """Return notes on the gradients of an optimizer's step, and whether they hold."""
@@ -114,17 +96,16 @@ class Leaks:
                 if other != number and number in loss.reached:
                     loss.stepped.add(number)
         self._losses[number] = []
-        notes = self._notes.pop(number, [])
-        self.looks -= bool(notes)
-        return notes
+        note = self._notes.pop(number, None)
+        self.looks -= note is not None
+        return [] if note is None else [note]
 
 
 @dataclass
 class Loss:
-    """A backward: the optimizers that it reached, the signs of gradients of outputs, the optimizers stepped since."""
+    """A backward: the optimizers that it reached, and those stepped since."""
 
     reached: set[int]
-    pushed: list[tuple[bool, Tensor]]
     stepped: set[int] = field(default_factory=set)
 
 

@@ -195,8 +195,6 @@ def _wrap_call(hooks: Hooks) -> None:
             hooks.guarded(recorder.noise.end, module, mode)
         if checker is not None and checked is not None:
             hooks.guarded(checker.after_call, checked, (args, kwargs), result)
-        if len(recorder.steps) > 1 and recorder.leaks.looks and max(recorder.steps) < 64:
-            hooks.guarded(recorder.leaks.called, module, args, result)
         return result
 
     nn.Module.__call__ = call  # type: ignore[method-assign]

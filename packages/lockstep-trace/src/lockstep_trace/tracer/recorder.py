@@ -38,7 +38,6 @@ from .schedules import Schedules, unread_rate
 from .settings import Settings
 from .state_loads import StateLoads, own_loss_of_a_trainer
 from .strays import Strays
-from .unread import WINDOWS, UnreadWindow
 from .versions import watch_foreach, written
 from .writer import Writer
 
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from .operations import Operations
 
 DRAWS = 16  # first steps in which the generator's state is looked at
-KEPT = 16  # backwards without a step, and each power of two of them, after which gradients are looked at
+LOOKED_FROM = 16  # backwards without a step, and each power of two of them, after which gradients are looked at
 TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
@@ -81,7 +80,6 @@ class Recorder:
         self.gradients = GradientHistory()
         self.use = GradientUse()
         self.leaks = Leaks()
-        self.window = UnreadWindow()
         self.state_loads = StateLoads(self.write)
         self.pending: list[Any] = []
         self.perturbed = False
@@ -109,7 +107,6 @@ class Recorder:
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record that the outermost module with parameters is about to be called, outside backward."""
-        self._look_away()
         gradients = self.with_gradients = torch.is_grad_enabled()
         self.state_loads.called(module)
         if self.settings.perturb and not self.perturbed:
@@ -225,7 +222,6 @@ class Recorder:
 
     def backward(self, tensors: Any, scaled: bool, whole: bool = True) -> None:
         """Record that `backward` is about to be called on tensors. `whole`: without inputs or gradients given."""
-        self._look_away()
         self.leaks.before_backward(self._stepping())
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
@@ -235,7 +231,7 @@ class Recorder:
         cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
         self.since.cleared += cleared
         self.since.backwards += 1
-        if (count := self.since.backwards) >= KEPT and not count & (count - 1):
+        if (count := self.since.backwards) >= LOOKED_FROM and not count & (count - 1):
             self.since.nonfinite = self._nonfinite()
         self.since.inputs_at.append(len(self.since.inputs))
         if not isinstance(tensors, Tensor):
@@ -288,16 +284,11 @@ class Recorder:
         """Record that `backward` has returned."""
         self.gradients.after_backward(self.models())
         self.leaks.after_backward(self._stepping())
-        if max(self.steps, default=0) in WINDOWS:
-            self.window.open()
         if self.arrivals and self.measures():
             self.since.arrived = self._arrived()
 
     def _stepping(self) -> dict[int, Any]:
         return {n: o for n, ref in enumerate(self.optimizers) if (o := ref()) is not None}
-
-    def _look_away(self) -> None:
-        self.since.unread += self.window.close()
 
     def _arrived(self) -> dict[Any, Tensor]:
         """Measure gradients after a backward, without sketches, by key of their parameters."""
@@ -380,7 +371,6 @@ class Recorder:
 
     def before_step(self, optimizer: Any) -> dict[str, Any]:
         """Measure gradients and weights before a step, and return the values that `after_step` needs."""
-        self._look_away()
         number = self.number_of(optimizer)
         step = self.steps[number]
         self.since.noted += self.leaks.stepped(number)
@@ -442,7 +432,7 @@ class Recorder:
             return
         self.flush()
         record = self._cheap(here)
-        record |= {"unread": self.since.unread, "one_memory": here["one_memory"]}
+        record["one_memory"] = here["one_memory"]
         if "resume" in here:
             record["resume"] = here["resume"]
         record |= {"idle": self.schedules.idle(optimizer), "schedulers": self.schedules.since(optimizer, number)}
@@ -466,8 +456,6 @@ class Recorder:
 
     def _made_step(self, number: int) -> None:
         self.steps[number] += 1
-        if max(self.steps) in WINDOWS:
-            self.window.open()
         if self.operations is not None:
             self.operations.stepped(number, self.steps[number])
 
@@ -614,7 +602,6 @@ class Recorder:
 
     def end(self) -> None:
         """Write pending records and the end record, at a normal exit."""
-        self._look_away()
         self.flush()
         if self.operations is not None:
             self.operations.finish(unfinished=True)

@@ -30,7 +30,6 @@ class Since:
     cleared: int = 0  # backwards whose gradients were cleared before the next one
     arrived: dict[Any, Tensor] = field(default_factory=dict)  # gradients after the last backward, measured
     nonfinite: Tensor | None = None  # `Recorder._nonfinite`
-    unread: list[list[Any]] = field(default_factory=list)  # `UnreadResults.unread`
     bare: list[tuple[str, list[int], Tensor]] = field(default_factory=list)  # `Strays.bare`
     attention: list[Tensor] = field(default_factory=list)  # `attention.SEEN`
     twice: list[Any] = field(default_factory=list)  # weak reference to the last loss, if its whole gradient was taken
