@@ -70,7 +70,7 @@ def test_a_product_with_its_own_transpose_has_one_input_twice() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/all_pairs.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/ratios.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 @pytest.mark.parametrize("op", [torch.mul, torch.div])
 def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
@@ -93,7 +93,7 @@ def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/ratios.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/all_pairs.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
