@@ -131,7 +131,7 @@ def test_what_cannot_be_recomputed_is_said_and_nothing_is_concluded(tmp_path: Pa
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        (statistics_of_micro_batches, "accumulation (batch norm: each micro-batch has statistics of its own)"),
+        (statistics_of_micro_batches, "accumulation (batch norm: each micro-batch has its own statistics)"),
         (codes_that_are_sampled, "accumulation (the model draws random numbers with dropout off"),
     ],
 )

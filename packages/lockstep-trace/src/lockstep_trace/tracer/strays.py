@@ -1,6 +1,6 @@
-"""Parameters that get gradients, and that no called model has registered: layers in a list or dictionary of Python.
+"""Finds parameters with gradients that no called model has registered: layers in a Python list or dictionary.
 
-In: losses before backward. Out: shapes for a step's record. The graphs of a model's first losses are looked at.
+In: losses before backward. Out: shapes for a step's record. Only the graphs of a model's first losses are searched.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ LARGEST = 1 << 16  # most elements of a parameter whose first value is kept
 
 
 class Strays:
-    """All parameters of this process that are in graphs of losses and in no called model."""
+    """Parameters of this process that are in graphs of losses but in no called model."""
 
     def __init__(self) -> None:
         self._refs: dict[int, weakref.ref[Any]] = {}
-        self._bare: dict[int, tuple[str, Tensor]] = {}  # in a list of a model: where, and the first value
+        self._bare: dict[int, tuple[str, Tensor]] = {}  # id -> (place in a model's list, first value)
 
     def look(self, loss: Any, models: Sequence[nn.Module]) -> list[nn.Parameter]:
-        """Find such parameters in the graph of a loss, and return all parameters in it. Models in FSDP have others in
-        their graphs than they hold."""
+        """Record unregistered parameters in the graph of a loss, and return all parameters in it; none with FSDP, whose
+        graphs have other parameters than the model."""
         if any(placement.is_fsdp(model) for model in models):
             return []
         leaves = _leaves(loss)
@@ -42,13 +42,13 @@ class Strays:
         return leaves
 
     def with_gradients(self, optimized: set[int]) -> list[list[int]]:
-        """Return the shapes of those that have a gradient now and are in no optimizer. `optimized`: ids."""
+        """Return the shapes of recorded parameters that have a gradient and are in no optimizer. `optimized`: ids."""
         alive = [p for key, ref in self._refs.items() if key not in optimized and (p := ref()) is not None]
         return [list(p.shape) for p in alive if p.grad is not None]
 
     def bare(self, optimized: set[int]) -> list[tuple[str, list[int], Tensor]]:
-        """Return where in a model's lists such a parameter stands, its shape, and whether it has changed: of those that
-        have a gradient now and are in no optimizer."""
+        """Return (place, shape, whether it has changed) of each parameter in a model's list that has a gradient and is
+        in no optimizer."""
         rows = [(ref(), *self._bare[key]) for key, ref in self._refs.items() if key in self._bare]
         return [
             (where, list(p.shape), (p.detach() != first).any().reshape(1).long())
@@ -58,7 +58,7 @@ class Strays:
 
 
 def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
-    """Return the class and attribute of a model whose list, tuple or dictionary has a parameter as an element."""
+    """Return `Class.attribute` of a list, tuple or dictionary in a model that holds a parameter, else ""."""
     for model in models:
         for module in model.modules():
             for name, value in vars(module).items():
@@ -69,8 +69,7 @@ def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
 
 
 def _leaves(loss: Any) -> list[nn.Parameter]:
-    """Return the parameters in a graph, in order from the loss; plain tensors, as inputs and learned images, are
-    none."""
+    """Return the parameters in a graph, in order from the loss, without plain tensors such as learned images."""
     leaves = []
     for node in nodes_of(loss, NODES):
         variable = getattr(node, "variable", None)

@@ -53,8 +53,8 @@ def local_shape(parameter: Any) -> Any:
 def version(tensor: Any) -> int:
     """Return torch's version counter of a tensor. Writes through `tensor.data` are not counted.
 
-    A DTensor counts writes through itself, and its part those of FSDP through the part; writes of `_foreach` functions
-    count in neither, and are counted by `watch_foreach`."""
+    A DTensor counts its own writes, and its local tensor those of FSDP. Neither counts writes of `_foreach` functions,
+    which `watch_foreach` counts."""
     if not placement.is_dtensor(tensor):
         return int(getattr(tensor, "_version", 0))
     ref, writes = _WRITES.get(id(tensor), (None, 0))
@@ -66,7 +66,7 @@ _WRITES: dict[int, tuple[weakref.ref[Any], int]] = {}  # writes of `_foreach` fu
 
 
 def watch_foreach() -> None:
-    """Count writes of torch's `_foreach` functions to DTensors, once there are any."""
+    """Count writes of torch's `_foreach` functions to DTensors from now on."""
     for name in dir(torch):
         original = getattr(torch, name) if name.startswith("_foreach_") and name.endswith("_") else None
         if original is not None and not hasattr(original, "lockstep_wrapped"):

@@ -1,4 +1,4 @@
-"""Random number generators in data loader workers: records whether workers draw the same numbers.
+"""Records the random number generators of data loader workers, which may draw the same numbers.
 
 In: a data loader whose pass begins. Out: one record per worker at its end, with hashes of the generators' states at its
 start, after its first examples and at its end: torch's, numpy's, Python's, and those in the data set. Only for forked
@@ -27,7 +27,7 @@ def watched(loader: Any, write: Callable[..., None], name: str) -> Any:
     context = loader.multiprocessing_context
     method = context.get_start_method() if context is not None else multiprocessing.get_start_method()
     if loader.num_workers < 2 or method != "fork" or isinstance(loader.dataset, torch.utils.data.IterableDataset):
-        return None  # workers may shuffle a stream equally on purpose, and take a share each
+        return None  # workers may shuffle a stream alike on purpose, to take a share each
     return functools.partial(_begin, loader.worker_init_fn, write, name)
 
 

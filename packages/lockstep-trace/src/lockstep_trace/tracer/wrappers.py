@@ -1,6 +1,6 @@
-"""Optimizers inside of other optimizers, as in ZeroRedundancyOptimizer, Accelerate, Lightning, DeepSpeed and Lookahead.
+"""Optimizers inside other optimizers, as in ZeroRedundancyOptimizer, Accelerate, Lightning, DeepSpeed and Lookahead.
 
-In: an optimizer, or an object that stands for one. Out: the optimizers that it holds.
+In: an optimizer, or a wrapper of one. Out: the optimizers that it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-DEPTH = 6  # of wrappers in each other
+DEPTH = 6  # most nested wrappers
 
 
 def nested(optimizer: Any) -> list[Any]:
@@ -31,7 +31,7 @@ def inside(optimizer: Any) -> set[int]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is an optimizer of torch, or has parameter groups and a step as one has."""
+    """Return whether a value is a torch optimizer, or has parameter groups and a `step` like one."""
     if isinstance(value, torch.optim.Optimizer):
         return True
     if isinstance(value, torch.nn.Module) or not callable(getattr(type(value), "step", None)):

@@ -27,8 +27,8 @@ FORMAT = 1
 
 class Writer:
     """Appends the records of this process to its file, which is created with the first record, when the rank is known.
-    Errors do not propagate to the script: a full disk ends the trace with a warning. `replace`: the files of an earlier
-    run are removed first, those of this rank by each rank and those of higher ranks by rank 0."""
+    Errors do not propagate to the script: a full disk ends the trace with a warning. `replace`: remove the files of an
+    earlier run first: each rank its own, and rank 0 those of ranks beyond the world size."""
 
     def __init__(self, folder: Path, replace: bool = False) -> None:
         self.folder = folder
@@ -94,7 +94,7 @@ def _remove_earlier(folder: Path, began: float, rank: int, world: int) -> None:
         of = int(number) if number.isdigit() else -1
         if (of == rank or (rank == 0 and of >= world)) and path.stat().st_mtime < began:
             path.unlink()
-    about = folder / "trace.json"  # of a command, which did not start this run
+    about = folder / "trace.json"  # written by a command that did not start this run
     if rank == 0 and about.is_file() and about.stat().st_mtime < began:
         about.unlink()
 

@@ -1,11 +1,11 @@
-"""Reference of gradient accumulation: the micro-batches of a step as one batch.
+"""Reference for gradient accumulation: the micro-batches of a step as one batch.
 
 In: the recorded calls of a step and its backwards. Out: observations, dictionaries with `reference` and `result`.
 Dropout is off on both sides, since one batch draws other masks than its parts.
 
-It shows what a model makes of the size of its batch, and, where the loss is computed inside of the model, how the
-losses of micro-batches are put together. What a loss outside of the model makes of a batch (contrastive losses) is not
-looked at: the gradient that arrived at the outputs is taken as it was.
+It detects models that depend on the batch size and, if the model computes its loss, wrong sums of the micro-batches'
+losses. Losses outside the model, such as contrastive ones, are not checked: the recorded gradient of the outputs is
+used as it is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def accumulation(calls: Sequence[ModuleCall], backwards: Sequence[Backward], own
     if any(call.module is not first.module for _, call in parts):
         raise NotRecomputable("micro-batches go through different models")
     if any(isinstance(m, placement.BATCH_NORM) and m.training for m in first.module.modules()):
-        raise NotRecomputable("batch norm: each micro-batch has statistics of its own")
+        raise NotRecomputable("batch norm: each micro-batch has its own statistics")
     for _, call in parts:
         if not replay.is_compiled(call.module):
             replay.require_reproduced(call)
@@ -56,7 +56,7 @@ def accumulation(calls: Sequence[ModuleCall], backwards: Sequence[Backward], own
 
 
 def _call_of(backward: Backward, calls: Sequence[ModuleCall], own: set[int]) -> ModuleCall:
-    """Return the one call whose outputs the loss of a backward is computed from."""
+    """Return the only call from whose outputs the loss of a backward is computed."""
     if backward.reason:
         raise NotRecomputable(backward.reason)
     rows = [c for c in calls if any(backward.number in o.gradients for o in c.outputs)]
@@ -67,11 +67,11 @@ def _call_of(backward: Backward, calls: Sequence[ModuleCall], own: set[int]) -> 
 
 
 def _arrived(call: ModuleCall, number: int) -> dict[int, Tensor]:
-    """Return the gradients that arrived at the outputs from which the loss is computed, by number of the output."""
+    """Return output number -> gradient that arrived at it, for the outputs that the loss uses."""
     fired = {i: row.gradients[number] for i, row in enumerate(call.outputs) if number in row.gradients}
     seeds = [i for i in call.seeds.get(number, []) if i in fired]
     if not seeds and len(fired) != 1:
-        raise NotRecomputable("the loss reaches several outputs by a way that is not seen")
+        raise NotRecomputable("the loss depends on several outputs in an unknown way")
     return {i: fired[i] for i in seeds or fired}
 
 
@@ -91,7 +91,7 @@ def _joined(inputs: list[Any], sizes: list[int]) -> Any:
         elif all(t.shape == one.shape and torch.equal(t, one) for t in same):
             joined[id(one)] = one
         else:
-            raise NotRecomputable("an input that is not made of rows differs between micro-batches")
+            raise NotRecomputable("an input without rows differs between micro-batches")
     values = [repr(list(_values(each))) for each in inputs]
     if len(set(values)) != 1:
         raise NotRecomputable("an option of the call differs between micro-batches")
@@ -118,7 +118,7 @@ def _gradients(call: ModuleCall, inputs: Any, arrived: Mapping[int, Tensor]) -> 
     roots = [(result.floats[i], g) for i, g in arrived.items() if i < len(result.floats)]
     roots = [(t, g.to(t.dtype)) for t, g in roots if t.requires_grad]
     if len(roots) != len(arrived) or any(t.shape != g.shape for t, g in roots):
-        raise NotRecomputable("the forward returned other outputs when it was repeated")
+        raise NotRecomputable("the repeated forward returned different outputs")
     own = [p for p in replay.unwrapped(call.module).parameters() if p.requires_grad]
     twins = [p for p in twin.parameters() if p.requires_grad]
     parts = torch.autograd.grad([t for t, _ in roots], twins, [g for _, g in roots], allow_unused=True)
@@ -127,7 +127,7 @@ def _gradients(call: ModuleCall, inputs: Any, arrived: Mapping[int, Tensor]) -> 
 
 
 def _together(arrived: list[dict[int, Tensor]], outputs: list[list[Tensor]], sizes: list[int]) -> dict[int, Tensor]:
-    """Return what would arrive at the outputs of one batch: rows one after the other; for a loss, its factors' sum."""
+    """Return the gradients that would arrive at the outputs of one batch: concatenated rows; for a loss, a sum."""
     if len({tuple(each) for each in arrived}) != 1:
         raise NotRecomputable("the losses of micro-batches are computed from different outputs")
     together = {}

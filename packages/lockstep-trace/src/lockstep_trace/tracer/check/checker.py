@@ -1,5 +1,5 @@
-"""Decides at which steps `--check` computes again, records their calls, and writes a `check` record. What is wrong with
-a record is decided by `rules/checks.py`.
+"""Chooses the steps that `--check` recomputes, records their calls, and writes `check` records, which
+`rules/checks.py` judges.
 
 In: calls from hooks. Out: records of kind `check`, one for each optimizer and checked step. All is computed before the
 optimizer's step, from copies; `_preserved` restores the process's random numbers.
@@ -24,12 +24,12 @@ from .calls import CALLS, ModuleCall, NotRecomputable, RandomState, observe_outp
 from .gradients import Backward, Recomputed, observed, recomputed
 from .seeds import seed
 
-MOST_WINDOWS = 8  # optimizers of a process that are checked
+MOST_WINDOWS = 8  # most optimizers of a process to check
 
 
 class Checker:
-    """Checks the steps of `steps` of each optimizer in this process. Methods are called by hooks, which turn exceptions
-    into records."""
+    """Checks the steps in `steps` of each optimizer of this process. Hooks call its methods and turn exceptions into
+    records."""
 
     def __init__(self, hooks: Any, recorder: Any, steps: tuple[int, ...]) -> None:
         self.hooks, self.recorder, self.steps = hooks, recorder, frozenset(steps)
@@ -124,7 +124,7 @@ class Checker:
         with self._preserved():
             try:
                 if self.hooks.backward_depth:
-                    raise NotRecomputable("the optimizer makes its step inside of backward")
+                    raise NotRecomputable("the optimizer steps inside backward")
                 if self.overflowed:
                     raise NotRecomputable(f"the step has more than {CALLS} calls of models")
                 record |= self._gradient(number, here)
@@ -150,7 +150,7 @@ class Checker:
 
     @contextlib.contextmanager
     def _preserved(self) -> Iterator[None]:
-        """Context manager inside of which the tracer is off and collectives fail; restores random numbers."""
+        """Context manager in which the tracer is off and collectives fail; restores random numbers."""
         recorder, self.hooks.recorder, self.hooks.replaying = self.hooks.recorder, None, True
         state = RandomState.now()
         try:
@@ -204,7 +204,7 @@ class Checker:
         return {"left_of": of, "left": _measured([left[id(parameters[i])] / scale for i in of], parameters, of)}
 
     def _references(self, number: int) -> list[dict[str, Any]]:
-        """Compare a call of the step with itself: the last one that holds parameters of the optimizer."""
+        """Run the references of one call (the one with the most parameters), and of accumulation over all calls."""
         own = {id(p) for p in self._parameters(number)}
         calls = [c for c in self.calls if any(id(p) in own for p in c.module.parameters())]
         calls = [c for c in calls if any(o.gradients for o in c.outputs)] or calls

@@ -1,7 +1,7 @@
-"""Recomputes the gradient that an optimizer should see: the sum of what each micro-batch of the step gives.
+"""Recomputes the gradient that an optimizer should see: the sum of the gradients of the step's micro-batches.
 
-In: the recorded calls, the optimizer's parameters. Out: `Recomputed`. The means over ranks are made by the reader, from
-the ranks' records: the tracer never communicates.
+In: the recorded calls, the optimizer's parameters. Out: `Recomputed`. The reader averages over
+ranks, from their records: the tracer never communicates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .calls import ModuleCall, NotRecomputable, connect
 
 @dataclass
 class LossFactor:
-    """A loss function of torch in one backward. `factor`: derivative of what `backward` got by its result (None until
-    the backward). `targets`: how many count. `mean`: whether it is a mean over them."""
+    """A loss function of torch in one backward. `factor`: gradient that reaches its result (None until the backward).
+    `targets`: number of targets that count. `mean`: whether it is a mean over them."""
 
     node: Any
     targets: Tensor | None
@@ -122,7 +122,7 @@ def _of_call(call: ModuleCall, backward: Backward, result: Recomputed) -> dict[i
     result.distance = max(result.distance, distance)
     if distance > replay.rounding_of(call):
         how = (
-            "the model is compiled, and draws other random numbers or rounds otherwise"
+            "the compiled model draws different random numbers or rounds differently"
             if replay.is_compiled(call.module)
             else "the forward depends on more than its inputs, buffers and random numbers"
         )

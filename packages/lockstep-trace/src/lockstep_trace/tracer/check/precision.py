@@ -1,4 +1,4 @@
-"""References of one call: itself, eager instead of compiled, float32 instead of half precision.
+"""References for one call: repeated, eager instead of compiled, float32 instead of half precision.
 
 In: a `ModuleCall`. Out: observations, dictionaries with `reference`, `result` (`same`, `differs`) and the evidence.
 """
@@ -44,7 +44,7 @@ def first_difference(
     other_seed: int | None = None,
 ) -> tuple[str, str]:
     """Return the (module, operation) whose output first differs between two runs of a model; "" if none is seen.
-    `one`, `other`: (copy, inputs). `differ`: called with two outputs. `seed`, `other_seed`: of their random numbers."""
+    `one`, `other`: (copy, inputs). `differ`: called with two outputs. `seed`, `other_seed`: their seeds."""
     pairs = (one, seed), (other, seed if other_seed is None else other_seed)
     a, b = (replay.run(*each, call, modules=True, seed=s) for each, s in pairs)
     name = _first(a.watched, b.watched, differ)
@@ -98,8 +98,8 @@ def _draws(twin: nn.Module, call: ModuleCall) -> bool:
 
 
 def float32(call: ModuleCall) -> list[dict[str, Any]]:
-    """Compute the call in float32, and compare outputs and the gradient with those of half precision. The module named
-    is the one whose output is furthest from float32 in relation to its inputs'."""
+    """Compute the call in float32, and compare outputs and the gradient with those of half precision. Names the
+    module that adds most to the relative error of its inputs."""
     half = {p.dtype for p in call.module.parameters()} & set(HALF)
     dtype = call.autocast[1] if call.autocast is not None else next(iter(half), None)
     if dtype not in HALF:

@@ -25,13 +25,13 @@ from .calls import ModuleCall, NotRecomputable, floats, mapped, tensors
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 DROPOUT = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "dropout_")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-OUR_HOOKS = ("torch.", "accelerate.")  # hooks of these are part of a module, and write to nothing else
+OUR_HOOKS = ("torch.", "accelerate.")  # hooks from these packages belong to a module, and write to nothing else
 
 
 @dataclass
 class Replay:
     """Results of a repeated call. `watched`: (module, operation or "", output) in the order in which they ended.
-    `dropped`: (module, output) of each operation that dropped elements by the generators of torch."""
+    `dropped`: (module, output) of each operation that dropped elements with torch's generators."""
 
     output: Any
     floats: list[Tensor]
@@ -123,7 +123,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def require_plain(module: nn.Module) -> None:
-    """Errors: `NotRecomputable` if a copy of the module would not compute alone and without side effects."""
+    """Check that a copy of the module computes alone and without side effects. Errors: `NotRecomputable`."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise NotRecomputable("hooks on all modules are registered")
     for name, inner in module.named_modules():
@@ -142,7 +142,7 @@ def require_plain(module: nn.Module) -> None:
 
 
 def copied(call: ModuleCall) -> nn.Module:
-    """Return a copy of a call's model with the weights of now and the buffers and modes of the call. Errors:
+    """Return a copy of a call's model with the present weights and the buffers and modes of the call. Errors:
     `NotRecomputable`."""
     if call.reason:
         raise NotRecomputable(call.reason)
@@ -150,7 +150,7 @@ def copied(call: ModuleCall) -> nn.Module:
     require_plain(inner)
     if any(getattr(p, "device", None) == torch.device("meta") for p in inner.parameters()):
         raise NotRecomputable("parameters are on the meta device")
-    # those with a graph, such as an auxiliary loss that is kept in the module, cannot be copied otherwise
+    # deepcopy fails for tensors with a graph, such as an auxiliary loss that the module keeps
     memo: dict[int, Any] = {id(t): t.detach().clone() for t in attribute_tensors(inner) if not t.is_leaf}
     try:
         twin = copy.deepcopy(inner, memo)
@@ -239,7 +239,7 @@ def run(
             contexts.enter_context(guard)
             output = twin(*args, **kwargs)
     except Exception as error:  # of the script's forward
-        raise NotRecomputable(f"the forward fails alone: {type(error).__name__}: {str(error)[:200]}") from error
+        raise NotRecomputable(f"the repeated forward fails: {type(error).__name__}: {str(error)[:200]}") from error
     finally:
         guard.restore()
     passed = {id(t) for t in floats((args, kwargs))}
@@ -264,21 +264,21 @@ def rounding_of(call: ModuleCall) -> float:
 
 
 def require_reproduced(call: ModuleCall) -> None:
-    """Errors: `NotRecomputable` if a repeated forward has other outputs than that of training."""
+    """Check that a repeated forward has the outputs of training. Errors: `NotRecomputable`."""
     if reproduced(call, run(copied(call), (call.args, call.kwargs), call)) > rounding_of(call):
         raise NotRecomputable("repeated outputs differ from those of training: the forward depends on a state")
 
 
 def reproduced(call: ModuleCall, result: Replay) -> float:
-    """Return the largest relative difference between recorded and repeated outputs. Errors: `NotRecomputable` if they
-    are not alike in number."""
+    """Return the largest relative difference between recorded and repeated outputs. Errors: `NotRecomputable` if
+    their number or shapes differ."""
     if len(result.floats) != len(call.outputs):
-        raise NotRecomputable("the forward returned other outputs when it was repeated")
+        raise NotRecomputable("the repeated forward returned different outputs")
     largest = 0.0
     for row, tensor in zip(call.outputs, result.floats, strict=True):
         again = measure([tensor.detach()], [whole(tensor)])[0]
         if again.shape != row.sketch.shape:
-            raise NotRecomputable("the forward returned outputs of other shapes when it was repeated")
+            raise NotRecomputable("the repeated forward returned outputs of different shapes")
         if not torch.equal(again, row.sketch):
             one, other = row.sketch[2:].view(torch.float64), again[2:].view(torch.float64)
             size = max(float(one.norm()), float(other.norm()))
@@ -291,14 +291,14 @@ def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = T
     how far the repeated outputs are from the recorded ones. Errors: `NotRecomputable`.
 
     The gradient that arrived at each output replaces the one computed inside, because the loss may use an output and
-    another one that is made of it."""
+    another one computed from it."""
     result = run(twin, (call.args, call.kwargs), call, gradients=True, autocast=autocast)
     distance = reproduced(call, result)
     fired = [i for i, row in enumerate(call.outputs) if number in row.gradients]
     seeds = [i for i in call.seeds.get(number, []) if i in fired]
     if not seeds:
         if len(fired) != 1:
-            raise NotRecomputable("the loss reaches several outputs by a way that is not seen")
+            raise NotRecomputable("the loss depends on several outputs in an unknown way")
         seeds = fired
     arrived = {i: call.outputs[i].gradients[number].to(result.floats[i].dtype) for i in fired}
     for i in fired:
@@ -311,7 +311,7 @@ def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = T
     try:
         parts = torch.autograd.grad(roots, twins, [arrived[i] for i in seeds], allow_unused=True)
     except Exception as error:  # of a function of the script's
-        raise NotRecomputable(f"the backward fails alone: {str(error)[:200]}") from error
+        raise NotRecomputable(f"the repeated backward fails: {str(error)[:200]}") from error
     inner = unwrapped(call.module)
     ids = [id(p) for p in inner.parameters() if p.requires_grad]
     if len(ids) != len(twins):

@@ -1,4 +1,4 @@
-"""References of one call that change its batch: rows in another order, rows without the others, rows without padding.
+"""References for one call that change its batch: rows in another order, half of the rows, rows without padding.
 
 In: a `ModuleCall`. Out: observations. Dropout is off in each of them. A model that draws random numbers with dropout
 off is not compared: another batch would draw others.
@@ -17,7 +17,7 @@ from .calls import ModuleCall, NotRecomputable, mapped, tensors
 from .precision import distance_between, exactly, first_difference
 from .replay import Replay
 
-LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative; what other kernels for another batch size explain
+LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative differences that kernels for another batch size explain
 LIMIT_HALF = 5e-2
 LABELS = ("labels", "label", "label_ids")
 
@@ -53,7 +53,7 @@ def batch_of(call: ModuleCall, least: int = 2) -> int:
             continue
         hidden = tensor.dim() == 3 and tensor.shape[1] == size  # a state of a recurrent module, layers first
         if hidden or (tensor.shape[0] != 1 and not (square and tensor.shape[0] != size)):
-            raise NotRecomputable("inputs have different first dimensions: what a row is cannot be seen")
+            raise NotRecomputable("inputs have different first dimensions, so rows are unknown")
     return int(size)
 
 
@@ -190,8 +190,8 @@ def padding(call: ModuleCall) -> list[dict[str, Any]]:
 def _real(call: ModuleCall, size: int) -> tuple[Tensor, str] | None:
     """Return which positions hold an example's own tokens, bool [B, T], and how that is known; None without padding.
 
-    `mask`: an input called attention_mask says so. `run`: rows of an integer input end, or begin, in runs of different
-    lengths of one value that occurs nowhere else in them, two rows at least."""
+    `mask`: by an input named attention_mask. `run`: at least two rows of an integer input end, or begin, with repeats
+    of one value that occurs nowhere else in them, in different lengths."""
     mask = call.kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[0] == size and not mask.is_floating_point():
         real = mask.bool().cpu()
@@ -235,8 +235,8 @@ def _trimmed(call: ModuleCall, size: int, row: int, keep: Tensor, length: int) -
 
 
 def _arriving(call: ModuleCall, real: Tensor, how: str) -> list[dict[str, Any]]:
-    """Return how much of the gradient that arrives at outputs [B, T, ...] arrives at padding. The first position of
-    padding after the tokens, and the last one before them, may predict an end of the text."""
+    """Return how much of the gradient that arrives at outputs [B, T, ...] arrives at padding, except at padding
+    next to the tokens, which may predict an end of the text."""
     padding_ = ~real
     edge = torch.zeros_like(real)
     edge[:, 1:] |= real[:, :-1]

@@ -1,7 +1,7 @@
-"""Reference of random numbers: a call of the model with another seed, in training and in evaluation mode.
+"""Reference for random numbers: a call of the model with another seed, in training and in evaluation mode.
 
 In: a `ModuleCall`. Out: observations. A second seed should change what dropout does while the model trains, and nothing
-when it is evaluated. The comparison looks at outputs of the model: noise in data, losses and optimizers is not seen.
+when it is evaluated. Only outputs of the model are compared: noise in data, losses and optimizers is not detected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference of an update: the optimizer's own formula, on copies of its parameters, gradients and state.
+"""Reference for an update: the optimizer's own formula, on copies of its parameters, gradients and state.
 
 In: an optimizer before and after its step. Out: how far the weights are from the formula, and how many elements of half
 precision the update did not change.
