@@ -1,1 +1,1 @@
-"""Processes and how they reach each other; what each of them measures about itself."""
+"""The ranks of a job: their process groups, failure detection, determinism, and measurements."""

@@ -23,7 +23,7 @@ class Activity:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Set the current activity, and the one before it afterwards."""
+        """Set the current activity, and restore the previous one afterwards."""
         before = self.name
         self.set(name)
         try:

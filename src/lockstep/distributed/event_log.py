@@ -1,8 +1,8 @@
 """The event log: `OUTPUT/events.jsonl` (starts, checkpoints, evaluations, ends, with times) and `OUTPUT/ranks.jsonl`
 (seconds of each rank in each phase between log points).
 
-In: events, and each rank's phases at log points. Out: append-only lines, written by rank 0: a step that is trained
-twice has two. Nothing here holds up training: a line that cannot be written is dropped.
+In: events, and each rank's phases at log points. Out: append-only lines, written by rank 0; a step that is trained
+twice has two lines. Nothing here holds up training: a line that cannot be written is dropped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EventLog:
         self._world, self._output = world, folder.resolve() if folder is not None else None
         self._folder = self._output if world is not None and world.is_main else None
         self._pending: tuple[float, int, int, Callable[[], list[list[float]]]] | None = None
-        self._last = 0  # the step of the last log point
+        self._last = 0  # step of the last log point
         self._saved: int | None = None  # the step of the newest checkpoint
 
     def event(self, event: str, step: int, **facts: Any) -> None:

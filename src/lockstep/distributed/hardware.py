@@ -1,4 +1,4 @@
-"""The machine's GPUs and processor, as far as a run may use them. Does not import torch at the top.
+"""The GPUs, processor and cores of this machine that a run may use. Does not import torch at the top.
 
 In: the section `launch` of a run. Out: how many GPUs it may use and whether its processes share them; the processor's
 model, which exact results depend on, and the cores that this process may use.

@@ -1,9 +1,9 @@
 """The job record in OUTPUT: `launch.json`, and one `excluded-HOST.json` per evicted machine.
 
-In: from the launching process its launcher, scheduler id, host and pid; from rank 0 its pid and the total of steps;
-finally the exit status; a host that computed wrong values, and the step. Out: one small file, replaced atomically,
-which `status`, `logs` and `stop` read; and a file that makes later starts on that host end, until a person deletes it.
-No secrets, nothing that training needs. Does not import torch.
+In: the launcher, scheduler id, host and pid of the launching process; the pid and the total of steps from rank 0; the
+exit status at the end; the evicted host and the step in which it computed wrong values. Out: launch.json, replaced
+atomically, which `status`, `logs` and `stop` read; excluded-HOST.json, which makes later starts on that host end until
+a person deletes it. Neither holds secrets, and training needs neither. Does not import torch.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def state_of_process(launched: JobRecord) -> State:
 
 
 def recorded_loss(launched: JobRecord) -> str | None:
-    """Explain what ended a launch on this host that left no exit status, if this machine's kernel records it; None for
-    one that ended otherwise, and for one that a user killed, who knows the cause."""
+    """Explain what ended a launch on this host that left no exit status, if this machine's kernel records it; else
+    None, also if a user killed it, who knows the cause."""
     if launched.job is not None or state_of_process(launched).word != "gone":
         return None
     return evidence_of_end(launched)

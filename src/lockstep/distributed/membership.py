@@ -1,7 +1,7 @@
 """Membership of a job whose ranks may fail and be replaced: launchers post it, generation by generation.
 
 In: the launchers' store, and this process's member name. Out: the members of the newest generation, in rank order; and
-the abort of everything this process waits for in a generation that lost a member.
+aborted collectives of a generation that lost a member.
 docs/how-to/faults.md describes the protocol; `training/recovery/recovery.py` is the ranks' side of it,
 `launchers/processes/surviving_ranks.py` the launchers'.
 

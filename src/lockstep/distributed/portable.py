@@ -355,7 +355,8 @@ def _of_filters(gradients: Tensor, images: Tensor, shape: Sequence[int], geometr
 
 
 def _geometry_of(filters: Tensor, moves: Sequence[Sequence[int]], groups: int) -> _Geometry:
-    """`moves`: stride, padding, dilation, each with one number per dimension or one for all."""
+    """Return the geometry of a convolution. `moves`: stride, padding, dilation, each with one number per dimension or
+    one for all."""
     kernel = filters.shape[2:]
     stride, padding, dilation = (list(each) * len(kernel) if len(each) == 1 else list(each) for each in moves)
     return _Geometry(kernel, stride, padding, dilation, groups)

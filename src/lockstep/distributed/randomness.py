@@ -1,7 +1,8 @@
 """Random numbers that depend only on seed, step and micro-batch; detection of generators with another seed.
 
-In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded. For a task and its model:
-the private generators, which no step seeds and no guarantee covers; `verify` and a run's start list them.
+In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded; the
+private generators of a task and its model, which no step seeds and no guarantee covers (`verify` and the start of a run
+list them).
 
 CPU dropout masks (`bernoulli_`) are drawn in bulk: torch draws one by one, which takes 7 % of a step. One number from
 torch's generator seeds numpy's SFC64, so a mask remains a pure function of the state of torch's generator.

@@ -103,7 +103,7 @@ class StopRequest:
             raise Stopped
 
     def requested(self, by_clock: bool = True) -> bool:
-        """Whether a stop signal came, or, with `by_clock`, the time is over, which then counts as a request."""
+        """Whether a stop signal came. With `by_clock`, the end of the time limit counts as one."""
         self.came = self.came or (by_clock and time.monotonic() > self._until)
         return self.came
 
@@ -166,9 +166,9 @@ class Interrupts:
 
 @contextmanager
 def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]:
-    """A context in which Ctrl-C ends this process with status 130 although its main thread waits in native code, for
-    other processes: no handler of Python's runs there. `text`: what is written to standard error then. `record`: is
-    called before. Does nothing where Ctrl-C is ignored or handled already."""
+    """A context in which Ctrl-C ends this process with status 130 even while its main thread waits for other processes
+    in native code, where no Python signal handler runs. `text`: written to standard error. `record`: called before that.
+    Does nothing if Ctrl-C is ignored or handled already."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
@@ -182,7 +182,7 @@ def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]
         ending.acquire()
         try:
             record()
-        finally:  # also where another Ctrl-C interrupts it
+        finally:  # also if another Ctrl-C interrupts it
             os.write(2, text.encode())
             os._exit(130)
 

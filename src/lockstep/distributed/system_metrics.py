@@ -27,7 +27,7 @@ from lockstep.distributed import host_memory
 from lockstep.distributed.torch_internals import is_dtensor, values_of
 from lockstep.distributed.world import World
 
-LET_GO_S = 0.05  # for a gloo thread, which needs the GIL to free the last bucket that it sent
+LET_GO_S = 0.05  # seconds for a gloo thread, which needs the GIL to free the last bucket that it sent
 
 
 def tensor_bytes() -> int:

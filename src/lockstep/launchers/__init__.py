@@ -1,1 +1,1 @@
-"""Launchers: from a run to its processes, on this machine and elsewhere."""
+"""Launchers: start the processes of a run, on this machine and elsewhere."""

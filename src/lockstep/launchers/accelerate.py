@@ -35,7 +35,8 @@ from lockstep.track.console import error
 from lockstep_trace.plurals import quantity
 
 MODULE = "accelerate.commands.launch"
-QUIET_MODULE = "lockstep.launchers.processes.accelerate_launch"  # the same, ended by a signal without a traceback
+# `accelerate launch`, without a traceback when a signal ends it
+QUIET_MODULE = "lockstep.launchers.processes.accelerate_launch"
 
 
 class Accelerate(Launcher):
@@ -101,7 +102,7 @@ class Accelerate(Launcher):
         return bool(self.options(plan.launch).machine_rank == 0)
 
     def _ranks_here(self, plan: LaunchPlan) -> int:
-        """Number of ranks on this machine, as on each."""
+        """Number of ranks on this machine; the same on every machine."""
         return int(plan.processes // self.options(plan.launch).machines)
 
     def memory(self, plan: LaunchPlan) -> float | None:

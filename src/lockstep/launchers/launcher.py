@@ -1,8 +1,8 @@
 """The interface of a launcher: plan a job, start it, and query or stop it from another terminal.
 
 In: a run. Out: a `LaunchPlan`, which is plain data (`lockstep plan` prints it, tests compare it), and an exit status.
-From there on methods take the plan; those that look after a started run take its folder and its `JobRecord`. Imports no
-torch at the top.
+Methods that start a run take the plan; those that query or stop a started run take its folder and its `JobRecord`.
+Imports no torch at the top.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Launcher(ABC):
 
     @classmethod
     def meets_on_loopback(cls, launch: LaunchSection) -> bool:
-        """Return whether all ranks meet at this machine's loopback address."""
+        """Return whether the rendezvous is at this machine's loopback address."""
         return False
 
     @classmethod
@@ -175,7 +175,7 @@ class SubmittedJob(Launcher):
         if record is None:
             return 0
         job_record.write(plan.folder, record)
-        Console(True).say(f"{self.label(record)} is submitted with the request in {', '.join(plan.files)}")
+        Console(True).say(f"{self.label(record)} is submitted; the request is in {', '.join(plan.files)}")
         if self.waits(plan.launch):
             return self.watch(plan, record)
         Console(True).say(

@@ -86,8 +86,8 @@ class Local(Launcher):
 
 
 def processes_of(run: Run) -> int:
-    """Return `launch.processes`; auto: the number that the GPUs take, else one per core, at most `micro_batches` (1 for
-    `single`)."""
+    """Return `launch.processes`; auto: the number for which there are GPUs, else one per core, at most `micro_batches`
+    (1 for `single`)."""
     if run.launch.processes != "auto":
         return int(run.launch.processes)
     if run.strategy.alone:
@@ -104,7 +104,7 @@ def memory_here(run: Run, processes: int) -> float:
 
 
 def check_gpus(launch: LaunchSection, processes: int) -> None:
-    """Reject more processes than this machine's GPUs take, before any starts. Errors: `RunError`."""
+    """Reject more processes than this machine has GPUs for, before any starts. Errors: `RunError`."""
     places = gpus_of(launch) * launch.processes_per_gpu
     if places < processes and places:
         raise RunError(
@@ -144,8 +144,8 @@ def prestart(launch: LaunchSection, processes: int, loopback: bool) -> None:
         except OSError as caught:
             raise RunError(
                 "LS7291",
-                f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which starting several "
-                "processes needs; set TMPDIR to another folder that exists, with a name of less than 80 characters",
+                f"TMPDIR: no socket can be opened in {tempfile.gettempdir()} ({caught}), which is needed to start "
+                "several processes; set TMPDIR to another folder that exists, with a name of less than 80 characters",
             ) from caught
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)

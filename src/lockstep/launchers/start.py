@@ -1,4 +1,4 @@
-"""From a run to its processes: resolve the run into a job, then start its ranks or become one.
+"""Starts a run: resolves it into a job, then starts its ranks or becomes one of them.
 
 In: a run. Out: an exit status. A finished run whose `epochs` or `steps` were raised becomes a new run that continues
 from its export, in a new folder (`continued_as_new_run`). Imports no torch at the top.

@@ -100,7 +100,7 @@ class Watched(StepTimer):
 
 def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | None = None) -> Simulated:
     """Simulate one rank: build its strategy and run three steps. Needs its own process, because engines cache facts
-    about the other ranks. `on_gpus`: leave out work that is done only on CPUs. `per_node`: ranks per machine; default:
+    about the other ranks. `on_gpus`: leave out work that only CPUs do. `per_node`: ranks per machine; default:
     all."""
     job = Job.of(run, ranks).with_data()
     every, trained = counts(freeze(run.model, make_task(job).model(empty=True)))

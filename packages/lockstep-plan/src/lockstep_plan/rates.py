@@ -1,4 +1,4 @@
-"""Measure this machine's rates at a run's own sizes: the job of every rank in `lockstep bench --calibrate`.
+"""Measure this machine's rates at a run's own sizes: the work of each rank in `lockstep bench --calibrate`.
 
 In: a run, in every rank. Out: `OUTPUT/rates.json`, written by rank 0: matrix products of the model's sizes, memory
 traffic by size, the fixed cost of an operation; phases of a step of one process; the same step on all ranks at once;

@@ -47,7 +47,7 @@ from lockstep.track.console import error
 from lockstep_trace.plurals import quantity
 
 ANNOUNCED_S = 30.0
-MARGIN_S = 15.0  # from the failure of a machine until its peers' ranks know of it
+MARGIN_S = 15.0  # seconds from the failure of a machine until its peers' ranks detect it
 
 
 def name_of(number: int) -> str:
@@ -72,7 +72,7 @@ def run_agent(
 ) -> int:
     """Start `processes` ranks on this machine, each a call of `entry(*arguments)`, and wait for their end."""
     for name in [n for n in logging.root.manager.loggerDict if n.startswith(("torch.distributed", "torch.multiproc"))]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent below reports for them
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # `Agent` reports instead
     spec = WorkerSpec(
         role="lockstep",
         local_world_size=processes,

@@ -418,7 +418,7 @@ class ElasticRendezvous:
         missing = self._nodes - set(state.participants) - set(state.wait_list) if not state.closed else set()
         now = time.monotonic()
         if missing != self._missing[0]:
-            self._missing = missing, now  # may be moving from one list to the other
+            self._missing = missing, now  # a machine may be moving from one list to the other
         if not missing or now - self._missing[1] < 2.5:
             return []
         addresses = {node.addr for node in missing}
