@@ -72,7 +72,7 @@ def test_a_change_of_code_is_found(
     assert asked(folder) == 1
     out = capfd.readouterr().out
     assert "step 1: weights after the step:" in out
-    assert "nothing else that was recorded has changed" in out
+    assert "no other recorded value has changed" in out
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ class Subcommand:
     """A command of the table."""
 
     text: str  # what it does
-    models: bool = False  # builds models of transformers, which needs docstrings: `python -OO` is refused
-    computes: bool = False  # may compute for long without output: on a terminal a line shows the current activity
-    imports: bool = False  # mostly imports: garbage collection among new modules would take a tenth of its time
+    models: bool = False  # builds models of transformers, which need docstrings: `python -OO` is refused
+    computes: bool = False  # may run for long without output: on a terminal a line shows the current activity
+    imports: bool = False  # mostly imports: garbage collection of new modules would take a tenth of its time
     writes: bool = False  # writes its results to files: incomplete standard output is not a failure
 
 
@@ -39,7 +39,7 @@ PURPOSES = {
             "train or resume a run file; without one, the built-in quick start", models=True, writes=True
         ),
         "predict": Subcommand(
-            "apply a run's exported model, or a checkpoint of it, to texts", models=True, computes=True
+            "apply a run's exported model, or one of its checkpoints, to texts", models=True, computes=True
         ),
         "verify": Subcommand(
             "compare a job with one process, or any two training commands", models=True, computes=True

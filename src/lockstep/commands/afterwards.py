@@ -32,8 +32,8 @@ def run_evaluate(args: argparse.Namespace) -> int:
 def push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT")
     parser.add_argument("repository", metavar="USER/REPO")
-    parser.add_argument("--public", action="store_true", help="create the repository public; default: private")
-    parser.add_argument("--replace", action="store_true", help="replace a model of another family or size there")
+    parser.add_argument("--public", action="store_true", help="create a public repository (default: private)")
+    parser.add_argument("--replace", action="store_true", help="replace a model of another family or size")
 
 
 def run_push(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     json_output.option(parser)
     parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
-    parser.add_argument("--verbose", action="store_true", help="print the files of a submitted job as a whole")
+    parser.add_argument("--verbose", action="store_true", help="print the complete files of a submitted job")
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -88,7 +88,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:
-    """List what would fail at the start without being a mistake in the run file."""
+    """List problems that would fail the start but are not mistakes in the run file."""
     from lockstep.launchers import start
 
     if isinstance(job, str):
@@ -103,7 +103,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
 
 
 def disk(job: Job | str, launcher: Launcher) -> tuple[list[str], list[str]]:
-    """Notes on the disk of OUTPUT, and the reason why the run would be refused for it, if any."""
+    """Return (notes on the disk of OUTPUT, reasons why it would make the run fail)."""
     if isinstance(job, str) or launcher.submits:
         return [], []
     from lockstep.training import disk_forecast
@@ -208,7 +208,7 @@ def run_list(args: argparse.Namespace) -> int:
     return 0
 
 
-# kind of plug-in -> attributes with its required packages, and the extra that installs them
+# kind of plug-in -> (attributes with its required packages, extra that installs them)
 _NEEDS = {"strategies": ("exact", "needs"), "optimizers": ("packages", "extra"), "track": ("packages",)}
 
 
@@ -270,7 +270,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weak", action="store_true", help="batch_size and micro_batches grow with the processes")
     parser.add_argument("--steps", type=int, default=10, help="timed steps per job (default 10)")
     parser.add_argument("--skip", type=int, default=3, help="untimed steps before them (default 3)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds: runs of each job, interleaved (default 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each job (default 3)")
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
     json_output.option(parser)
 

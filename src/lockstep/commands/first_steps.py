@@ -20,7 +20,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     voice = parser.add_mutually_exclusive_group()
     voice.add_argument("--quiet", action="store_true", help="print only notes and errors (track.console=quiet)")
     voice.add_argument("--verbose", action="store_true", help="print every line of the log (track.console=verbose)")
-    parser.add_argument("--detach", action="store_true", help="do not follow a job that was submitted (launch.detach)")
+    parser.add_argument("--detach", action="store_true", help="return once the job is submitted (launch.detach)")
     json_output.option(parser)
 
 
@@ -72,7 +72,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     golden.add_argument("--against", metavar="FILE", help="compare with hashes written by --write")
     parser.add_argument("--reference", metavar="COMMAND", help="any command, to trace as the reference (with --job)")
     parser.add_argument("--job", metavar="COMMAND", help="any command, to trace and compare with --reference")
-    parser.add_argument("-o", "--output", metavar="DIR", help="keep both traces and a page here")
+    parser.add_argument("-o", "--output", metavar="DIR", help="folder in which to keep both traces and a page")
     parser.add_argument("--exact", action="store_true", help="with --job: require equal bits")
 
 
@@ -153,7 +153,7 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
         "axolotl, LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
     )
     parser.add_argument(
-        "--partial", action="store_true", help="with --from: write the file even if it would train something else"
+        "--partial", action="store_true", help="with --from: write the file even if parts are not converted"
     )
     parser.add_argument("--task", help="default: guessed from the columns")
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")

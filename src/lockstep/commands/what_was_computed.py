@@ -60,7 +60,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
         dest="begin",
         type=int,
         metavar="STEP",
-        help="begin at a checkpoint of at most this step; 0: the start",
+        help="begin at the newest checkpoint of at most this step; 0: the start",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
     json_output.option(parser)

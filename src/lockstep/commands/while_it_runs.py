@@ -227,9 +227,7 @@ def advice(
         return f"`{again}` writes the export again, from the checkpoint of step {newest}"
     if state.word == "done" and not damaged and (run.folder / "export" / "config.json").exists():
         where = f"step {newest}" if newest else "the start"
-        return (
-            f"the model is in {run.folder / 'export'}, its checkpoint is not here: `{again}` trains again from {where}"
-        )
+        return f"the model is in {run.folder / 'export'}, but its checkpoint is gone: `{again}` trains from {where}"
     if newest is None:
         return f"there is no checkpoint: `{again}` starts over"
     return f"`{again}` resumes from step {newest}"
@@ -357,12 +355,12 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def _not_written(what: str, error: OSError, path: Path) -> str:
-    """Message for a page that cannot be written, or one of whose files cannot be read."""
+    """Return the message for a page that cannot be written, or whose input cannot be read."""
     return f"{what} cannot be written: {error.filename2 or error.filename or path}: {reason_of(error).lower()}"
 
 
 def _not_readable(what: str, folders: list[Path], error: Exception) -> str:
-    """Message for a page whose files hold values that lockstep does not write."""
+    """Return the message for a page whose input holds values that lockstep does not write."""
     from lockstep.track.report.report import damaged_records
 
     damage = str(error)
@@ -396,7 +394,7 @@ def watched(folder: Path) -> int:
             if not (state.live or (state.word == "unknown" and record is not None)):
                 break
             time.sleep(LIVE_EVERY_S)
-    except KeyboardInterrupt:  # the user has seen enough; the run continues
+    except KeyboardInterrupt:  # ends only the display: the run continues
         pass
     except OSError as error:
         raise RunError("LS8143", _not_written(f"the report of {folder}", error, folder / "report.html")) from None

@@ -407,7 +407,7 @@ class LaunchSection(PluginSection):
         1, description="processes that share a GPU, over gloo: to try a job of several processes on the one you have"
     )
     threads: Positive | Literal["auto"] = Field(
-        "auto", description="threads a process; auto: cores / micro_batches if exact, else its share"
+        "auto", description="threads per process; auto: cores / micro_batches if exact, else its share"
     )
     max_restarts: Steps = Field(0, description="number of restarts from the last checkpoint after a rank failed")
     on_rank_failure: Literal["restart", "continue"] = Field(

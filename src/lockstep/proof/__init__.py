@@ -1,1 +1,1 @@
-"""Check computations: a job against one process, two runs, a recomputed step, an attested run."""
+"""Check computations: compare a job with one process, compare two runs, recompute a step, audit an attested run."""

@@ -2,14 +2,14 @@
 rounding.
 
 In: the steps that `training/plain_sides.py` recorded, and the run. Out: lines that name each difference and its likely
-cause (`lockstep_trace/causes.py`), and the parts of the run that plain does not cover. The tolerance is measured: by a
-second plain run whose weights differ in their last bit (TTrace, arXiv:2506.09280), and in half precision also by a
-third one in float32.
+cause (`lockstep_trace/causes.py`), and the parts of the run that plain does not cover. A second plain run whose weights
+differ in their last bit measures the tolerance (TTrace, arXiv:2506.09280); in half precision a third one in float32
+does so too.
 
-`compare_traces.py` of lockstep-trace is not used for three reasons. Plain is the judge of everything else, so torch
-compares whole tensors without any code of the tracer. A sketch has an error of about 4 % of a difference, too much for
+`compare_traces.py` of lockstep-trace is not used, for three reasons. Plain judges all other code, so whole tensors are
+compared by torch alone, without code of the tracer. A sketch has an error of about 4 % of a difference, too much for
 the narrow tolerances of half precision. And a trace has a single perturbed companion, but Muon needs four, the norm has
-a tolerance of its own, and of some optimizers only the first gradient is known.
+its own tolerance, and for some optimizers only the first gradient is known.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from lockstep_trace import causes
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences
 TENSORS = ("gradient", "change")
 STEPS = 2  # compared steps
-MORE = 4  # perturbed runs if a step differs by one alone: in a chaotic model a single one may be small by chance
+MORE = 4  # perturbed runs if a step differs with one: in a chaotic model its effect may be small by chance
 FACTOR, LOW = 10.0, 5.0  # allowed difference, as a multiple of the effect of a last bit: float32, bfloat16
 LEAST = {"loss": 2e-6, "norm": 1e-5, "gradient": 2e-5, "change": 1e-3}  # relative differences always allowed
 LEAST_LOW = {"loss": 1e-3, "norm": 2**-8, "gradient": 2**-8, "change": 2**-6}  # under autocast, whose unit is 2^-8
-FLOOR = 1e-3  # smallest norm used for a parameter, relative to the whole: gradients that cancel hold only rounding
-LOSS_LIBRARIES = {  # by task: a distribution, its releases whose losses plain calls, and the module that has them
+FLOOR = 1e-3  # smallest norm used for a parameter, relative to all: terms that cancel leave only rounding
+LOSS_LIBRARIES = {  # task -> (distribution, releases whose losses plain calls, module with the losses)
     "embedding": ("sentence-transformers", "6.", "sentence_transformers"),
     **dict.fromkeys(("preference", "reward"), ("trl", "1.16.", "trl.experimental.cpo")),
 }
 LAST_BIT = 2.0**-23  # rounding of a gradient whose terms cancel, relative to the loss, at most FLOOR of the whole
-NOTHING = 1e-5  # relative to the whole: a smaller gradient is zero but for rounding
+NOTHING = 1e-5  # relative to the whole: a smaller gradient is zero within rounding
 MOST = 0.9  # largest tolerance in float32, or twice the effect of a last bit: a missing gradient differs by 1
 
 
@@ -160,7 +160,7 @@ def _row(number: int, sizes: Mapping[str, float]) -> list[str]:
 
 
 def _tolerances(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
-    """Return the steps of each tolerance, as text."""
+    """Return tolerance, as text -> numbers of the steps that have it."""
     steps_of: dict[str, list[str]] = {}
     for step in steps:
         number, *allowed = _row(step.number, step.allowed)
@@ -188,14 +188,14 @@ def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
         _check_numbers(job, record)
         if record.evaluated:
             verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
-        if run.precision == "bf16":  # whose steps know from one in float32 what to divide by
+        if run.precision == "bf16":  # its steps take their divisors from a step in float32
             exact, *counted = itertools.tee(_trained(run, _in_float32(job), record, folder, 0), 2 + draws)
             divisors = [(step.targets for step in each) for each in counted]
             plain, *others = (_trained(run, job, record, folder, d, divisors[d]) for d in range(1 + draws))
             others.append(exact)
         else:
             plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + draws))
-        start = _named("model.", load_file(folder / "start.safetensors"))  # which show what is tied
+        start = _named("model.", load_file(folder / "start.safetensors"))  # these show which weights are tied
         parameters = [name for name, _ in build_model(job, start, empty=True).named_parameters()]
         for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
             comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
@@ -214,14 +214,14 @@ def _library_has_loss(task: str) -> bool:
     distribution, release, module = LOSS_LIBRARIES.get(task, ("", "", ""))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that what is experimental may change; the release is known
+            warnings.simplefilter("ignore")  # about experimental functions, which may change; the release is known
             return bool(module) and version(distribution).startswith(release) and bool(import_module(module))
     except (PackageNotFoundError, ImportError):
         return False
 
 
 def plain_run(run: Run, folder: Path) -> dict[str, Any]:
-    """The run as plain reads it; rows that only lockstep can create are written to files first."""
+    """Return the run as plain reads it. Rows that only lockstep can create are written to files first."""
     values = plain_sides.with_defaults(Job.of(run).task(run))
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
@@ -382,10 +382,10 @@ def _differences(
     differences, where = {"loss": _relative(a.loss, b.loss), "norm": _relative(a.norm, b.norm)}, {}
     every = {}
     sizes, whole = _sizes(b.gradients)
-    bit = min(LAST_BIT * abs(b.loss), FLOOR * whole)  # a gradient that is no larger may be nothing but rounding
+    bit = min(LAST_BIT * abs(b.loss), FLOOR * whole)  # a gradient below this may be only rounding
     scales = {n: max(size, FLOOR * whole, bit / least if size <= bit else 0.0) for n, size in sizes.items()}
     kinds = [("gradient", a.gradients, b.gradients, scales)]
-    if b.changes:  # Adam makes whole steps of a gradient that is nothing but rounding
+    if b.changes:  # Adam makes full steps even for a gradient that is only rounding
         updated = [name for name, size in sizes.items() if size > NOTHING * whole]
         kinds.append(("change", a.changes, b.changes, dict.fromkeys(updated, _sizes(b.changes)[1])))
     for kind, mine, theirs, scale_of in kinds:

@@ -62,7 +62,7 @@ def describe(output: Path) -> dict[str, Any]:
     """Return the attestation of a finished run: the hashes of its files and the chain over its steps. Errors:
     `RunError`."""
     require_output(output)
-    load(output / "run.yaml", [])  # refuses what is no run file
+    load(output / "run.yaml", [])  # refuses an invalid run file
     if (fault := export_hashes.damage(output)) is not None:
         raise RunError("LS8001", f"{output}: cannot be attested, because the export is missing or was changed: {fault}")
     checkpoints = [(path, each) for path, each in candidates(output) if isinstance(each, Manifest)]
@@ -106,7 +106,7 @@ def describe(output: Path) -> dict[str, Any]:
 
 
 def chain(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return the hash of the last step's record, a line, chained over those of all steps before it."""
+    """Return the hash of the last step's line, chained over the lines of all earlier steps."""
     link = hashlib.sha256(b"lockstep fingerprints").hexdigest()
     for line in lines:
         link = hashlib.sha256(f"{link} {json.dumps(line, sort_keys=True)}".encode()).hexdigest()
@@ -207,7 +207,7 @@ def _of_signature(output: Path, key: Path | None, console: Console) -> str | Non
         verifying.Config().use_elliptic_key_verifier(public_key=str(key)).verify(
             str(output / FOLDER), str(output / SIGNATURE)
         )
-    except Exception as error:  # each package below has errors of its own
+    except Exception as error:  # each package below raises its own errors
         return f"the signature does not match this attestation and this key ({type(error).__name__})"
     console.say("the signature matches this key")
     return None
@@ -241,7 +241,7 @@ def _of_files(output: Path, then: Mapping[str, Any]) -> str | None:
 
 
 def _of_numbers(output: Path) -> str | None:
-    """Describe the first record that proves nothing (a hash that is not that of its numbers, NaN), or return None."""
+    """Describe the first invalid record (its hash does not match its numbers, or it holds NaN), or return None."""
     import torch
     from safetensors import safe_open
 
@@ -263,7 +263,7 @@ def _of_data(output: Path, then: Mapping[str, Any], overrides: Sequence[str]) ->
     run = run_to_recompute(output, overrides, None, 1)
     prepared = Job.of(run).with_data(fresh=True).data
     if prepared.key != then["data"]:
-        return "the data or the tokenizer differ from those that were trained on: a row was changed, for example"
+        return "the data or the tokenizer differ from those of the training: a row was changed, for example"
     trained = next(m for _, m in candidates(output) if isinstance(m, Manifest))
     if (why := changed(replace(Job.of(run_at(run, output)), prepared=prepared), trained)) is not None:
         return " ".join(why.split())

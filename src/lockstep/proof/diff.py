@@ -80,7 +80,7 @@ def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
 
 
 def faults(folder: Path, records: Sequence[StepRecord]) -> list[str]:
-    """Return messages about the first few records that are invalid, whatever the other run holds."""
+    """Return messages about the first few invalid records of one run."""
     skips = fingerprints.skips(load(folder / "run.yaml", [])) if (folder / "run.yaml").is_file() else False
     reasons = [
         f"{folder / fingerprints.FILE}: step {record.step}: {fault}"
@@ -106,7 +106,7 @@ def differing_settings(a: Path, b: Path, overrides: Sequence[str]) -> list[str]:
         {f"version of {n}": v for n, v in versions[i].items()}
         | {
             "devices": sorted(set(begun[i].get("devices", []))),
-            "threads a process": begun[i].get("threads"),
+            "threads per process": begun[i].get("threads"),
             "processes": begun[i].get("processes"),
             "git commit": (begun[i].get("git") or {}).get("commit"),
         }
@@ -156,7 +156,7 @@ def _recompute(
         "all strategies are bitwise equal in this step. "
         f"{f'{right[0]} recorded these bits. ' if len(right) == 1 else ''}"
         "Remaining causes: another kind of processor or GPU, other versions or threads (listed above if recorded), "
-        "code that has changed since, or a machine that computed wrongly"
+        "code changed since, or a machine that computed wrongly"
     )
     return 1
 

@@ -1,7 +1,8 @@
 """Record a few steps of a job: loss, gradient norm, every parameter's gradient and the weights after each step.
 
 In: a run, in every rank of the job. Out: a folder with `records.jsonl` and, in `trace`, a trace of these steps in the
-format of `lockstep trace`, whose sketches tell rounding from mistakes; `verify.py` compares it with another job's.
+format of `lockstep trace`, whose sketches distinguish rounding from mistakes; `verify.py` compares it with the trace of
+another job.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 JOB = "lockstep.proof.replay_rank.replay"
 MOST_ROWS = 8  # examples and layers
-_NAMES = dict.fromkeys(("loss", "norm"), "loss or gradient norm")  # of kinds at the level `losses`; others: themselves
+# kind at the level `losses` -> its name; other kinds keep theirs
+_NAMES = dict.fromkeys(("loss", "norm"), "loss or gradient norm")
 
 
 def run_to_recompute(
@@ -130,7 +131,7 @@ def replay(
 
 
 def tell_steps(console: Console, now: Sequence[StepRecord], then: Sequence[StepRecord], skips: bool = False) -> bool:
-    """Print whether all recomputed steps are those that were recorded, or the first that is not; return the answer."""
+    """Print whether all recomputed steps match their records, or the first that does not; return whether all match."""
     computed, known = [record for record in now if record.hash is not None], by_step(then)
     compared = [known[record.step] for record in computed if record.step in known]
     hashed = sum(record.weights is not None for record in compared)
@@ -240,7 +241,7 @@ def open_replay(
         weights, gradients = load_file(folder / WEIGHTS), load_file(folder / GRADIENTS)
     task = make_task(Job.of(run).with_data())
     model = task.model()
-    model.load_state_dict(weights, strict=False)  # what is computed and not kept is in no checkpoint
+    model.load_state_dict(weights, strict=False)  # non-persistent buffers are in no checkpoint
     feed = StepLoader(task, range(run.micro_batches), torch.device("cpu"))
     losses = dict(zip(about["step"]["rows"], about["step"]["losses"], strict=True))
     same = tell_steps(Console(False), records, fingerprints.recorded(output), fingerprints.skips(run))

@@ -1,7 +1,7 @@
 """`lockstep verify`: train a few steps of a job under its strategy and on one process, and compare them.
 
 In: a run. Out: the first difference between the two jobs, by name, and whether the strategy allows it. Both jobs are
-recorded as traces, which `lockstep_trace` compares as it compares those of any command. `--write golden.jsonl` keeps
+recorded as traces, and `lockstep_trace` compares them like the traces of any command. `--write golden.jsonl` keeps
 the records of the steps: hashes of every gradient, and of every weight after every step; `--against golden.jsonl`
 reports the first of them that differs under this commit, torch, driver and number of processes.
 """
@@ -112,7 +112,7 @@ def verify(
             status = worker.main(run.model_copy(update={"output": str(folder / "run")}), words=words)
         else:
             status = start.start_ranks(launcher, job.into(str(folder / "run")), words)
-        if status or not (folder / "run" / RECORDS).exists():  # the latter on every rank but the first
+        if status or not (folder / "run" / RECORDS).exists():  # only rank 0 has the records
             return status
         if single:
             console.say("training the same steps on one process ...")
@@ -208,11 +208,11 @@ def against(run: Run, path: Path) -> int:
         count = len(new[0].gradients) + len(new[0].after)
         console.say(f"result: the same bits as in {path}: {len(new)} steps, each with {count} gradients and weights")
         for line in other_differences:
-            console.say(f"  (has changed: {line})")
+            console.say(f"  (changed: {line})")
         return 0
     console.say(f"result: DIFFERENT from {path}: {first}", 2)
     for line in other_differences or [
-        "nothing else that was recorded has changed: look at the code, the driver, the processor"
+        "no other recorded value has changed: check the code, the driver and the processor"
     ]:
         console.say(f"  {line}", 4)
     return 1
@@ -277,7 +277,7 @@ def _facts(run: Run, prepared: Prepared, recording: Recording) -> dict[str, Any]
 def first_difference(then: Sequence[StepRecord], now: Sequence[StepRecord]) -> str | None:
     """Describe the first value that differs, or return None."""
     if [record.step for record in then] != [record.step for record in now]:
-        return "other steps are compared, because an epoch has another length"
+        return "the steps differ, because the length of an epoch has changed"
     differing = compare_records(then, now)
     if not differing:
         return None
