@@ -107,7 +107,7 @@ METRICS = {
         "b": "each",
         "c": "pair",
     },
-    "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number an example",
+    "{'a': outputs.median()}": "a is neither a sum over examples nor their mean; return one number per example",
     "{'a': outputs.sum() * 0}": "a is 0 for the tried items",
     "{'loss': outputs.sum()}": "LS3237",
     "outputs": "the function returned a tensor of shape [8, 2]",

@@ -143,12 +143,12 @@ class Module(Task):
     @property
     def summary_lines(self) -> dict[str, str]:
         facts, per = self.prepared.facts, "target" if self.options.targets else "example"
-        each = f"one number a target, {facts['each']} an example" if not self.options.targets else "one number a target"
+        each = "one number per target" + (f", {facts['each']} per example" if not self.options.targets else "")
         kinds = {
             "sum": f"a sum, divided by the {per}s of a step",
             "mean": f"a mean over {per}s (inferred from two batches): multiplied by their number, and divided by "
             "that of a step",
-            "each": f"{each}; their sum is divided by the targets of a step",
+            "each": f"{each}; their sum is divided by the number of targets of a step",
         }
         cut = (
             {"validation": "split off from train, because task.data returns no validation split"}

@@ -1,6 +1,7 @@
 """Preference learning without a reward model: a causal language model learns to prefer the chosen answer of a pair.
 
-In: prompts with two answers. Out: the loss, how often the chosen answer is rewarded more, and by how much, from sums.
+In: prompts with two answers. Out: the loss, the share of pairs whose chosen answer has the larger
+reward, and the mean margin, all from sums.
 The losses are those of DPO (arXiv:2305.18290, equation 7; label smoothing: its authors' cDPO), IPO (arXiv:2310.12036,
 equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO (arXiv:2405.14734, equation 6).
 """
@@ -79,8 +80,7 @@ class Preference(AnswerPairs, UsesReference):
     pipeline = "text-generation"
     usual_rate = 5e-6
     display_keys = ("sample_tokens",)
-    # Reward: beta times the change of an answer's log-probability since before training. `accuracy`: share of pairs
-    # whose
+    # Reward: beta times the change of an answer's log-probability through training. `accuracy`: share of pairs whose
     # chosen answer has the larger reward.
     mean_sums: ClassVar[Mapping[str, str]] = {
         "accuracy": "right",
@@ -132,7 +132,7 @@ class Preference(AnswerPairs, UsesReference):
 
     @property
     def reference_size(self) -> int:
-        """Two: the log-probabilities of both answers by the model before training. 0 for SimPO."""
+        """2: the log-probabilities of both answers under the model before training; 0 for SimPO."""
         return 0 if self.options.loss == "simpo" else 2
 
     @property
@@ -179,7 +179,7 @@ class Preference(AnswerPairs, UsesReference):
         logprobs, count = logprobs[: 2 * pairs].view(pairs, 2), count[: 2 * pairs].view(pairs, 2).clamp(min=1)
         first = targets[: 2 * pairs, -1].contiguous().view(torch.float64).float().view(pairs, 2)
         first = torch.where(real[:, None], first, torch.zeros_like(first))
-        if options.loss in ("ipo", "simpo"):  # of a token on the average
+        if options.loss in ("ipo", "simpo"):  # mean per token
             logprobs, first = logprobs / count, first / count
         rewards = options.beta * (logprobs - first)
         margin = rewards[:, 0] - rewards[:, 1]

@@ -1,8 +1,8 @@
-"""Extractive question answering with any model that `AutoModelForQuestionAnswering` knows: the answer is a part of a
-text.
+"""Extractive question answering with any model that `AutoModelForQuestionAnswering` knows: the answer is a span of
+a text.
 
-In: questions, contexts and answers, as SQuAD has them; long contexts are read in windows that overlap. Out: the loss,
-exact matches and F1 of words as of SQuAD's own script, all from sums.
+In: questions, contexts and answers, in SQuAD's format; long contexts are read in overlapping windows. Out: the loss,
+and exact matches and F1 of words as in SQuAD's script, all from sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from lockstep.tasks.models.qa_spans import Span
 
-_SHARP = 2.0**20  # sums are rounded to multiples of its inverse: scores keep a precision of 2^-40
+_SHARP = 2.0**20  # sums are rounded to multiples of 1 / _SHARP: scores keep a precision of 2^-40
 
 
 class QuestionAnsweringOptions(Section):
@@ -94,7 +94,7 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
     # -- before any process ------------------------------------------------------------------------------------------
 
     def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        texts, start = qa_features.TEXTS, qa_features.START  # of several answers the first counts
+        texts, start = qa_features.TEXTS, qa_features.START  # only the first of several answers is learned
         answers = [[{"text": text, "answer_start": row[start]} for text in row[texts]] for row in rows]
         return [row | {texts: answer} for row, answer in zip(rows, answers, strict=True)]
 

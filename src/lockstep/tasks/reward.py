@@ -1,7 +1,7 @@
 """A reward model: one number per prompt and answer, larger for the chosen answer.
 
-In: prompts with two answers. Out: the loss of Bradley and Terry's model of choices (arXiv:2203.02155, equation 1), how
-often the chosen answer has the larger number, and by how much, from sums.
+In: prompts with two answers. Out: the loss of the Bradley-Terry model (arXiv:2203.02155, equation 1), the share of
+pairs whose chosen answer has the larger reward, and the mean margin, all from sums.
 """
 
 from __future__ import annotations

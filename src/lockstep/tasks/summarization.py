@@ -1,7 +1,7 @@
 """Summaries, and other tasks that generate one text from another (headlines, corrections, questions).
 
 In: two text columns. Out: loss and perplexity per target token, and ROUGE-1, -2 and -L of generated texts, all from
-sums; otherwise as `translation`.
+sums; the rest is as in `translation`.
 
 ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004, "ROUGE: A Package for Automatic Evaluation of Summaries") match Google's
 `rouge_score` without its stemmer: words are lower-cased runs of a-z and 0-9, so the scores are meaningless for
@@ -21,7 +21,7 @@ from lockstep.data.batch import Sums
 from lockstep.tasks.translation import Translation, WritingOptions
 
 NAMES = ("rouge1", "rouge2", "rougeL")
-_SHARP = 2.0**20  # sums are rounded to multiples of its inverse: they keep a precision of 2^-40
+_SHARP = 2.0**20  # sums are rounded to multiples of 1 / _SHARP: they keep a precision of 2^-40
 
 
 class Rouge:

@@ -53,7 +53,7 @@ class Task(TaskRules):
     `init` recognizes a task that has them for each of its `column_keys`."""
 
     language_keys: ClassVar[tuple[str, ...]] = ()  # `column_keys` whose columns may be named after languages
-    draws_targets: ClassVar[bool] = False  # whether targets are drawn at random whenever examples are collated
+    draws_targets: ClassVar[bool] = False  # whether collating draws targets at random
     plain_columns: ClassVar[Mapping[str, str]] = {}  # column key -> the column's name in the kept raw rows
 
     default_model: ClassVar[str | None] = None  # Hub model that `init` fine-tunes by default
@@ -62,7 +62,7 @@ class Task(TaskRules):
     streams: ClassVar[bool] = False  # whether it supports `data.stream`: see `abilities.Streams`
     not_streamed_reason: ClassVar[str] = "it has no `stream` and no `example_maker`"
     row_is_example: ClassVar[bool] = False  # whether example i depends on row i alone
-    functions: ClassVar[tuple[str, ...]] = ()  # option keys that name functions of the user's
+    functions: ClassVar[tuple[str, ...]] = ()  # option keys that name the user's functions
     library: ClassVar[str] = "transformers"  # what loads the export
     loader: ClassVar[str] = "from_pretrained"  # function of `library` that loads it
     length_key: ClassVar[str | None] = None  # key of the maximum length of an example; None: there is none
@@ -72,7 +72,7 @@ class Task(TaskRules):
     t5_prefix: ClassVar[str] = ""  # prefix with which T5 was trained for this task
     unit: ClassVar[str | None] = None  # unit of an example's length; None: all examples have equal length
     no_metric_inputs_reason: ClassVar[str] = "only a task with the ability `GivesPredictions` (tasks/abilities.py) does"
-    """Why a task passes no predictions to functions of `metrics`, if it does not."""
+    """Why the task passes no predictions to functions of `metrics`."""
 
     pipeline: ClassVar[str]  # the Hub's and transformers' name for what the model does
     needs_reference: bool = False  # needs outputs of the initial model: see `UsesReference`
@@ -253,7 +253,7 @@ class Task(TaskRules):
         """Compute the metrics of a split, `loss` among them, from its sums."""
 
     def possible_scores(self) -> tuple[str, ...] | None:
-        """`score_names` of this run, with what its data decide."""
+        """Names of this run's metrics, including those that depend on its data; None if unknown."""
         return self.score_names()
 
     def tables(self, sums: Sums) -> dict[str, Any]:
@@ -310,7 +310,7 @@ def refuse_lone_examples(run: Run, examples: int, forward: Callable[[], object])
             forward()
         except Exception as error:
             if "more than 1 value per channel" not in str(error):
-                return  # other failures surface later, in their own place
+                return  # other failures are reported where they matter
             raise RunError(
                 "LS3007",
                 f"micro_batches: one of the {run.micro_batches} micro-batches of {step} ({size} examples) has a single "

@@ -424,7 +424,7 @@ class TextTask(Task):
 
     @property
     def end_tokens(self) -> list[int]:
-        """Tokens at which a text ends that the model continues; empty if it continues none."""
+        """Tokens that end a generated continuation; empty if the task generates none."""
         return []
 
     @property
@@ -441,7 +441,7 @@ def check_template(tok: Any, template: str | None, key: str) -> None:
     if template and "{{" not in template and "{%" not in template:  # every conversation would be this text
         raise RunError(
             "LS3412",
-            f"task.chat_template: {template[:80]!r} is not a Jinja template, as nothing in it is between {{{{ }}}} or "
+            f"task.chat_template: {template[:80]!r} is not a Jinja template, because it has no {{{{ }}}} or "
             "{% %}; give the template itself, not the name of its file",
         )
     if not tok.is_fast:

@@ -1,12 +1,12 @@
-"""Token classification, such as named entities: a tag for every word, with any model that
+"""Token classification, such as named entities: a tag for each word, with any model that
 `AutoModelForTokenClassification` knows.
 
 In: a column of lists of words and one of lists of tags. Out: loss, accuracy, and precision, recall and F1 of whole
 entities, all from sums.
 
-Tags may be of every scheme there is: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES, BMEWO. Their letters do not
-contradict each other: a word is the first (B), inside (I, M), the last (E, L), or all (S, U, W) of an entity, and so
-one reading does for all.
+Tags may use any common scheme: IOB1, IOB2, IOE1, IOE2, IOBES, BILOU, BMES or BMEWO. One parser reads all of them,
+because their letters do not conflict: a word is the first (B), inside (I, M), the last (E, L), or the only one (S, U,
+W) of an entity.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OUTSIDE = ("", "")
 
 
 def _check_one_kind(rows: Stream) -> None:
-    """Errors: `RunError` if a stream holds tags as numbers and as texts, in different chunks."""
+    """Check that the chunks of a stream do not mix tags as numbers and as texts. Errors: `RunError`."""
     kinds: dict[type, str] = {}  # type of tag -> first rows with it
     for part in rows.parts:
         column = source.source_columns(part.entry, part.columns)["task.tags"]
@@ -94,7 +94,7 @@ def parts(tags: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 def _refuse_others(letters: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-    """Errors: `RunError`."""
+    """Check that no tag has an unknown letter. Errors: `RunError`."""
     read = {kinds[tag] for tag, letter in letters.items() if letter in _READ}
     others = [tag for tag, letter in letters.items() if letter not in _READ and letter != "O" and kinds[tag] in read]
     if others:
@@ -179,7 +179,7 @@ class TokenClassification(PerToken):
         columns = options.text_columns
         usable_rows.check_columns(rows, columns, split, name)
         names = getattr(getattr(rows.features[options.tags], "feature", None), "names", None)
-        faults = []  # whether there are words; rows without words; rows without tags
+        faults = []  # three flags: the split has words, a row has no words, a row has no tags
         kinds: dict[type, str] = {}  # type of tag -> first row with it
         for first, part in usable_rows.lists(rows, options.words, options.tags):
             for row, (row_words, marked) in enumerate(part, first):

@@ -1,10 +1,10 @@
 """Translation with any model that `AutoModelForSeq2SeqLM` knows, pretrained or from scratch with its own tokenizers.
 
 In: pairs of texts: a `translation` column as the Hub has it, or two columns. Out: loss and perplexity per target token,
-BLEU and chrF (by sacrebleu) of what the model writes, all from sums.
+BLEU and chrF (by sacrebleu) of generated translations, all from sums.
 
-BLEU and chrF are functions of sums: what sacrebleu counts in each sentence is added up, over ranks too, and gives the
-scores of the gathered corpus. They need the extra `lockstep-train[translation]`.
+BLEU and chrF are functions of sums: sacrebleu's counts of each sentence are added up, also over ranks, and give the
+scores of the whole corpus. They need the extra `lockstep-train[translation]`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ SIZES = {"bleu": 10, "chrf": 18}  # lengths, matches and totals of 1- to 4-grams
 
 
 def check(tokenizer: str) -> None:
-    """Errors: `RunError` if sacrebleu or the selected tokenizer of it is not installed."""
+    """Check that sacrebleu and the selected tokenizer are installed. Errors: `RunError`."""
     if importlib.util.find_spec("sacrebleu") is None:
         raise RunError(
             "LS3373",
@@ -122,7 +122,7 @@ def check(tokenizer: str) -> None:
     if tokenizer not in BLEU.TOKENIZERS:
         raise RunError(
             "LS3374",
-            f"task.bleu_tokenizer: sacrebleu has no tokenizer {tokenizer!r}; it has {', '.join(BLEU.TOKENIZERS)}",
+            f"task.bleu_tokenizer: unknown tokenizer {tokenizer!r}; sacrebleu has {', '.join(BLEU.TOKENIZERS)}",
         )
     try:
         BLEU(tokenize=tokenizer)
@@ -508,8 +508,8 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
 
 
 def check_start_is_read(section: ModelSection, tokens: Any) -> None:
-    """Errors: `RunError` if an FSMT decoder starts from padding, which it ignores and does not count as a position in
-    training. `tokens`: the target tokenizer."""
+    """Refuse an FSMT decoder that starts from padding, which training masks and does not count as a position. `tokens`:
+    the target tokenizer. Errors: `RunError`."""
     from lockstep.tasks.models import model_configs
 
     if model_configs.load_config(section).model_type != "fsmt":
@@ -525,7 +525,7 @@ def check_start_is_read(section: ModelSection, tokens: Any) -> None:
 
 
 def check_start(section: ModelSection) -> None:
-    """Errors: `RunError` if a pretrained T5Gemma names two different start tokens for its decoder."""
+    """Refuse a pretrained T5Gemma that names two different start tokens for its decoder. Errors: `RunError`."""
     from lockstep.tasks.models import model_configs
 
     config = model_configs.load_config(section)

@@ -1,6 +1,6 @@
-"""Retrieval metrics of embeddings over a whole split: the rank of the matching text among all others.
+"""Retrieval metrics of embeddings over a whole split: the rank of the matching text among all texts.
 
-In: vectors and text ids, each in its own slot and zero elsewhere, so that a sum over ranks gathers them. Out: recall,
+In: vectors and text ids, each in its own slot of an array of zeros, so that a sum over ranks gathers them. Out: recall,
 reciprocal rank and nDCG as in sentence-transformers' InformationRetrievalEvaluator.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-SHARP = 2.0**20  # sums are rounded to multiples of its inverse: gathered values keep a precision of 2^-40
+SHARP = 2.0**20  # sums are rounded to multiples of 1 / SHARP: gathered values keep a precision of 2^-40
 RECALLS = (1, 5, 10)
 CURVE = (1, 2, 3, 5, 7, 10, 20, 30, 50, 70, 100)  # values of k for recall@k in a report
 TOP = 10  # cutoff of reciprocal rank and nDCG

@@ -1,6 +1,6 @@
-"""Small models of a run's config, and batches to run them on, for trials of a model family.
+"""Builds small models from a run's config, and batches to run them on, for trials of a model family.
 
-In: a config, and the head of its model. Out: the config with narrow layers and few tokens, a model of it with fixed
+In: a config, and the head of its model. Out: the config with narrow layers and few tokens, its model with fixed
 weights, examples of every shape, and the results of forward and backward.
 """
 
@@ -76,7 +76,7 @@ def examples(head: str, lengths: Sequence[int], targets: Sequence[int]) -> dict[
 
 
 def typed(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Token types of text pairs: 1 from the third token on."""
+    """Add token types of text pairs: 1 from the third token on."""
     return {"token_type_ids": inputs["attention_mask"] * (torch.arange(inputs["input_ids"].shape[1]) >= 2)}
 
 
@@ -144,13 +144,13 @@ def _prepared(config: Any, head: str) -> Any:
             if model_configs.entry(part, name) is not None:
                 setattr(part, name, TOKENS)
     if head == "causal" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        config.is_decoder = True  # as the task `language_modeling` has it
+        config.is_decoder = True  # as in the task `language_modeling`
     return config
 
 
 def computed(model: Any, head: str, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor | None]]:
     """Logits of real tokens (or of examples), and the gradient of each parameter."""
-    logits = model(**inputs)[0]  # or hidden states, where it has no head
+    logits = model(**inputs)[0]  # or hidden states of a model without a head
     if head != "classification":
         real = inputs["decoder_attention_mask" if head == "seq2seq" else "attention_mask"].bool()
         logits = logits[real]

@@ -1,11 +1,11 @@
 """Compare a pretrained model's files with the model of its config: missing weights, other shapes, names that the model
 does not have.
 
-In: `model`, and a model of it. Out: notes, or a `RunError`. `from_pretrained` draws a weight that it misses at
-random, and reports that in a log which training does not show; `ignore_mismatched_sizes`, with which a head for other
-labels is reinitialized, does the same to any weight of another shape. A base that is in part random is refused. A
-pooler is often absent, because models that are pretrained without one (masked language models) are saved without it; a
-head for labels is noted if the files should hold it: their config names it, or they hold a part of it.
+In: the section `model`, and its model. Out: notes, or a `RunError`. `from_pretrained` initializes missing weights at
+random, and reports that only in a log which training does not show; with `ignore_mismatched_sizes`, which a head for
+other labels needs, it does the same to any weight of another shape. A partly random base is refused. A missing pooler
+is only noted, because models pretrained without one (masked language models) are saved without it. So is a missing head
+for labels that the files should hold: their config names it, or they hold a part of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # name -> (shape
 
 @dataclass(frozen=True)
 class _Built:
-    """A model of the run's config, and the same without its head: None if that cannot be built."""
+    """A model of the run's config, and its base without the head (None if the base cannot be built)."""
 
     section: ModelSection
     model: Any
@@ -119,8 +119,8 @@ def _differing(built: _Built) -> Shapes:
 
 
 def check_loaded(section: ModelSection, head: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Refuse a model that `from_pretrained` has built with random weights in its base; `check` has not seen files that
-    were not downloaded yet. `info`: its report. Errors: `RunError`."""
+    """Refuse a model in whose base `from_pretrained` initialized weights at random; `check` cannot read files that are
+    not downloaded yet. `info`: its report. Errors: `RunError`."""
     differing = {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]}
     refuse(section, model, head, differing)
     missing = set(info["missing_keys"])
@@ -131,8 +131,8 @@ def check_loaded(section: ModelSection, head: str, model: Any, info: Mapping[str
 
 
 def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
-    """Refuse an export that lacks weights of its model, the head's included, holds them in another shape, or holds some
-    that its config has no place for. `info`: the report of `from_pretrained`. Errors: `RunError`."""
+    """Refuse an export with missing weights (also of the head), weights of another shape, or weights that the model of
+    its config does not have. `info`: the report of `from_pretrained`. Errors: `RunError`."""
     _refuse_shapes(folder, {name: (tuple(stored), tuple(built)) for name, stored, built in info["mismatched_keys"]})
     _refuse_unread(folder, model, sorted(info["unexpected_keys"]))
     missing = {*info["missing_keys"]} & {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -140,15 +140,14 @@ def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def check_export(section: ModelSection, head: str) -> None:
-    """Refuse an export, the model's source, whose files lack weights of its model, the head's included, hold them in
-    another shape, or hold some that its config has no place for. Errors: `RunError`."""
+    """`check_whole` for an export that is the run's `model.source`. Errors: `RunError`."""
     if (built := _build(section, head)) is not None:
         _check_export(built)
 
 
 def check_edited(folder: Path) -> None:
-    """`check_export` for an export whose config was edited: of the class that the config names, if transformers has it.
-    Errors: `RunError`."""
+    """`check_export` for an export whose config was edited, with the model class that the config names, if transformers
+    has it. Errors: `RunError`."""
     import transformers
 
     section = ModelSection.model_validate({"source": str(folder)})
@@ -222,7 +221,7 @@ def notes(section: ModelSection, head: str | None, entries: Mapping[str, Any] | 
         name, (of, ours) = next(iter(other.items()))
         texts.append(
             f"model.source: the files of {section.source} hold {_listed(other)} for another number of labels "
-            f"({name}: {list(of)}, and here {list(ours)}): initialized at random, from the seed"
+            f"({name}: {list(of)}, here {list(ours)}): initialized at random, from the seed"
         )
     if unused := [] if section.config else _unused(built, places):
         texts.append(
@@ -243,9 +242,9 @@ def _is_pooler(name: str) -> bool:
 
 
 def _unused(built: _Built, places: Mapping[str, str]) -> list[str]:
-    """Names in the files of further layers than the model has, of further weights in its layers (another family's
-    norms, an unmerged adapter), of a bias where it has a weight alone, or, of a model that is saved with its head, of
-    further parts beside it (the value head of a model that was trained by PPO)."""
+    """Names in the files that the model does not use: of additional layers, of additional weights in its layers (norms
+    of another family, an unmerged adapter), of a bias beside a weight, and, for a model saved with its head, of
+    additional parts (the value head of a model trained by PPO)."""
     names = set(built.model.state_dict())
     ignored = [*(built.model._keys_to_ignore_on_load_unexpected or ())]
     based = {name for name in names if built.in_base(name)}
@@ -317,7 +316,7 @@ def _depth(section: ModelSection) -> str:
 
 
 def _hint(built: _Built, unplaced: list[str]) -> str:
-    """How to make the files readable, if the names without a place show it."""
+    """How to make the files readable, if their unplaced names show it."""
     trained = {name for name, _ in built.model.named_parameters() if built.in_base(name)}
     for prefix in dict.fromkeys([*_WRAPPERS, *(f"{name.split('.')[0]}." for name in unplaced)]):
         cut = [name.removeprefix(prefix) for name in unplaced if name.startswith(prefix)]
@@ -368,7 +367,7 @@ def refuse(section: ModelSection, model: Any, head: str, differing: Shapes) -> N
 
 
 def _for_other_labels(stored: tuple[int, ...], built: tuple[int, ...], config: Any) -> bool:
-    """Whether shapes differ in the number of labels alone."""
+    """Whether shapes differ only in the number of labels."""
     if len(stored) != len(built):
         return False
     other = [ours for of, ours in zip(stored, built, strict=True) if of != ours]

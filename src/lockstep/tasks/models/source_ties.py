@@ -58,7 +58,7 @@ def check(section: ModelSection, model: Any, auto: Any) -> None:
     if untied != set(names):
         raise RunError(
             "LS3420",
-            f"model.source: from_pretrained leaves {_list(untied)} untied, and by the names in the files it would be "
+            f"model.source: from_pretrained leaves {_list(untied)} untied, but the names in the files say "
             f"{_list(names)}; please report this family ({model.config.model_type})",
         )
     if names:
@@ -155,7 +155,7 @@ def places(model: Any, names: Iterable[str], made_of_several: bool = True) -> di
 
 
 def _converted(first: str, patterns: Sequence[str]) -> Iterator[str]:
-    """Names of the weights that a conversion makes, of which `first` is named by the first pattern."""
+    """Names of the weights that a conversion makes; `first`: the one that matches the first pattern."""
     begin = re.escape(patterns[0]).replace(re.escape(r"\1"), "(.+?)")
     yield first
     for pattern in patterns[1:]:
@@ -182,7 +182,7 @@ def _file(source: str, name: str, revision: str | None, here: bool = False) -> P
 
 
 def _index(source: str, revision: str | None, here: bool) -> tuple[Path, dict[str, str] | None] | None:
-    """The weight file that `from_pretrained` loads; if sharded, its index and the file of each weight."""
+    """Return the weight file that `from_pretrained` loads (if sharded: the index, and weight -> file)."""
     import json
 
     for name in (_SAFE, _PICKLED):
@@ -226,8 +226,8 @@ def stored_shapes(section: ModelSection) -> dict[str, tuple[int, ...]]:
 
 
 def stored_names(section: ModelSection) -> tuple[str, ...]:
-    """Names in the source's files, those of shards that are not on this machine included; empty if they cannot be read
-    without a download. Errors: `RunError`."""
+    """Names of the weights in the source's files, including shards that are not on this machine; empty if they cannot
+    be read without a download. Errors: `RunError`."""
     index = _index(local_or_id(section), section.revision, here=True)
     return tuple(stored_shapes(section)) if index is None or index[1] is None else tuple(index[1])
 
@@ -277,7 +277,7 @@ def _read(source: str, revision: str | None, names: frozenset[str]) -> dict[str,
         for name in names:
             file = path if weight_map is None else _file(source, weight_map[name], revision)
             if file is None:
-                raise RunError("LS3422", f"model.source: {path} names {weight_map and weight_map[name]}, not there")
+                raise RunError("LS3422", f"model.source: {path} names a missing {weight_map and weight_map[name]}")
             paths.setdefault(file, set()).add(name)
     tensors: dict[str, Tensor] = {}
     for file, selected in paths.items():

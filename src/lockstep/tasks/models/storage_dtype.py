@@ -146,7 +146,7 @@ def _shared_and_adapted(model: Any) -> list[Any]:
 
 
 def _untie_adapted(model: Any) -> bool:
-    """Give the layers of `_shared_and_adapted` weights of their own. Returns whether there are any."""
+    """Give the layers of `_shared_and_adapted` their own weights. Returns whether there are any."""
     layers = _shared_and_adapted(model)
     for layer in layers:
         base = layer.get_base_layer()

@@ -70,7 +70,7 @@ def _built_rows(section: ModelSection, head: str) -> int | None:
 
 
 def check_padding(rows: Any, tokenizer: Any) -> None:
-    """Errors: `RunError` if a model with `rows` embedding rows has none for the padding token."""
+    """Check that the padding token has one of the model's `rows` embedding rows. Errors: `RunError`."""
     if isinstance(rows, int) and 0 < rows <= tokenizer.pad_token_id:
         raise RunError(
             "LS3145",
@@ -133,7 +133,7 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
 
 
 def check_split(section: ModelSection, head: str, tokenizers: Tokenizers, split: str, columns: Columns) -> None:
-    """Errors: `RunError` if examples of a split contain tokens without a row."""
+    """Check that all tokens in the examples of a split have a row. Errors: `RunError`."""
     for column, tokenizer in tokenizers.items():
         if column not in columns.names or (rows := missing(section, head, column, tokenizer)) is None:
             continue

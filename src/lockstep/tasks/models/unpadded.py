@@ -37,7 +37,7 @@ SHORT = {torch.float32: 64, torch.bfloat16: 128}
 
 
 class Cannot(Exception):
-    """The reason why a family's padding has to be computed."""
+    """A model family cannot run without padding; the text says why."""
 
 
 class RowMap:
@@ -61,7 +61,7 @@ class RowMap:
         self.causal = causal and tokens.on_the_right  # then no real token sees padding
         self.plain = self.causal or both_ways  # full or causal attention within each text
         self.mask = None if self.causal or (both_ways and full) else mask  # beside `causal`
-        self.complete = self.mask is not None or self.causal or (both_ways and full)  # else nothing says who sees whom
+        self.complete = self.mask is not None or self.causal or (both_ways and full)  # else attention is unknown
         visible = real[:, None, None] if both_ways and not full else self.mask  # the same, small
         short = real.device.type == "cpu" and self.width <= max(SHORT.values())
         self.bias = self._biased(visible) if short else None
@@ -204,7 +204,7 @@ def masked(
     **more: Any,
 ) -> RowMap | Tensor | None:
     """Create a model's mask: a `RowMap` if there are several complete examples."""
-    if repeatable.inside():  # rows without padding, and nothing that the host would have to look at
+    if repeatable.inside():  # rows without padding; the host must not read values
         return masks.sdpa_mask(
             batch_size, q_length, kv_length, q_offset, mask_function=mask_function, attention_mask=None, **more
         )
@@ -271,7 +271,7 @@ def attention(
 
 
 def _is_plain(more: dict[str, Any]) -> bool:
-    """Whether these arguments of an attention leave its scores as they are."""
+    """Whether these arguments of an attention leave its scores unchanged."""
     return more.get("position_bias") is None and more.get("softcap") is None
 
 

@@ -334,8 +334,8 @@ class Batches(Dataset):
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
     def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
-        """Errors: `RunError` if an item's number of targets (the loss divisor) or length (which decides micro-batches)
-        differs from the prepared one."""
+        """Check that items have the prepared number of targets (the loss divisor) and length (which decides
+        micro-batches). Errors: `RunError`."""
         for row, each in zip(rows, items, strict=True):
             if (count := self._measured("targets", each)) not in (None, self.columns.targets[row]):
                 explanation = "it must not depend on random numbers"

@@ -42,7 +42,8 @@ ContrastGroup = dict[str, list[Any]]
 
 
 def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
-    """Groups of items that pair the smallest with the largest items, and so on inwards. Errors: `RunError` if an item
+    """Groups of items: the smallest with the largest, then the next smallest with the next largest, and so on.
+    Errors: `RunError` if an item
     cannot be read."""
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
     read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
@@ -290,7 +291,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
             "number per target (reduction='none')",
         )
     if kind == "mean" and by_class.weighted:
-        raise _no_mean(trial, "its cross entropy divides by the weights of the classes that a batch holds")
+        raise _no_mean(trial, "its cross-entropy divides by the weights of the classes in a batch")
     if _adds_up(kind, numbers, trial.weights):
         return kind, 1, []
     if kind == "mean":
@@ -443,7 +444,7 @@ def _kind_of_metric(trial: _Trial, name: str, values: Mapping[str, Any]) -> str:
     return kind
 
 
-METRICS = "return one number an example (a tensor), or a pair (sum, count)"
+METRICS = "return one number per example (a tensor), or a pair (sum, count)"
 
 
 # -- dependence on the number of processes ---------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Calling:
 
     run: Run
     loss: Callable[[Any, Any], Any]
-    loss_kind: str  # "sum", "mean", or "each": one number a target
+    loss_kind: str  # "sum", "mean", or "each": one number per target
     metrics: Callable[[Any, Any], Any] | None
     metric_kinds: Mapping[str, str]  # name -> "sum", "mean", "each", or "pair"
     generate: Callable[[Any, Any], Any] | None

@@ -1,4 +1,4 @@
-"""The objectives of `classification`: one label an example, several or none, or numbers.
+"""The objectives of `classification`: one label per example, any number of labels, or numbers.
 
 In: a column of labels; a column of lists of labels, or several columns of 0 and 1; columns of numbers, or a column of
 lists of numbers. Out: the interface of `objective.py`.
@@ -160,9 +160,9 @@ class OneLabel(Objective):
         }
 
     def metrics(self, sums: Sums, threshold: float | None) -> dict[str, float]:
-        """Macro F1 is the mean of 2 right / (true + predicted) over classes that occur or are predicted, as
-        scikit-learn's. ROC AUC is that of the second of two labels, else the mean over one-vs-rest. ECE concerns the
-        most likely label. `f1`, with a threshold, is that of the second label."""
+        """Metrics of the counts. Macro F1 is the mean of 2 right / (true + predicted) over classes that occur or are
+        predicted, as in scikit-learn. ROC AUC is that of the second of two labels, else the mean over one-vs-rest. ECE
+        concerns the most likely label. `f1`, with a threshold, is that of the second label."""
         sums, gathered, used = self._decided(sums, threshold)
         count = float(sums["examples"])
         both = sums["of_class"] + sums["predicted"]
@@ -328,7 +328,7 @@ class SeveralLabels(Objective):
 
     def _used(self, probabilities: np.ndarray, true: np.ndarray, chosen: float | None) -> float:
         threshold = self.threshold(true.ravel() == 1, probabilities.ravel(), chosen)
-        assert threshold is not None, "of several labels there is always a threshold"
+        assert threshold is not None, "several labels always have a threshold"
         return threshold
 
     def tables(self, sums: Sums, threshold: float | None) -> dict[str, Any]:
