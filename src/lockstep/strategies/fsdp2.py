@@ -360,7 +360,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run, self.model, self.leaf_ranks())
         self.apply_shards(parameter_groups.assigned(self.run.optim, self.model))
-        if hasattr(self.model, "config"):  # of transformers: no loss here writes into its outputs, as one's own may
+        if hasattr(self.model, "config"):  # of transformers: unlike a user's loss, none here writes into outputs
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if skips is not None:
             leaves_layers_out(self.model)
@@ -491,7 +491,7 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
 
     def run_micro_batch(self, micro: MicroBatch, divisor: float) -> Tensor:
         """Run forward and backward with the gradient of loss sum / divisor. Returns the loss sum, detached."""
-        with self.phases("forward"), self.precision.autocast():  # no longer, because autocast caches its casts
+        with self.phases("forward"), self.precision.autocast():  # not around backward: autocast caches its casts
             loss = self.totals.loss_sum(self.task, self.model(**micro.inputs), micro, self.observer)
         self.totals.switched += self.uses.switched()  # now, because FSDP restores requires_grad before backward
         with self.phases("backward"):

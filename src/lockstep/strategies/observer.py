@@ -1,4 +1,4 @@
-"""Listening to a step while a strategy computes it: the one interface for it.
+"""The interface for observing a step while a strategy computes it.
 
 In: a strategy whose `observer` is set. Out: `train_step` calls the observer's methods. An observer changes no number.
 If it raises an error, the step updates nothing.

@@ -1,8 +1,8 @@
-"""Pipeline parallelism with torch.distributed.pipelining: each rank holds some of the layers, hidden states travel.
+"""Pipeline parallelism with torch.distributed.pipelining: each rank holds some of the layers and sends hidden states.
 
 In: the micro-batches of this rank's pipeline, on each of its stages, so that shapes and masks need no communication.
-Out: the same update as `single.py`. Unlike there, forward and backward of a micro-batch run stage by stage, in the
-order of torch's schedule; each stage adds its part of a leaf to its own tree. Several pipelines divide the
+Out: the same update as `single.py`. Forward and backward of a micro-batch run stage by stage, in the order of torch's
+schedule; each stage adds its part of a leaf to its own tree. Several pipelines divide the
 micro-batches among them and sum their trees like `allreduce.py`.
 
 `cuts.py` splits the model; `strategies/engines/pipelining.py` runs one stage of a micro-batch.

@@ -1,4 +1,4 @@
-"""A strategy whose ranks hold all weights, when ranks fail and others join: `launch.on_rank_failure: continue`.
+"""Recovery of strategies whose ranks hold all weights, when ranks fail or join: `launch.on_rank_failure: continue`.
 
 In: a step that a lost rank interrupted. Out: the state before it, in the new process group.
 """

@@ -1,4 +1,4 @@
-"""Training in one process: a training step from first to last, which every other strategy is compared with.
+"""Training in one process: a complete training step, the reference for every other strategy.
 
 In: the micro-batches of a step. Out: one update of a model that this rank holds whole. `ReplicatedStrategy` has the
 whole step except `reduce`, which sums gradients over ranks; `Single` has no other ranks. `allreduce.py` and `ddp.py`
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedStrategy(Recomputes):
-    """A step of which each rank computes some micro-batches, on a model of which each rank holds all weights."""
+    """Base of strategies in which each rank holds all weights and computes some of a step's micro-batches."""
 
     plugin = "strategies"  # a base: it has no name in a run file
 
@@ -153,7 +153,7 @@ class ReplicatedStrategy(Recomputes):
         return loss.detach()
 
     def inputs_of(self, micro: MicroBatch) -> Mapping[str, Tensor]:
-        """Return the model's inputs for a micro-batch, by which it runs compiled code if it has some."""
+        """Return the model's inputs for a micro-batch; they also tell it to run its compiled code, if any."""
         return micro.inputs if self.region is None else self.region.inputs(micro)
 
     def on_grad_ready(self, position: int, parameter: Tensor) -> None:

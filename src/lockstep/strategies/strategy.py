@@ -72,8 +72,8 @@ class Strategy(StrategyRules):
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
 
     task: Task
-    model: nn.Module  # this rank's part of the model, under the task's parameter names
-    weights: TrainedWeights  # what this rank updates; made by `build`, as `update`
+    model: nn.Module  # this rank's part of the model, with the task's parameter names
+    weights: TrainedWeights  # the tensors that this rank updates; created by `build`, like `update`
     update: WeightUpdate
     data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
@@ -82,7 +82,7 @@ class Strategy(StrategyRules):
     observer: StepObserver | None = None  # observes every `train_step`; of the same class on every rank
 
     def __init__(self, job: Job, world: World) -> None:
-        """Record the topology; build nothing and communicate nothing."""
+        """Record the topology, without building or communicating anything."""
         self.job, self.run, self.world = job, job.run, world
         self.phases = StepTimer(world.device)
         self.data_parallel = DataShard(world.rank, world.size, world.all_reduce)
@@ -199,7 +199,7 @@ class Strategy(StrategyRules):
         """Generate tokens, int64 [B, N]. Each rank passes its own inputs. Collective."""
         from lockstep.tasks.models import inference
 
-        assert (how.beams, how.temperature) == (1, 0), "`resolve` refuses what is not greedy"
+        assert (how.beams, how.temperature) == (1, 0), "`resolve` refuses decoding other than greedy"
         return inference.by_forward(
             self.forward, lambda count: self.data_parallel.all_reduce(count.float()), inputs, how
         )
@@ -221,7 +221,7 @@ class Strategy(StrategyRules):
         return held_state.tensors_to_save(self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Load what all ranks' `sharded_state_dict` returned together, from any strategy and any number of processes.
+        """Load a state that `sharded_state_dict` returned on all ranks, under any strategy and any number of processes.
         Each rank reads only its own part."""
         held_state.load(saved, self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
         self.weights.loaded()

@@ -1,6 +1,6 @@
 """The number formats of forward and backward: `precision` of the run file, the same under every strategy.
 
-In: a run and a device. Out: the autocast around forward, and the loss from which backward starts. Weights, gradients
+In: a run and a device. Out: autocast for the forward, and the scaled loss for backward. Weights, gradients
 and the optimizer's state stay in float32, or in the formats of `model.dtype`.
 """
 

@@ -1,7 +1,7 @@
 """The communication schedule of partial sums: who sends what to whom, stage by stage, for any number of ranks.
 
 In: the partial sums that each rank holds, and each rank's host. Out: a `ReduceSchedule`, which the strategies execute
-(`exchange.py`) and `benchmarks/exchange_table.py` counts; and buckets that go through its stages while the caller
+(`exchange.py`) and `benchmarks/exchange_table.py` counts; and buckets that pass through its stages while the caller
 keeps computing, in the same order between any two ranks.
 
 Ranks are grouped like the leaves of the tree: neighbours first, within a host, then hosts. A vector is divided into
@@ -35,7 +35,7 @@ AT_ONCE = 8  # maximum number of ranks of one host that exchange directly
 class LinkSpeeds:
     """Inputs to the choice of schedule: the user's option, and the hosts of a group's ranks."""
 
-    all_reduce: str = "auto"  # as `strategy.all_reduce` says
+    all_reduce: str = "auto"  # `strategy.all_reduce`
     hosts: tuple[str, ...] = ()  # host of each rank; empty: all on one
 
     def tree(self, ranks: int) -> bool:
@@ -107,8 +107,8 @@ class ReduceStage:
     height: int
     nodes: tuple[Node, ...]  # the partial sums that the rank holds before
     own_rows: slice  # rows that it continues with
-    sends: tuple[tuple[int, slice], ...]  # to whom, which rows
-    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # sender and partial sums; as many rows as this rank keeps
+    sends: tuple[tuple[int, slice], ...]  # (receiver, rows)
+    receives: tuple[tuple[int, tuple[Node, ...]], ...]  # (sender, partial sums), with the rows that this rank keeps
 
     @property
     def rows(self) -> int:

@@ -47,8 +47,8 @@ def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) 
 def by_row(gradient: Tensor) -> Tensor:
     """Coalesce a leaf's gradient to one entry per row.
 
-    Entries of a row are added in token order, like the dense kernel; torch's `coalesce` uses another order and so gives
-    other bits.
+    Entries of a row are added in token order, as in the dense kernel; torch's `coalesce` uses another order, which
+    changes bits.
     """
     if not gradient.is_sparse:  # embedding not used by this micro-batch
         return gradient.to_sparse(1).coalesce()

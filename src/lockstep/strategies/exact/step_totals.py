@@ -1,4 +1,4 @@
-"""What ranks sum in a step beside the gradient: losses of micro-batches and of the sources of a mixture, and counts.
+"""Sums over ranks in a step besides the gradient: losses of micro-batches and of the sources of a mixture, and counts.
 
 In: the outputs of a model for a micro-batch; the task computes the loss. Out: the loss sum of a micro-batch, with its
 graph, and sums over ranks that are bitwise equal at any number of processes.
@@ -19,14 +19,14 @@ from lockstep.tasks.task import Task
 
 
 class LossOutput(NamedTuple):
-    """What a model returns that computes the task's loss itself (`strategies/engines/region.py`)."""
+    """Output of a model that computes the task's loss itself (`strategies/engines/region.py`)."""
 
     loss: Tensor  # loss sum: a scalar with its graph
     each: Tensor | None  # loss of each example [B], without gradient, if losses of several sources are recorded
 
 
 class StepTotals:
-    """What ranks sum in a step beside the gradient: losses, and counts."""
+    """Sums losses and counts of a step over ranks."""
 
     def __init__(self, device: torch.device, sources: int) -> None:
         self._device, self._sources = device, sources

@@ -1,4 +1,4 @@
-"""The one optimizer that steps whatever part of the weights each rank holds.
+"""The optimizer of every strategy: it updates whole weights, or the parts that a rank holds.
 
 It is a torch optimizer around a rule (`strategies/optimizers/`), whose updates are bitwise equal under any sharding.
 `parameter_groups.py` decides each weight's learning rate factor and decay, `config/schedules.py` the rate of a step.
@@ -29,7 +29,7 @@ def build(optim: OptimSection, model: nn.Module) -> Stepper:
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
-    """Return `tensor`: the `to_dtensor` of parameters that are whole, or DTensors already."""
+    """Return `tensor` unchanged: the `to_dtensor` for parameters that are whole, or already DTensors."""
     return tensor
 
 

@@ -1,7 +1,7 @@
-"""The trained weights of a rank: what forward reads, what the optimizer updates, and what a checkpoint saves.
+"""The trained weights of a rank: tensors that forward reads, that the optimizer updates and that a checkpoint saves.
 
-In: a model. Out: by parameter name, the tensors that this rank updates: whole weights, as here, or parts of them
-(`ShardedWeights` in `fsdp2.py`); the weights themselves, or float32 masters of bfloat16 weights.
+In: a model. Out: parameter name -> tensor that this rank updates: a whole weight, as here, or a part of it
+(`ShardedWeights` in `fsdp2.py`); the weight itself, or the float32 master of a bfloat16 weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TrainedWeights:
         """`masters`: the optimizer updates float32 copies."""
         self.model = model
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._read = self.own_parts()  # where forward reads what this rank updates
+        self._read = self.own_parts()  # tensors that forward reads, for what this rank updates
         self._masters = masters
         self.updated = {n: nn.Parameter(p.detach().float()) for n, p in self._read.items()} if masters else self._read
 
@@ -41,14 +41,14 @@ class TrainedWeights:
 
     @torch.no_grad()
     def changed(self) -> None:
-        """Write what was updated to where forward reads it, rounding. Collective if ranks update parts."""
+        """Copy the updated tensors to those that forward reads, with rounding. Collective if ranks update parts."""
         if self._masters:
             for master, place in zip(self.updated.values(), self._read.values(), strict=True):
                 place.copy_(master)
 
     def updated_parts(self) -> list[tuple[str, Tensor]]:
-        """Return what this rank updates, sharing its memory; sharded tensors as DTensors. A tied weight may occur
-        twice."""
+        """Return the tensors that this rank updates, sharing their memory; sharded ones as DTensors. A tied weight may
+        occur twice."""
         return [(name, self.to_dtensor(name, tensor.detach())) for name, tensor in self.updated.items()]
 
     def to_save(self) -> dict[str, Tensor]:

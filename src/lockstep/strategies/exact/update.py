@@ -1,4 +1,4 @@
-"""The one update of a step: norm of the whole gradient, check that it is finite, clip once, one optimizer step.
+"""The update of a step: compute the norm of the whole gradient, check that it is finite, clip once, step once.
 
 In: the gradient of a step, whole or sharded, and the losses of all micro-batches. Out: weights after one update, or
 unchanged if a number was not finite. Shared by all strategies; DeepSpeed with `exact: false` makes its own update.
@@ -25,8 +25,8 @@ from lockstep.strategies.observer import StepObserver
 class WeightUpdate:
     """The optimizer of a strategy and its last update.
 
-    If several ranks hold the same state (`barrier`), the update is all-or-nothing: no rank updates before all have what
-    they need. A rank that lost contact and missed an update that others applied applies it later (`ready`).
+    If several ranks hold the same state (`barrier`), the update is all-or-nothing: no rank updates before all ranks
+    can. A rank that lost contact and missed an update that others applied applies it later (`ready`).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WeightUpdate:
         self.optimizer: Any = optimizer  # the stepper, or an engine's wrapper of it
         late = precision.device.type == "cuda" and optimizer.rule.heeds_skipped
         self.finite = FiniteCheck(job.run.on_nonfinite == "stop", late)
-        # Set before the barrier: an update that is interrupted there is applied later, by one rank alone.
+        # Set before the barrier: if a rank is interrupted there, it applies its update later, alone.
         self.ready: Callable[[], Tensor | bool] | None = None
         self.incomplete = False  # whether an update was interrupted halfway
 
@@ -74,8 +74,7 @@ class WeightUpdate:
         return norm, self.apply_ready()
 
     def apply_ready(self) -> Tensor | bool:
-        """Apply the update for which this rank has everything that it needs. Collective only if the optimizer needs
-        whole tensors."""
+        """Apply the update that `make` prepared. Collective only if the optimizer needs whole tensors."""
         assert self.ready is not None
         apply, self.ready = self.ready, None
         self.incomplete = True

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern, "Adafactor: adaptive learning rates with sublinear memory cost", 2018): torch's.
 
-In: gradients. Out: each matrix updated as by AdamW without a mean, with mean squares factored into one number per row
-and one per column, and a step relative to the size of its weights. The rate is therefore relative (torch's default is
-1e-2), and at most 1 / sqrt(step). Few bytes per parameter.
+In: gradients. Out: each matrix updated as by AdamW without the first moment, with the second moment factored into one
+number per row and one per column, and a step relative to the size of its weights. The rate is therefore relative
+(torch's default is 1e-2), and at most 1 / sqrt(step). Few bytes per parameter.
 """
 
 from __future__ import annotations
