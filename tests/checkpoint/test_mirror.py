@@ -81,7 +81,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, store: Store) -> None:
 
 
 def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
-    """If the store's checksum cannot be computed locally, the object is read back; a difference is an error."""
+    """A part stored differently is an error; the object is read back if its checksum cannot be computed locally."""
     trained = job(tmp_path / "out")
     trained.saved()
     real = Bucket.find
@@ -92,7 +92,7 @@ def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, 
         return real(self, address)
 
     monkeypatch.setattr(Bucket, "find", otherwise)
-    assert "another hash" in str(copied(trained))
+    assert "different hash" in str(copied(trained))
     assert steps_in(store) == []
 
 

@@ -196,13 +196,13 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict, list[str], list[str]]] = {
         jsonl("train.jsonl", [row | {"label": [i % 3, 1]} for i, row in enumerate(EMOTION)]),
         {"data": OWN},
         [],
-        ["task.label", "row 0 holds [0, 1]", "one label an example, not several"],
+        ["task.label", "row 0 holds [0, 1]", "one label per example, not several"],
     ),
     "several labels a text in validation only": (
         many(jsonl("train.jsonl", EMOTION), jsonl("v.jsonl", [{"text": "a", "label": [1]}])),
         {"data": OWN | {"validation": "v.jsonl"}},
         [],
-        ["task.label", "validation split", "row 0 holds [1]", "one label an example, not several"],
+        ["task.label", "validation split", "row 0 holds [1]", "one label per example, not several"],
     ),
     "a label list that is none": (
         jsonl("train.jsonl", [row | {"label": ["a", "b"] if i != 5 else "a"} for i, row in enumerate(EMOTION)]),

@@ -250,7 +250,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     ]
     dropped = prepared(run_of(tmp_path, "data.decontaminate=true"))
     assert sizes(dropped) == {"train": 78, "validation": 22, "test": 4}
-    assert splitting.left_out(dropped.facts) == "; left out because they are in validation or test, too: 3 of train"
+    assert splitting.left_out(dropped.facts) == "; left out because they are also in validation or test: 3 of train"
     assert splitting.warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
@@ -259,7 +259,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
         main(["plan", str(tmp_path / "run.yaml"), "data.decontaminate=true", "data.filter={text: {max_words: 2}}"]) == 0
     )
     said = " ".join(capsys.readouterr().out.split())
-    assert "left out because they are in validation or test, too: 3 of train" in said
+    assert "left out because they are also in validation or test: 3 of train" in said
     everything = [{"text": "word 1", "label": label} for label in ("joy", "anger")]
     saved(tmp_path, everything, "train.jsonl")
     saved(tmp_path, everything, "dev.jsonl")

@@ -225,7 +225,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         ("gone", "no longer exists, and row "),
         ("cut", "bytes now, and had "),
         ("unlike", "a label that was missing when training began: 'fun'"),
-        ("other", "they have changed since the shards were indexed"),
+        ("other", "the rows have changed since the shards were indexed"),
     ],
 )
 def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_run_stops_before_a_changed_shard_and_goes_on_when_it_is_back(tmp_path
     changed(path, "other")
     status, out, err = ended(start([*LOCKSTEP, "train", "run.yaml"], job, cache))
     assert status == 75, err
-    assert "they have changed since the shards were indexed" in err
+    assert "the rows have changed since the shards were indexed" in err
     assert f"data.train: {path}, rows " in err
     assert "stopped on request after step " in out
     stopped = max(line["step"] for line in lines(job))

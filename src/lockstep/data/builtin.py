@@ -1,6 +1,6 @@
 """The built-in emotion data: short first-person messages from a seeded grammar, for use offline.
 In: a seed, the sizes of the three splits and the share of labels to spoil.
-Out: per split the columns text, label (with noise) and true_label, the same on every Python version.
+Out: for each split the columns text, label (with noise) and true_label, equal on every Python version.
 """
 
 import random

@@ -140,7 +140,7 @@ BLOCK = 4 * 2**20  # bytes per hash block
 PARTS = ("locks", "prepared", "tokenizers", "tokens", "models", "padding", "remote", "shards", "sizes", "exports")
 SAMPLED = 4  # blocks checked per file once the whole was read since boot
 MACHINES = 256  # maximum number of machines remembered in a seal
-SAMPLED_FILES = 8  # files of a folder whose blocks are checked then; of others only the size
+SAMPLED_FILES = 8  # files of a folder whose blocks are sampled; for the others, only the size is checked
 
 
 def cache_folder() -> Path:
@@ -320,7 +320,7 @@ def _private(status: os.stat_result) -> bool:
 
 
 def _check_own(folder: Path) -> None:
-    """Errors: `RunError` if other users could write to the folder."""
+    """Check that no other user can write to the folder. Errors: `RunError`."""
     status = folder.lstat()
     with tempfile.TemporaryFile(dir=folder) as probe:  # network disks may map this user to another uid
         own = os.fstat(probe.fileno()).st_uid == status.st_uid

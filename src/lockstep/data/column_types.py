@@ -66,7 +66,7 @@ def common(features: Sequence[Any]) -> Any:
 
 @dataclass(frozen=True)
 class ColumnUse:
-    """The columns to read, and as what kind."""
+    """The columns to read, and their kinds."""
 
     paths: Sequence[str] | None = None  # columns, or paths into them; None: unknown, so all are read
     kinds: Mapping[str, Kind] = field(default_factory=dict)  # kind of each, as the task reads it
@@ -121,7 +121,7 @@ def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
     """Return a hint, as a sentence that precedes the remedy, if an unknown label resembles a `known` one: `data.types`
     would make them equal, or they differ only in blanks or capitals. Empty if none resembles it."""
     texts = {str(each): each for each in known}
-    if str(label) in texts:  # a number, and the text of it
+    if str(label) in texts:  # a number and its text
         return f"With data.types={{{column}: text}}, {label!r} and {texts[str(label)]!r} are the same label. "
     every = [*texts, str(label)]
     if all(_NUMBER.fullmatch(text.strip()) for text in every):
@@ -208,7 +208,7 @@ def declared(rows: Dataset, types: Mapping[str, str] | None, split: str, name: s
 
 
 def check_names(types: Mapping[str, str] | None, names: Iterable[str], where: str) -> None:
-    """Errors: `RunError` if a column of `data.types` does not exist."""
+    """Check that every column of `data.types` exists. Errors: `RunError`."""
     there = list(names)
     if absent := [column for column in types or {} if column not in there]:
         raise RunError("LS2402", f"data.types: {where} has no column {absent[0]!r}; it has {', '.join(there)}")
@@ -228,7 +228,7 @@ def _as(value: Any, kind: str) -> Any:
     elif isinstance(value, str) and not value.strip():
         return None
     elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        if kind == "number" and "_" in str(value):  # which Python would ignore
+        if kind == "number" and "_" in str(value):  # Python would ignore it
             raise ValueError
         return _integer(value) if kind == "integer" else _finite(float(value))
     raise ValueError

@@ -1,4 +1,4 @@
-"""Conversations -> documents of tokens, by a chat template: only what the assistant says is scored.
+"""Converts conversations to documents of tokens with a chat template; only the assistant's text is scored.
 
 In: rows of a data set, a tokenizer, and a `Writing`. Out: `Documents`, one per conversation or per assistant turn.
 
@@ -71,11 +71,11 @@ class Writing:
 
 @dataclass(frozen=True)
 class Question:
-    """A conversation that the model is to answer, or whose answer it is to score."""
+    """A conversation whose last message the model answers or scores."""
 
     column: str
     messages: list[dict]
-    tools: Any = None  # as the row has them
+    tools: Any = None  # as in the row
     place: str = ""  # for error messages
 
     def __str__(self) -> str:
@@ -83,8 +83,8 @@ class Question:
 
     @classmethod
     def of(cls, messages: Any, column: str, tools: Any, place: str, answered: bool = False) -> Question | None:
-        """The messages before the last answer, if there is one; with it if `answered`. None for a value that is no
-        conversation. Errors: `RunError`."""
+        """The messages before the last answer, if there is one (including it with `answered`), or None for a value that
+        is not a conversation. Errors: `RunError`."""
         messages = [messages] if isinstance(messages, Mapping) else messages
         if not is_talk(messages):
             return None
@@ -93,7 +93,7 @@ class Question:
             some.pop()
         if not some:
             raise RunError(
-                "LS2404", f"predict: {column!r} of {place} has no message that could be answered: only the assistant's"
+                "LS2404", f"predict: {column!r} of {place} has no message to answer: all are the assistant's"
             )
         if answered and some[-1]["role"] != "assistant":
             raise RunError(
@@ -112,7 +112,7 @@ def is_talk(value: Any) -> bool:
 
 
 def prompt_text(tokenizer: Any, how: Writing, content: str | Question) -> str:
-    """Render a `Question`, or a text that the user says, up to where the answer begins. Errors: `RunError`."""
+    """Render a `Question`, or a text as a user message, up to the start of the answer. Errors: `RunError`."""
     if isinstance(content, Question):
         messages = [{**message, "content": message.get("content", "")} for message in content.messages]
         tools, place = _offered(content.tools, how, content.place), content.place
@@ -177,7 +177,7 @@ ROLES = {
 
 
 def renamed(turn: Any, where: str) -> Any:
-    """A message with `role` and `content` for one with `from` and `value`. `where`: of error messages. Errors:
+    """Convert a message with `from` and `value` to `role` and `content`. `where`: location for error messages. Errors:
     `RunError` for an unknown speaker."""
     if not isinstance(turn, Mapping) or "role" in turn or not {"from", "value"} <= set(turn):
         return turn

@@ -1,4 +1,4 @@
-"""The bytes of a local file: unpacked, checked to be text of one encoding, and read as a table.
+"""Reads local files: decompresses them, checks their encoding, and parses tables.
 
 In: a path. Out: blocks, lines, or the columns of a .csv or .tsv file; or an error that names the file and the line.
 Files that would fill the disk are not decompressed.

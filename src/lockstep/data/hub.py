@@ -108,7 +108,7 @@ def be_brief() -> None:
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     fault = unreachable()
     for decorated in (http_backoff, http_stream_backoff) if fault else ():
-        function = inspect.unwrap(decorated)  # the latter is a context manager's wrapper, which has no defaults itself
+        function = inspect.unwrap(decorated)  # a context manager's wrapper has no defaults itself
         function.__kwdefaults__ = (function.__kwdefaults__ or {}) | {"max_retries": 0}
     if fault == SILENT:
         _fail_requests(fault)
@@ -126,7 +126,7 @@ def _fail_requests(reason: str) -> None:
         raise library.ConnectError(reason, request=request)
 
     hooks["request"].append(fail)
-    # a factory, because the library makes another client after each connection that failed
+    # a factory, because the library creates another client after each failed connection
     set_client_factory(lambda: library.Client(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 

@@ -1,6 +1,6 @@
 """Read a data set from the Hub, with all values as its files hold them.
 
-In: a Hub id. Out: one `datasets.Dataset` a split, or a `RunError`. `datasets` infers types of JSON and CSV files: it
+In: a Hub id. Out: one `datasets.Dataset` per split, or a `RunError`. `datasets` infers types of JSON and CSV files: it
 turns "01" into 1 and drops "null", "NA" and the like. Such files are therefore read again by `row_files`, unless the
 data set's own page declares the types of its columns.
 """
@@ -146,7 +146,7 @@ def _builder(data: DataSection) -> tuple[DatasetBuilder | None, Callable[[str], 
         revision = None if constants.HF_HUB_OFFLINE else data.revision
         with tempfile.TemporaryDirectory() as empty:  # the usual cache adds the inferred types to those of the page
             return datasets.load_dataset_builder(name, data.config, revision=revision, cache_dir=empty), there
-    except Exception:  # the rows were read, but not the files themselves
+    except Exception:  # the rows are readable, but not the files themselves
         return None, Path
 
 

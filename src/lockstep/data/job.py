@@ -1,9 +1,9 @@
-"""A resolved run: the run file, the classes that it names, and every decision that was made for it.
+"""A resolved run: the run file, the classes that it names, and all decisions.
 
 In: a run and the number of processes; `training/resolve.py` makes the decisions and refuses what cannot work. Out: a
 frozen `Job`, which ranks receive as text. `TaskRules`, `StrategyRules` and `OptimizerRules` are the parts of these
-plug-ins that are asked for decisions before there is a process group. The job stands below all of them, so that they
-can be made of it. Imports no torch at the top: a machine that only submits jobs may not have it.
+plug-ins that make decisions before a process group exists. This module imports none of the plug-ins, which are all
+built from a job. Imports no torch at the top: a machine that only submits jobs may not have it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class TaskRules(ABC):
         """
 
     def score_names(self) -> tuple[str, ...] | None:
-        """Names that scores of the run may have, those of `metrics` and of a mixture's sources aside; None: unknown."""
+        """Names that scores may have, except those of `metrics` and of a mixture's sources; None: unknown."""
         return None
 
     def check_prepared(self, prepared: Prepared) -> None:  # noqa: B027 - some have nothing to refuse

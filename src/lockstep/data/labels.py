@@ -226,21 +226,21 @@ def distinct(dataset: Dataset, column: str, split: str) -> list:
 
 
 def _check(label: Any, row: int, column: str, split: str, dataset: Dataset) -> None:
-    """Errors: `RunError` if a label is not an integer or string."""
+    """Check that a label is an integer or string. Errors: `RunError`."""
     if isinstance(label, int | str) and not isinstance(label, bool):
         return
     if isinstance(label, bool) or (isinstance(label, float) and isinstance(dataset[0][column], str)):
         raise _mixed(dataset, column, split)  # a column of true and false alone was read as texts
-    if isinstance(label, float):  # integers beside it were read as 1.0, too
+    if isinstance(label, float):  # then integers in the column were also read as floats
         row, label = _first(dataset, column, lambda one: isinstance(one, float) and not _fits_int64(one))
     several = isinstance(label, list | dict)
     raise RunError(
         "LS2105",
         f"task.label: column {column!r} of the {split} split must hold integers or strings; row {row} holds "
         f"{str(label)[:60] if several else repr(label)}"
-        + (": this task learns one label an example, not several" if several else "")
-        + (" (several labels of a text: task.multi_label=true)" if isinstance(label, list) else "")
-        + (" (numbers of a text: task.regression=true)" if isinstance(label, float) else ""),
+        + (": this task learns one label per example, not several" if several else "")
+        + (" (for several labels per text: task.multi_label=true)" if isinstance(label, list) else "")
+        + (" (for numbers: task.regression=true)" if isinstance(label, float) else ""),
     )
 
 
@@ -463,7 +463,7 @@ def _distinct(dataset: Dataset, column: str, split: str, name: str) -> dict[Any,
 
 
 def _check_marks(dataset: Dataset, column: str, split: str, name: str) -> None:
-    """Errors: `RunError` if a column contains values other than 0 and 1."""
+    """Check that a column contains only 0 and 1. Errors: `RunError`."""
     for first, part in usable_rows.lists(dataset, column):
         for row, value in enumerate(part, first):
             if value not in (0, 1):  # includes booleans and floats

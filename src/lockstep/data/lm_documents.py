@@ -1,4 +1,4 @@
-"""Texts, or prompts with responses -> documents of tokens -> examples of `block_size` tokens, for language models.
+"""Converts texts, or prompts with responses, to documents of tokens and examples of `block_size` tokens.
 
 In: rows of a data set and a tokenizer. Out: `Documents` in row order, long texts tokenized in parts; full blocks, or
 one example per document. Conversations: `conversations.py`.

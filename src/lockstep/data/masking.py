@@ -1,6 +1,6 @@
 """Choose the masked tokens of an example as BERT does (Devlin et al. 2019, arXiv:1810.04805, and its
-create_pretraining_data.py): of a share of the tokens, 80 % become
-the mask token, 10 % a random token, and 10 % stay unchanged.
+create_pretraining_data.py): of a share of the tokens, 80 % become the
+mask token, 10 % a random token, and 10 % stay unchanged.
 
 In: tokens, and the seed, step and row of each example. Out: inputs and targets. No generator is used: each token's
 random number is a hash of its position, so it is the same in any micro-batch, on any rank and with any library version.
@@ -52,7 +52,7 @@ def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     if settings["model"].get("continuing_subword_prefix") == "##" and settings["model"]["type"] == "WordPiece":
         return np.array([not token.startswith("##") for token in tokens]), np.ones(len(tokens), np.int8)
-    signs = {"ByteLevel": "\u0120", "Metaspace": "\u2581"}  # which begin a word
+    signs = {"ByteLevel": "\u0120", "Metaspace": "\u2581"}  # marks that begin a word
     sign = next((sign for kind, sign in signs.items() if kind in kinds), None)
     if sign is None:
         return None, None

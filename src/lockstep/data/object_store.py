@@ -53,7 +53,7 @@ class Web:
                 return None
             raise
         if size is None or tag is None:
-            lacking = "its size" if size is None else "neither an ETag nor when it was changed"
+            lacking = "its size" if size is None else "an ETag or a modification time"
             raise StoreError(
                 "LS2130", f"{address}: the server does not report {lacking}; download the file and name the local copy"
             )
@@ -236,7 +236,7 @@ class Readable(Protocol):
 
 
 def require(address: Address, key: str) -> None:
-    """Errors: `RunError` if the library for this store is not installed."""
+    """Check that the library for this store is installed. Errors: `RunError`."""
     if importlib.util.find_spec("obstore") is None:
         raise RunError("LS2139", f"{key}: {address} needs obstore, which is not installed: {EXTRA}")
 
@@ -351,7 +351,7 @@ class Bucket:
         stored_object = self.find(address)
         if stored_object is None or stored_object.size != size:
             there = "is not there" if stored_object is None else f"has {stored_object.size:,} bytes, and not {size:,}"
-            raise StoreError("LS2142", f"{address} {there} after it was sent", again=True)
+            raise StoreError("LS2142", f"{address} {there} after the upload", again=True)
         joined = hashlib.md5(b"".join(part.digest() for part in parts), usedforsecurity=False).hexdigest()
         tags = {f"{joined}-{len(parts)}", *(part.hexdigest() for part in parts[:1] if len(parts) == 1)}
         if stored_object.tag.strip('"') in tags:
@@ -362,7 +362,7 @@ class Bucket:
         if stored.hexdigest() != sha256:
             raise StoreError(
                 "LS2143",
-                f"{address} differs from the data that was sent (another hash); run the command again",
+                f"{address} differs from the uploaded data (different hash); run the command again",
                 again=True,
             )
 

@@ -1,4 +1,4 @@
-"""Questions about a text that holds the answer -> windows of tokens, in the cache.
+"""Encodes questions about a text to windows of tokens, in the cache.
 
 In: a question, a context and its answers per row, as in SQuAD. Out: a row's windows concatenated in `input_ids`
 (`sizes` holds their lengths), the answer's position in each, and each token's position in the text.

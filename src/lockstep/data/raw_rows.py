@@ -52,7 +52,7 @@ class RawRows:
     """Raw rows and their examples."""
 
     split: str  # split of the rows
-    rows: list[dict[str, Any]]  # a value a column
+    rows: list[dict[str, Any]]  # column -> value
     examples: Columns | None  # created from these rows alone; None: examples of the split
     at: np.ndarray  # numbers of the examples: int64
 

@@ -101,7 +101,7 @@ class ShardCache:
         self._thread: threading.Thread | None = None
 
     def check(self) -> None:
-        """Errors: `RunError` if two shards, the current and the next, do not fit in the cache."""
+        """Check that two shards, the current and the next, fit in the cache. Errors: `RunError`."""
         largest = max(self._objects.values(), key=lambda each: each.size)
         if 2 * largest.size * self.among > self._most:
             of = f" of each of {self.among} sources" if self.among > 1 else ""

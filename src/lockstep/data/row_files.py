@@ -1,7 +1,7 @@
-"""Local files as one `datasets.Dataset`: rows of .jsonl, .csv, .parquet and others; folders of a class each; parallel
+"""Local files as one `datasets.Dataset`: rows of .jsonl, .csv, .parquet and others; one folder per class; parallel
 texts.
 
-In: paths and the `data` section. Out: a data set, or a `RunError` that names the file, and where two of them disagree.
+In: paths and the `data` section. Out: a data set, or a `RunError` that names the file, or how two files differ.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def is_of_folder(file: Path) -> bool:
 
 
 def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
-    """Errors: `RunError` if keys for tables are set but the files are not tables."""
+    """Check that keys for tables are set only if the files are tables. Errors: `RunError`."""
     if data.columns is not None and len(set(data.columns)) < len(data.columns):
         raise RunError(
             "LS2190",
@@ -90,7 +90,7 @@ def check_columns(local: dict[str, list[Path]], data: DataSection) -> None:
         if getattr(data, key) is not None and others == files:
             raise RunError("LS2192", f"data.{key}: applies to .csv and .tsv files only, and there are none; remove it")
     if "encoding" in data.changed_keys and all(format_of(file) in file_formats.BINARY for file in files):
-        raise RunError("LS2189", "data.encoding: applies to files of text only, and there are none; remove it")
+        raise RunError("LS2189", "data.encoding: applies to text files only, and there are none; remove it")
 
 
 def are_texts(files: Sequence[Path]) -> bool:
@@ -425,7 +425,7 @@ def is_language(name: str) -> bool:
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
-# -- a folder for each label -----------------------------------------------------------------------------------------
+# -- one folder per label ---------------------------------------------------------------------------------------------
 
 
 def splits_named(data: DataSection) -> dict[str, list[str]]:
@@ -525,7 +525,7 @@ def read_classes(files: list[Path], key: str, data: DataSection) -> Dataset:
     return datasets.Dataset.from_dict(rows)
 
 
-# -- a file for each language ----------------------------------------------------------------------------------------
+# -- one file per language -------------------------------------------------------------------------------------------
 
 
 def named(file: Path) -> tuple[str, str]:

@@ -1,5 +1,5 @@
-"""Rows of one file, a chunk at a time: the one reader of JSON, lines of text, archives and Parquet, for data that are
-read whole and for data that are streamed.
+"""Reads the rows of a file chunk by chunk: JSON, lines of text, archives and Parquet, for streamed data and for data
+that are read whole.
 
 In: .jsonl, .txt (one row per line), .tar (WebDataset: files of one name form a row) and .parquet; all but the last may
 be compressed. Out: the file's chunks, and the rows of a chunk as columns; or a `RunError` that names the file and the
@@ -57,7 +57,7 @@ class Chunk:
     size: int  # bytes; 0 for .parquet
 
 
-Opened = Callable[[Path], BinaryIO]  # the bytes of a file as they are stored; `seek` works
+Opened = Callable[[Path], BinaryIO]  # opens the stored bytes of a file, seekable
 
 
 def opened(path: Path) -> BinaryIO:
@@ -425,7 +425,7 @@ _OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _check_levels(text: str) -> None:
-    """Errors: `ValueError` for a line nested deeper than `LEVELS`; the message continues the file's name."""
+    """Check that no line is nested deeper than `LEVELS`. Errors: `ValueError`; its message continues a file's name."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.count("[") + line.count("{") > LEVELS and _is_deep(line.encode()):
             raise ValueError(f", line {number}{_DEEP}")

@@ -1,4 +1,4 @@
-"""Hub id, local files, the built-in set, or several of them -> one `datasets.Dataset` a split, under the names train,
+"""Reads a data set (Hub id, local files, the built-in set, or a mixture) as one `datasets.Dataset` per split: train,
 validation and test.
 
 In: the `data` section of the run. Out: a `Source`, or a `RunError` that names the key, the source or file, and the
@@ -205,7 +205,7 @@ def map_rows(
         batched=True,
         remove_columns=others,
         features=datasets.Features({**features, **of_source}),
-        load_from_cache_file=False,  # which would be kept when what `convert` calls in another module changes
+        load_from_cache_file=False,  # its key does not cover functions of other modules that `convert` calls
     )
 
 
@@ -304,7 +304,7 @@ def is_local(data: DataSection) -> bool:
 
 
 def check_document(data: DataSection, document: str | None) -> None:
-    """Errors: `RunError` if `task.document` is set but no local file is a .txt file."""
+    """Refuse `task.document` if no local file is a .txt file. Errors: `RunError`."""
     local = document == "line" and is_local(data) and not any(remote.has_address(each) for each in sections(data))
     if local and not any(file_formats.plain(file).suffix == ".txt" for file in files_of(data)):
         raise RunError("LS2256", "task.document: applies to .txt files only, and data names none; remove it")
@@ -429,7 +429,7 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
 
 
 def _check_kind(data: DataSection, is_local: bool) -> None:
-    """Errors: `RunError` for keys that do not apply to this kind of data: files, Hub data set, built-in set."""
+    """Refuse keys that do not apply to this kind of data: files, Hub data set, built-in set. Errors: `RunError`."""
     for key in ("columns", "separator", "quote", "layout", "encoding"):
         if not is_local and key in data.changed_keys:
             name = data.source
@@ -438,7 +438,7 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
         if getattr(data, key) is not None:
             raise RunError(
                 "LS2420",
-                f"data.{key}: cannot be combined with data.source: {BUILTIN}, which has splits of its own; remove "
+                f"data.{key}: cannot be combined with data.source: {BUILTIN}, which has its own splits; remove "
                 "one of the two",
             )
     for key in ("config", "revision"):
@@ -537,7 +537,7 @@ def is_rows(file: Path, layout: str) -> bool:
 
 
 def _check_keys(files: dict[str, list[Path]], data: DataSection) -> None:
-    """Errors: `RunError` for table keys that do not apply to these files."""
+    """Refuse keys of tables that do not apply to these files. Errors: `RunError`."""
     if data.layout == "rows":
         row_files.check_columns(files, data)
         return

@@ -208,7 +208,7 @@ def overlap(splits: Mapping[str, Dataset], texts: Sequence[str]) -> tuple[dict[s
 
 
 def excerpt(value: Any) -> str:
-    """The start of a value for a message; of an image its file's name, or nothing if it has none."""
+    """The start of a value for a message; for an image, its file's name or ""."""
     if isinstance(value, dict) and "bytes" in value:
         value = value.get("path") or ""
     return "" if isinstance(value, bytes) else str(value)[:EXCERPT_CHARS]
@@ -236,7 +236,7 @@ def left_out(facts: Mapping[str, Any]) -> str:
         "unusable": "as unusable, by data.drop_unusable",
         "filtered": "by data.filter",
         "duplicates": "as duplicates",
-        "dropped": "because they are in validation or test, too",
+        "dropped": "because they are also in validation or test",
     }
     reasons = [
         f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"

@@ -69,7 +69,7 @@ class StreamingSource:
     data: DataSection
     columns: Mapping[str, str]  # key of the run file -> column
     whole: Whole
-    plain: str | None = None  # as `row_reader.reader` has it
+    plain: str | None = None  # as in `row_reader.reader`
     within: str | None = None  # struct column for missing columns
     entry: OneSource | None = None  # of a mixture
     among: int = 1  # sources of it
@@ -249,11 +249,11 @@ class Stream:
     data: DataSection
     columns: Mapping[str, str]  # key of the run file -> column
     whole: Whole
-    plain: str | None = None  # as `row_reader.reader` has it
+    plain: str | None = None  # as in `row_reader.reader`
     within: str | None = None  # struct column for missing columns
     parts: tuple[StreamingSource, ...] = ()  # one per source
     held_out: EvalHashes | None = None
-    splits: Mapping[str, Dataset] = field(default_factory=dict)  # of which that is made
+    splits: Mapping[str, Dataset] = field(default_factory=dict)  # the other splits, for `held_out`
 
     def _sources(self) -> list[StreamingSource]:
         """The sources, without their files."""

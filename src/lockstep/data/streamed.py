@@ -1,4 +1,4 @@
-"""A streamed training split, as training sees it: examples by their numbers, those of a few chunks in memory.
+"""A streamed training split: examples by number, with a few chunks in memory.
 
 In: the index of a `Stream`, and the encoding function. Out: `Columns`, in which `hold` decides which chunks stay in
 memory: the current windows and the prefetched part of the next ones. A chunk is compared with the index whenever it is
@@ -41,7 +41,7 @@ class _Chunks(Shards):
         self.files: list[Identity] = [tuple(file) for file in about["files"]]
         self.ends = np.cumsum(about["chunks"])  # cumulative chunks per file
         self.chunks = {name: stream.numbers_of(table, name) for name in table.schema.names}  # memory-mapped
-        self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes a chunk
+        self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes per chunk
         self.index, self.names = about, about["names"]
         self._opened, self._lists = {}, {}
         self._how = how
@@ -103,7 +103,7 @@ class _Chunks(Shards):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(
                     "LS2280",
-                    part.with_source(f"{rows_there}: they have changed since the shards were indexed")
+                    part.with_source(f"{rows_there}: the rows have changed since the shards were indexed")
                     + f"{_since(path, size)}. {_MEND}",
                 )
             return batch

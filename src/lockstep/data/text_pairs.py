@@ -1,4 +1,4 @@
-"""Related texts for embedding models (two or more columns of texts, or two and a score) -> tokens in the cache.
+"""Encodes related texts for embedding models (two or more columns of texts, or two and a score), in the cache.
 
 In: rows of a data set and a tokenizer. Out: a row's texts concatenated in `input_ids`, with their lengths in `sizes`.
 Equal texts of a split have equal ids, so that copies of a text in other rows are not used as its negatives.
@@ -69,7 +69,7 @@ def without_own_negatives(dataset: Dataset, columns: list[str]) -> Dataset:
 def refuse_own_negatives(
     dataset: Dataset, columns: Mapping[str, str], numbers: Sequence[np.ndarray], split: str, name: str
 ) -> None:
-    """Errors: `RunError` if a negative equals its row's anchor or positive."""
+    """Refuse a negative that equals its row's anchor or positive. Errors: `RunError`."""
     keys = list(columns)
     for key, negative in zip(keys[2:], numbers[2:], strict=True):
         for other, theirs in zip(keys[:2], numbers[:2], strict=True):

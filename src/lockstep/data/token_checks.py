@@ -38,13 +38,13 @@ class Limit:
     tokens: int
     special: int  # special tokens among them
     texts: int = 1  # texts that share the rest
-    sequences: int = 1  # of an example, each truncated by itself
+    sequences: int = 1  # sequences of an example, each truncated separately
     positions: int | None = None  # most tokens that the model has positions for
 
 
 def check_limits(limits: Sequence[Limit]) -> None:
-    """Errors: `RunError` for a limit that leaves no token of a text. The tokenizers library does not truncate below the
-    number of special tokens, and at exactly that number keeps only these."""
+    """Refuse a limit that leaves no token of a text. Errors: `RunError`. The tokenizers library does not truncate below
+    the number of special tokens, and at exactly that number keeps only these."""
     for limit in limits:
         key, tokens, special, texts = limit.key, limit.tokens, limit.special, limit.texts
         if tokens < special + texts:
@@ -161,7 +161,7 @@ def _alike(
             raise RunError(
                 "LS2411",
                 f"data: {different:,} different conversations of {split} become the same {len(sample[0])} tokens{why}, "
-                "so nothing could be learned; correct the data, or use a template that writes this",
+                "so nothing could be learned; correct the data, or use a template that writes them",
             )
     if left == 1 and different > 1:
         raise RunError(
@@ -177,8 +177,8 @@ def _alike(
 
 
 def _unwritten(rows: Dataset, texts: Sequence[str], sequences: int) -> list[str]:
-    """Keys of messages other than role and content in which these rows differ, if no more than `sequences` of them
-    differ in anything else; empty if that is not the reason, or if the columns `texts` hold no messages."""
+    """Message keys other than role and content in which these rows differ, if without these keys at most `sequences`
+    rows are distinct; else empty, also if the columns `texts` hold no messages."""
     values_of: dict[str, set[str]] = {}  # key of messages -> values in different rows
     same = set()
     for row in zip(*(rows[name] for name in texts), strict=True):

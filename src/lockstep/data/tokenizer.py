@@ -153,7 +153,7 @@ def _content(folder: Path) -> str:
 
 
 def written_by(usage: str, tokenizer: Any, template: str | None, talks: bool, most: int, room: int) -> str:
-    """Python code that generates text with a model. `talks`: in a conversation, with the chat template (None: the
+    """Python code that generates text with a model. `talks`: as a conversation, with the chat template (None: the
     tokenizer's). `most`: tokens to generate, if the model's `room` tokens must also hold the question."""
     question = [{"role": "user", "content": "some text"}]
     text = '"some text"'

@@ -327,7 +327,7 @@ def without(
             "LS2313", f"data.drop_missing: no row of the {split} split of {name} has a value in {columns}"
         )
     dataset = dataset.select(complete_rows)
-    for column, _ in lacks.values():  # what is left of a column of several types may have one
+    for column, _ in lacks.values():  # the remaining values of a mixed column may have one type
         if value_types.is_json(dataset.features[column]) and all(
             isinstance(value, str) for _, part in lists(dataset, column) for value in part
         ):

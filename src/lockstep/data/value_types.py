@@ -1,4 +1,4 @@
-"""Types of values: what all values of a column have in common, and columns of that type.
+"""Types of values: find the common type of a column's values, and create columns of that type.
 
 In: values as read from a file. Out: columns of a type that holds every value unchanged; if there is none, because texts
 are mixed with numbers or mappings have different keys, a JSON column, in which texts stay texts.
