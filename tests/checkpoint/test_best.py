@@ -53,7 +53,7 @@ def trained(folder: Path, *words: str) -> int:
 
 
 def half_done(early: Path, tmp_path: Path) -> Path:
-    """The same run as if it was killed some time after its best checkpoint and before any later one."""
+    """A run killed after its best checkpoint and before any later one."""
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))
     best = end_of(early / "out")[0]["step"]
     for path in (folder / "out/checkpoints").glob("step-*"):

@@ -149,7 +149,7 @@ def test_all_pairs(name: str, saved_by: Saved, straight: dict[str, Any]) -> None
 @pytest.mark.processes
 @pytest.mark.parametrize(("saver", "name"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
 def test_a_checkpoint_under_another_strategy(saver: str, name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
-    """The pairs that CI leaves to `make test`."""
+    """Resume under another strategy, for the pairs that run in `make test` but not in CI."""
     goes_on(name, [saver], saved_by, straight)
 
 

@@ -110,7 +110,7 @@ def test_a_damaged_export_is_refused_by_all_that_use_it(
 def test_json_that_transformers_cannot_read_is_one_message(
     name: str, output: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Users may edit these files, so their hashes are not compared."""
+    """Invalid JSON in files that users may edit, whose hashes are not compared, gives one message."""
     (output / "export" / name).write_text('{"no": "model"}')
     assert main(["predict", str(output), "some text"]) == 2
     error = capfd.readouterr().err
@@ -155,7 +155,7 @@ def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("command", ["predict", "evaluate"])
 def test_edited_labels_and_tokens_are_noted(command: str, output: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Otherwise a changed label name or token would give wrong answers in silence."""
+    """Edited label names and tokens are noted: wrong answers would give no sign of them."""
     words = [command, str(output), *(["some text", "--json"] if command == "predict" else ["--json"])]
     assert main(words) == 0
     assert "note: changed since the run wrote" not in capfd.readouterr().err
@@ -221,7 +221,7 @@ def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: P
 def test_status_says_one_thing_of_a_damaged_export(
     fault: Callable[[Path], None], saved: bool, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This holds with and without its checkpoint; the suggested command does what `status` says."""
+    """`status` and the command that it suggests agree on a damaged export, with and without its checkpoint."""
     fault(output)
     if not saved:
         shutil.rmtree(output / "checkpoints")

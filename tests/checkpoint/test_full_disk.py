@@ -74,7 +74,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_limit_of_file_sizes_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Otherwise the model would be lost at the end of training (`ulimit -f`)."""
+    """A limit (`ulimit -f`) below the model's size is refused before training: the model would be lost at the end."""
     run = run_in(tmp_path / "out")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -188,7 +188,7 @@ def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: 
 
 
 def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would train once more, and meet the same disk."""
+    """A full disk ends a job that has restarts left: it would train again and fail on the same disk."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out", f"checkpoint.rescue={tmp_path}/rescue")
@@ -196,7 +196,7 @@ def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeyp
 
 
 def test_a_disk_that_is_full_once_the_export_is_there(tmp_path: Path) -> None:
-    """How the run ended is in launch.json all the same, and the page that is not there is not named."""
+    """launch.json has the exit status even so, and no message names the missing report page."""
     with disk(tmp_path / "disk", 8000):
         run = run_in(tmp_path / "disk/out")
         with pytest.MonkeyPatch.context() as patch:

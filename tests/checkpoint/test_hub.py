@@ -253,7 +253,7 @@ def no_token_among_ranks(world: World, folder: str) -> str:
 
 @pytest.mark.processes
 def test_ranks_are_refused_together(tmp_path: Path) -> None:
-    """As under torchrun, where no lockstep launcher has checked before."""
+    """All ranks refuse together under plain torchrun, where no launcher of lockstep has checked the Hub before."""
     for said in run_on(2, no_token_among_ranks, str(tmp_path)):
         assert "no token" in said
 

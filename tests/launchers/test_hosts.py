@@ -56,7 +56,7 @@ def note(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def together(first: Job, second: Job, *folders: Path) -> None:
-    """Wait until both machines joined, in either order, and the job passed step 8. It was paused at step 0."""
+    """Wait until both machines joined, in either order, and the job, paused at step 0, passed step 8."""
     until(lambda: second.when("machines   2") or first.when("another machine joined"), second)
     hold(8, *folders)
     second.says("machines   2")
@@ -64,7 +64,7 @@ def together(first: Job, second: Job, *folders: Path) -> None:
 
 
 def of_two_hosts(two: Hosts, first: Job, alone: str) -> None:
-    """Check for the bits of one machine, the output about two machines, and where the results are."""
+    """Check that a job has the bits of one machine, names two machines in its output, and left its results in place."""
     assert "machines   2" in first.out
     assert "ranks      rank 0 on host-0; rank 1 on host-1" in first.out
     assert bits(two.folder(0)) == alone

@@ -110,7 +110,7 @@ def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch:
 
 @pytest.mark.processes
 def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
-    """This holds even if the previous owner was killed."""
+    """Of several concurrent starts exactly one gets the lock, even if the previous owner was killed."""
     for _ in range(10):
         process = holder(tmp_path)
         process.kill()
@@ -176,7 +176,7 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
 
 
 def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes may come in the moment between creating a lock and writing its first line."""
+    """An empty lock belongs to a process that is about to write its first line; others wait for that line."""
     path = written(tmp_path)
     path.write_bytes(b"")
     monkeypatch.setattr(output_lock.time, "sleep", lambda seconds: written(tmp_path))
@@ -292,7 +292,7 @@ def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest
 
 @pytest.mark.parametrize("also", [True, False])
 def test_a_folder_that_is_emptied_is_no_success(also: bool, tmp_path: Path) -> None:
-    """This holds whether or not the lock is deleted, too."""
+    """A run whose folder is emptied fails, whether or not its lock is deleted too."""
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     (tmp_path / "out/run.yaml").touch()
     assert lock.verdict(0) == 0

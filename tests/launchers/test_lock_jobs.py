@@ -36,7 +36,7 @@ HELD = "is already in use by a training run"
 
 
 def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
-    """This also holds before the data is prepared, when neither knows the other's launch.json."""
+    """One of the two is refused, even before the data is prepared, when neither can read the other's launch.json."""
     job.write()
     first, second = (job.start() for _ in range(2))
     (status, _, err), (other, _, said) = sorted([ended(first), ended(second)])

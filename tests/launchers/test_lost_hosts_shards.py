@@ -46,7 +46,7 @@ CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2
 def test_a_rank_and_then_its_host_are_lost_and_come_back(
     words: tuple[str, str], two: Hosts, tmp_path: Path, cache: Path
 ) -> None:
-    """Two ranks on each of two hosts."""
+    """Two ranks on each of two hosts lose one rank and then one host; both return."""
     alone = write(tmp_path / "alone")
     finish(alone, cache, *(word for word in words if word.startswith("model")))
     every = [*CONTINUE, f"strategy.name=support.waiting_with_shards.{words[0]}", words[1]]

@@ -1,5 +1,4 @@
-"""What a job's machines report about their ranks, which machine decides, and what it decides, without starting a
-process."""
+"""A job's machines report their ranks, and the first live one decides how to continue; no process is started."""
 
 import json
 from typing import Any

@@ -60,7 +60,7 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The listener thread has read about a generation, and the rank is in it before the thread goes on."""
+    """The listener thread ignores a generation that the rank has joined since the thread read about it."""
     roll = Roster(store, "room", "", ["a", "b"])
     before = set(threading.enumerate())
     a = member(store, "a")
@@ -204,7 +204,7 @@ def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(f
     ],
 )
 def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool, told: int, store: Any) -> None:
-    """It asks all ranks to stop, like any other process of the job; no rank replaces it."""
+    """A joining process that gets a stop signal asks all ranks to stop, like any rank; it is not replaced."""
     roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
 

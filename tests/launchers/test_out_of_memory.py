@@ -1,5 +1,4 @@
-"""Whether a rank was killed because memory ran out, decided from the kernel's files (replaced by test files), and the
-message."""
+"""Out-of-memory kills are detected from the kernel's files (replaced by test files), and the message says so."""
 
 import os
 import resource
@@ -109,7 +108,7 @@ def test_another_process_of_the_machine_may_have_been_meant(tmp_path: Path, cloc
 def test_memory_was_nearly_full(
     total: int, left: int, most: str, resident: int, full: bool, tmp_path: Path, clock: list[float]
 ) -> None:
-    """Something other than the kernel may have killed it: a scheduler, earlyoom."""
+    """Nearly full memory is named as the likely cause: a scheduler or earlyoom may have killed the rank."""
     kernel = Kernel(tmp_path)
     kernel.memory(total, left)
     kernel.limit(most, above=True)

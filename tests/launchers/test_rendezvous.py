@@ -51,7 +51,7 @@ def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, E
 
 @pytest.mark.slow
 def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
-    """The job was stopped for that machine."""
+    """A job that stopped for a waiting machine waits until that machine has joined."""
     first, _, joined, go = waiting(LONG, threads)
     formed = threads.submit(first.next_rendezvous)
     with pytest.raises(TimeoutError):

@@ -24,7 +24,7 @@ SEES = {"PYTHONPATH": PATH}
 
 
 def listening(made: Hosts, host: int) -> dict[int, str]:
-    """Return the open ports of a host -> the IPv4 address; for IPv6 in the kernel's notation."""
+    """Return open port of a host -> IPv4 address, or IPv6 address in the kernel's notation."""
     found = {}
     for version in ("", "6"):
         text = hosts.run("ip", "netns", "exec", made.space(host), "cat", f"/proc/net/tcp{version}")

@@ -129,8 +129,8 @@ def decided(run: Run, processes: int, memory: int) -> str:
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:
-    """Otherwise `step` is chosen if it fits into half the memory. With 100 parameters and eight micro-batches it takes
-    4 + 4 + 8 / n bytes per parameter, and 4 for each waiting partial sum."""
+    """Without `gather` and FSDP options, `step` is chosen if it fits into half the memory. With 100 parameters and
+    eight micro-batches it takes 4 + 4 + 8 / n bytes per parameter, and 4 for each waiting partial sum."""
     run = load(None, ["strategy.name=fsdp2"], TINY)
     for processes, bytes_each in ((1, 4 + 4 + 2 * 4 + 8), (2, 4 + 4 + 4 + 4), (4, 4 + 4 + 2), (8, 4 + 4 + 1)):
         assert decided(run, processes, 2 * 100 * bytes_each) == "step"

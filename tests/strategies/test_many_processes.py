@@ -1,4 +1,4 @@
-"""Real processes, as many as two cores can run: 32, and 24 that share 32 micro-batches unevenly."""
+"""32 real processes, and 24 that share 32 micro-batches unevenly, have the bits of one."""
 
 import gc
 from typing import Any

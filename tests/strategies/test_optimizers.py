@@ -176,8 +176,7 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
     ],
 )
 def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
-    """A few cases are enough where `ddp`, `fsdp2` and more ranks run all of them: these strategies share their
-    updates."""
+    """These strategies share the updates of `ddp` and `fsdp2`, which run all cases, so they run only a few."""
     alone, found = of(folder, "single", 1, None, True), of(folder, name, ranks, "single", True)
     assert [{k: v for k, v in found[case].items() if k != "gone on"} for case in alone] == list(alone.values())
     assert [each["gone on"] for each in found.values()] == [each["after"] for each in alone.values()]

@@ -1,4 +1,4 @@
-"""How many gradients a rank holds while it adds a step's micro-batches over the tree, counted tensor by tensor."""
+"""Counts the gradients that a rank holds while it adds a step's micro-batches over the tree, tensor by tensor."""
 
 import time
 from typing import Any

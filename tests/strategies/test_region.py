@@ -119,8 +119,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folder: Path) -> None:
-    """Compiled by inductor, in processes with separate caches, with dropout, whose random numbers are the compiler's
-    own."""
+    """Code compiled by inductor, in processes with separate caches, keeps the bits, also with dropout, whose random
+    numbers are the compiler's own."""
 
     def of(name: str, ranks: int, *overrides: str) -> tuple[str, list[float]]:
         run = make(folder, "packed", f"strategy.name={name}", "precision=bf16", "model.config.n_layer=1", *overrides)
@@ -214,7 +214,7 @@ def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
 
 
 def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
-    """Running uncompiled instead would give one rank other bits than the others."""
+    """It is an error if compiled code no longer fits: a rank that ran uncompiled would have other bits."""
     run = packed(tmp_path, WHOLE)
     _, strategy, feed = build_with_feed(run, World(run))
     for module in strategy.model.modules():

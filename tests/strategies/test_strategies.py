@@ -38,8 +38,7 @@ def together(world: World, questions: list[tuple[str, Run]]) -> list[Any]:
 
 
 class Answers:
-    """All answers that the selected tests need of a strategy on a number of processes, computed at the first
-    request."""
+    """Results of one strategy and number of processes for all selected tests, computed at the first request."""
 
     def __init__(self, items: list[Any]) -> None:
         self.asked: dict[tuple[str, int], dict[Question, list[Any] | None]] = {}

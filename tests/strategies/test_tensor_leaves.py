@@ -150,7 +150,7 @@ def test_activations_that_are_computed_again_have_the_same_bits(family: str) -> 
 @pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leaves_are_the_whole_model_to_rounding(family: str) -> None:
-    """After one step of plain gradient descent, weights differ where gradients do."""
+    """Weights after one step of plain gradient descent match the whole model, so the gradients do too."""
     model = {**FAMILIES[family], "config": FAMILIES[family]["config"] | STILL.get(family, {})}
     sgd = {"optim": {"name": "sgd", "learning_rate": 0.1}, "model": model}
     wanted = of(1, "strategy.name=single", **sgd)

@@ -33,7 +33,7 @@ Waits = dict[str, int]  # what and where -> number of waits per step
 
 
 class Case(NamedTuple):
-    """One training case; it records where the host waits in each step: the line of lockstep, not of an engine."""
+    """One training case. Records the lines of lockstep (not of an engine) at which the host waits in each step."""
 
     name: str
     ranks: int
@@ -175,7 +175,7 @@ def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
 
 
 def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -> None:
-    """Of packed blocks only the very last may be short; documents have any length."""
+    """Packed blocks, of which only the last may be short, keep their rows; documents of any length do not."""
     packed, documents, padded = (
         answers[name]["names"]
         for name in ("packed without padding", "documents without padding", "packed with padding")

@@ -427,7 +427,7 @@ def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: st
 def test_weights_that_are_used_within_are_not_computed_with_again(
     family: str, name: str, options: dict[str, Any]
 ) -> None:
-    """DeepSpeed fails with a traceback for these."""
+    """Recomputed activations are refused for these families: DeepSpeed fails with a traceback."""
     from transformers import CONFIG_MAPPING
 
     drops = {key: 0.0 for key in CONFIG_MAPPING[family]().to_dict() if key.endswith("layerdrop")}
@@ -459,7 +459,7 @@ def tried(world: World, run: Run) -> None:
 
 
 def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line() -> None:
-    """This covers a family that no list names; DeepSpeed first follows the order that it recorded."""
+    """A family in no list is detected by a first step in the order that DeepSpeed recorded."""
     sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2, "state_size": 16, "n_groups": 2}
     task = {"name": "language_modeling", "block_size": 16, "samples": 0}
     with raises("LS4107", "fsdp2", error=AssertionError):
@@ -467,8 +467,7 @@ def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line()
 
 
 def test_activations_that_all_models_share_are_made_the_models_own() -> None:
-    """Otherwise DeepSpeed hooks shared activations in other models too, on one rank alone, and ranks wait for each
-    other."""
+    """Each model gets its own activations: DeepSpeed's hooks on shared ones act on other models, and ranks deadlock."""
     from transformers import FlaubertConfig, FlaubertModel
     from transformers.activations import gelu
 

@@ -1,4 +1,4 @@
-"""What autograd saves of weights that ZeRO's stage 3 gathers and frees, tested without DeepSpeed."""
+"""Autograd saves names and offsets of the weights that ZeRO's stage 3 gathers and frees; without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fused(nn.Module):
 
 
 class Mapping(OrderedDict[str, Any]):
-    """Stands for DeepSpeed's mapping, which holds a module's weights at stage 3."""
+    """Stand-in for DeepSpeed's mapping, which holds a module's weights at stage 3."""
 
 
 def gradients(model: Fused, saving: Any = None) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ def test_a_weight_that_was_asked_for_in_advance_is_waited_for_where_it_is_read()
 
 
 class Node(torch.autograd.Function):
-    """Stands for DeepSpeed's autograd node, which runs code in backward."""
+    """Stand-in for DeepSpeed's autograd node, which runs code in backward."""
 
     heard = 0
 

@@ -1,4 +1,4 @@
-"""Signals, deadlocked ranks and weights that are not compared, all while the model is being built."""
+"""While the model is being built: signals, deadlocked ranks, and weights that are not compared."""
 
 import signal
 import time

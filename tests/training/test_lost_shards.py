@@ -72,8 +72,8 @@ def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
 def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
     phase: str, tmp_path: Path, cache: Path, alone: Path
 ) -> None:
-    """Four ranks with two replicas lose no step, even if another rank (`late`) did not learn that all could make the
-    update, and makes it later on its own."""
+    """Four ranks with two replicas lose no step, even if a rank (`late`) did not learn that all could update, and
+    updates later on its own."""
     words: tuple[str, ...] = REPLICATED
     if phase == "evaluation":  # a loss in the one after the last step starts again
         words += ("evaluate.every=10",)
@@ -115,8 +115,8 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None:
-    """First the rank that keeps the first one's copy fails after the first was replaced, then both fail before they are
-    replaced. State that only they had in memory is lost, and all ranks restart and say so."""
+    """A rank fails and is replaced, then the rank with its copy fails; later both fail before they are replaced. State
+    that only they had in memory is lost, and all ranks restart and say so."""
     words = [*COPIED, *KINDS[kind]]
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (7, 1, "agreed", 3), (23, 1, "step", 3), (23, 1, "forming", 2)]
@@ -130,8 +130,8 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
-    """One rank fails, a replacement joins, and one of the ranks that send it state fails. The last of three has a copy
-    of that rank's state, taken since they were two."""
+    """One rank fails, a replacement joins, and one of the ranks that send it state fails. The third rank has a copy of
+    that rank's state, made while there were two."""
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
     strikes = [(5, 1, "agreed", 3), (5, 1, "handing", 3), (25, 0, "agreed", 3), (25, 0, "handing", 3)]
     done = rank_kills.carried_out(struck(kind, 3, *strikes), tmp_path / "job", cache, alone, *COPIED, *KINDS[kind])
@@ -143,8 +143,7 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 @pytest.mark.slow
 @pytest.mark.long
 def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, alone: Path) -> None:
-    """As above with two replicas: three ranks have resharded the state, and no rank has a copy of the second's
-    shard."""
+    """Two replicas without copies in memory: three ranks have resharded the state when a second rank fails."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
     done = rank_kills.carried_out(
         struck("StruckFSDP2", 4, *strikes, saved=10), tmp_path / "job", cache, alone, *REPLICATED

@@ -125,7 +125,7 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for peaks")
 def test_what_few_examples_take_bounds_what_all_take() -> None:
-    """Each example takes 16 MiB, and the optimizer's state 64 MiB."""
+    """A few examples bound the memory of all: each takes 16 MiB, and the optimizer's state 64 MiB."""
 
     def took(examples: int) -> float:
         bound = startup.MemoryBound()
@@ -281,7 +281,7 @@ def output(folder: Path, *losses: float) -> Path:
 def test_what_is_not_finite_passes_nowhere(
     bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Even equal bits on both sides do not pass. The controls are finite, and pass."""
+    """Non-finite values fail every comparison, even with equal bits on both sides. The finite controls pass."""
     console = Console(True)
     verified = [recording(tmp_path / f"finite-{i}", 2.0, buffer=-math.inf) for i in range(2)]
     assert verify.tell(console, *verified) == 0  # a mask may hold infinities

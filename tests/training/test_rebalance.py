@@ -165,7 +165,7 @@ SLOW = range(2, 10)
 
 
 class Clock:
-    """A clock that advances as the model computes: one second per token, two on a rank while it is slow."""
+    """A clock that advances one second per computed token, or two on a rank while it is slow."""
 
     def __init__(self, slow: bool) -> None:
         self.now, self.step, self._slow = 0.0, 0, slow

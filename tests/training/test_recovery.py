@@ -56,8 +56,8 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
 def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
     strategy: str, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
-    """These ranks fail: one that sends its state to a replacement, half way; one that has written half of its
-    checkpoint file; rank 0 after all files are written and before the folder is renamed; then rank 0 again."""
+    """Ranks fail while they send state to a replacement and while they write a checkpoint file; rank 0 fails between
+    writing all files and renaming the folder, and then again."""
     strikes = [(3, 2, "sent", 3), (3, 0, "handing", 2), (8, 1, "writing", 3), (18, 0, "naming", 3), (19, 0, "agree", 2)]
     done = rank_kills.carried_out(rank_kills.struck(strategy, 3, *strikes), tmp_path / "job", cache, untouched)
     assert [each["phase"] for each in done.done] == [phase for _, _, phase, _ in strikes]
@@ -153,7 +153,7 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
 def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
-    """Two to six ranks, ten failures each. LOCKSTEP_SEED sets the random choice."""
+    """Random failures, ten each for two to six ranks. LOCKSTEP_SEED sets the random choice."""
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, values=rank_kills.VALUES)
     drawn = rank_kills.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)
     done = rank_kills.carried_out(drawn, tmp_path / "job", cache, untouched)

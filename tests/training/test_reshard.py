@@ -1,4 +1,4 @@
-"""Which state ranks resume from after a failure, and which rank keeps whose copy, without starting a process."""
+"""After a failure, ranks resume from the newest complete state; they keep copies for one another. Starts no process."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -73,7 +73,7 @@ def test_pieces_are_put_together_and_a_missing_one_is_noticed() -> None:
 
 class Sending(Alone):
     def send_round(self, tensor: object, source: int) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
 
 def test_copies_that_nobody_could_use_are_refused() -> None:
@@ -92,7 +92,7 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
 
 @pytest.mark.parametrize("torn", [True, False])
 def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> None:
-    """It cannot read its state after leaving its group of one: DeepSpeed's state."""
+    """A rank alone copies its state before another joins: DeepSpeed's state is unreadable once its group is closed."""
     state = {"model.w": torch.arange(6.0).view(2, 3), "optimizer.step.w": torch.tensor(4.0)}
     members = SimpleNamespace(generation=SimpleNamespace(number=3))
     world = SimpleNamespace(

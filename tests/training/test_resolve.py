@@ -1,4 +1,4 @@
-"""A run is resolved once: what `Job` holds, what ranks receive, and that no rank repeats a decision."""
+"""A run is resolved once: `Job` holds every decision, and ranks receive them instead of deciding again."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ class WrongRank:
 @pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
 @pytest.mark.parametrize("name", [long("zero1"), slow("zero2"), "zero3"])
 def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(name: str, more: tuple[str, ...]) -> None:
-    """ZeRO's ranks compute a micro-batch together. A step whose owner and witness are the other two ranks passes: a
-    third computation is made only if these two differ."""
+    """ZeRO's ranks compute a micro-batch together. A step passes if its owner and witness are the two right ranks: only
+    if these differ is there a third computation."""
     words = (f"strategy.name={name}", "sdc_check.every=1", *more)
     run, single = tiny(*words), tiny("strategy.name=single", *more)
     alone = run_on(1, guarded, single)[0]["digest"]
