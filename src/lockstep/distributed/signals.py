@@ -167,8 +167,8 @@ class Interrupts:
 @contextmanager
 def interrupted_at_once(text: str, record: Callable[[], None]) -> Iterator[None]:
     """A context in which Ctrl-C ends this process with status 130 even while its main thread waits for other processes
-    in native code, where no Python signal handler runs. `text`: written to standard error. `record`: called before that.
-    Does nothing if Ctrl-C is ignored or handled already."""
+    in native code, where no Python signal handler runs. `text`: written to standard error. `record`: called
+    before. Does nothing if Ctrl-C is ignored or handled already."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
