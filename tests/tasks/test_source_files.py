@@ -161,7 +161,7 @@ def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None
     source_files.check_export(run.model, heads.CLASSIFICATION)
     (note,) = source_files.notes(run.model, heads.CLASSIFICATION, labels(1))  # a reward, from a classifier
     assert "classifier.out_proj.weight, classifier.out_proj.bias for another number of labels" in note
-    assert "[3, 32], and here [1, 32]" in note
+    assert "[3, 32], here [1, 32]" in note
     own = load_file(tmp_path / "model/model.safetensors")
     for lacking in ("classifier", "out_proj"):  # all of it, or a half
         rewrite(tmp_path / "model", lambda _, part=lacking: without(part)(own))  # type: ignore[misc]

@@ -319,8 +319,8 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
     (tmp_path / "export/config.json").write_text("{}")
     run, _ = run_and_record(str(tmp_path))
     said = advice(run, State("done", status=0), False, None)
-    assert said.startswith(f"the model is in {tmp_path}/export, its checkpoint is not here")
-    assert said.endswith("trains again from the start")
+    assert said.startswith(f"the model is in {tmp_path}/export, but its checkpoint is gone")
+    assert said.endswith("trains from the start")
 
 
 def test_a_run_whose_records_end_early_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
