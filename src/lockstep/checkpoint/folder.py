@@ -157,8 +157,8 @@ class DiskSpace:
         return []
 
     def _check_file_limit(self, share: int) -> None:
-        """Errors: `RunError` if the system limits files to fewer bytes than the export's weights, or than `share`: a
-        rank's share of a checkpoint."""
+        """Refuse a system limit on file sizes that is below the export's weights or `share`, a rank's share of a
+        checkpoint. Errors: `RunError`."""
         if (most := file_limit()) is None:
             return
         weights = 0 if self.export_written else int(_CERTAIN * min(self.export, _EXPORT_FILE))

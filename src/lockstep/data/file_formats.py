@@ -90,7 +90,7 @@ class _Streams(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Errors: those of the decompression library, and `EOFError` for a file that ends within a stream."""
+        """Read decompressed bytes. Errors: those of the decompression library, and `EOFError` within a stream."""
         data = b""
         while not data:
             packed = b""

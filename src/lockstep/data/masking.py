@@ -41,7 +41,7 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 def _words(tokenizer: Any) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Which tokens begin a word, and how each joins the next one (`Vocabulary.joins`), from the vocabulary's marks:
+    """Return `begins` and `joins` of a `Vocabulary` (word boundaries of tokens), from the vocabulary's marks:
     `##` inside a word, or a mark at its beginning; punctuation is a separate word. None without such marks."""
     import json
 

@@ -82,7 +82,7 @@ class Web:
     _tags = True
 
     def _request(self, address: Address, method: str, start: int = 0) -> Any:
-        """Errors: `StoreError`."""
+        """Send a request and return the response. Errors: `StoreError`."""
         request = urllib.request.Request(self._url(address), method=method)
         if start:
             request.add_header("Range", f"bytes={start}-")

@@ -284,7 +284,7 @@ def _whole(rows: Dataset, options: ImageClassificationOptions, split: str, name:
 
 
 def _read(path: str) -> bytes:
-    """Errors: `RunError`."""
+    """Read a file. Errors: `RunError`."""
     try:
         return Path(path).read_bytes()
     except OSError as error:

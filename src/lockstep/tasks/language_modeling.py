@@ -459,7 +459,7 @@ def _cut(dataset: Dataset, file: str, options: LanguageModelingOptions) -> dict[
 
 
 def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> None:
-    """Errors: `RunError` for a variable that the chat template does not use."""
+    """Check that the chat template uses every variable. Errors: `RunError`."""
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", str(template)):
             raise RunError(

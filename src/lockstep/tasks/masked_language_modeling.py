@@ -223,7 +223,7 @@ def _filled(tok: Any, ids: list[int], logits: Tensor) -> dict[str, Any]:
 
 
 def _check_tokenizer(tok: Any, options: MaskedLanguageModelingOptions) -> None:
-    """Errors: `RunError`."""
+    """Refuse a tokenizer without a mask token, or without word boundaries if they are needed. Errors: `RunError`."""
     if tok.mask_token_id is None:
         raise RunError(
             "LS3062", "tokenizer: has no mask token; use the tokenizer of an encoder, or train one (tokenizer.train)"

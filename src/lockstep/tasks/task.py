@@ -118,7 +118,7 @@ class Task(TaskRules):
 
     @property
     def origin(self) -> str:
-        """Where the model comes from, for the run's opening lines."""
+        """Origin of the model, for the run's opening lines."""
         return self.run.model.source or f"{self.run.model.type} from scratch"
 
     @property

@@ -34,7 +34,7 @@ Row = tuple[str | Question, ...]
 
 @dataclass(frozen=True)
 class Reads:
-    """What a model's task reads."""
+    """The columns that a model's task reads, and how."""
 
     columns: Sequence[str]  # of texts
     talks: Sequence[str] = ()  # of a conversation and its tools, in place of texts

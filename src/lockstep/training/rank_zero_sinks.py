@@ -1,4 +1,4 @@
-"""Where the numbers and samples of a run go on rank 0: the terminal and the trackers.
+"""Sends the numbers and samples of a run to the terminal and the trackers, on rank 0.
 
 In: what training, evaluation and recovery report, by step. Out: lines and trackers' calls, each step once.
 """

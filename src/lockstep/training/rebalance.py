@@ -33,7 +33,7 @@ class LoadBalancer:
     """Yield a session's batches and measure every few steps how fast each rank computes."""
 
     def __init__(self, session: Session) -> None:
-        """Errors: `RunError` for a strategy whose ranks hold parts of the model."""
+        """Refuse a strategy whose ranks hold parts of the model. Errors: `RunError`."""
         self._session, self._world, self._feed = session, session.world, session.feed
         self._every = session.run.launch.rebalance_every
         self._even: Shares = even(session.run.micro_batches, session.world.size)

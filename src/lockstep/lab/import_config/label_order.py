@@ -1,4 +1,4 @@
-"""How a script numbers its labels, if it does not number them in sorted order as lockstep does.
+"""Detects scripts that do not number their labels in sorted order, as lockstep does.
 
 In: a function of the script that maps labels to numbers. Out: a note with the line of the mapping.
 """

@@ -280,7 +280,7 @@ def _names(slots: Any) -> Sequence[str]:
 
 
 class OtherLayers(RuntimeError):
-    """This rank detected, alone, that it would run other layers than the other ranks."""
+    """This rank would run other layers than the other ranks, which did not detect it."""
 
 
 def same_order(model: nn.Module) -> None:

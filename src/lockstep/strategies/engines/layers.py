@@ -109,7 +109,7 @@ def not_in_time(recomputes: bool) -> RunError:
 
 
 class OtherWeights(CodedError):
-    """This rank detected, alone, that it would gather other weights than the other ranks."""
+    """This rank would gather other weights than the other ranks, which did not detect it."""
 
 
 def other_weights(name: str) -> RunError:

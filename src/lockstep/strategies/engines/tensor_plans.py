@@ -1,5 +1,5 @@
-"""Which matrix products of a model are split into leaves (`strategy.tensor_leaves`), and their installation in the
-model.
+"""Chooses the matrix products of a model that are split into leaves (`strategy.tensor_leaves`), and installs the split
+ones.
 
 In: a run, its model, and the tensor-parallel ranks. Out: a refusal; or the same model, whose split products use
 `exact/tensor_leaves.py`, with this rank's part of the weights if there are several ranks.

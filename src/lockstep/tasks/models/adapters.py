@@ -165,7 +165,7 @@ def load_onto(base: nn.Module, export: Path, trainable: bool = False) -> Any:
 
 
 def _check_names(model: Any, export: Path) -> None:
-    """Errors: `RunError` if an adapter's file lacks weights of the model's adapter, or holds others."""
+    """Check that an adapter's file holds exactly the weights of the model's adapter. Errors: `RunError`."""
     from peft import get_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
     from safetensors import safe_open

@@ -79,7 +79,7 @@ def problem_notes(section: ModelSection, head: Head, problem: str, outputs: int)
     if problem == "regression" and config.num_labels != outputs:
         notes.append(
             f"the model's head has {config.num_labels} outputs, and the data have {outputs} "
-            f"number{'s' * (outputs != 1)} an example: a new head is drawn from the seed"
+            f"number{'s' * (outputs != 1)} per example: a new head is drawn from the seed"
         )
     return notes
 

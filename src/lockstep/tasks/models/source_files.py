@@ -341,8 +341,8 @@ def _covers(model: Any, names: list[str]) -> bool:
 
 
 def refuse(section: ModelSection, model: Any, head: str, differing: Shapes) -> None:
-    """Errors: `RunError` if weights have mismatched shapes, other than those of a label head for another number of
-    labels."""
+    """Refuse weights of mismatched shapes, except those of a label head for another number of labels. Errors:
+    `RunError`."""
     base = f"{model.base_model_prefix}."
     wrong = {
         name: (stored, built)
