@@ -79,7 +79,7 @@ def saved_by(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.fixture(scope="module")
 def straight(saved_by: Saved) -> dict[str, Any]:
-    """What `single` computes from its own checkpoint."""
+    """The result of `single` from its own checkpoint."""
     run = run_of("single", saved_by("single")[0])
     return run_on(1, gone_on_with, run, [run.folder])[0][0]
 

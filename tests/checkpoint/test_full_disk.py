@@ -43,7 +43,7 @@ def full_after(run: Run, step: int) -> tuple[int, str]:
 
 
 def status_of(run: Run) -> str:
-    """What `lockstep status` prints."""
+    """Return the output of `lockstep status`."""
     with redirect_stdout(io.StringIO()) as printed:
         while_it_runs.run_status(argparse.Namespace(output=str(run.folder), verify=False, trust=False, json=False))
     return uncoded(printed.getvalue())

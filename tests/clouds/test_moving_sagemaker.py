@@ -139,7 +139,7 @@ def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
 
 
 def row(name: str) -> str:
-    """As the page has it."""
+    """Return a row of the page's table."""
     of, names = TABLE[name], [name, *(path for path, older in NEWER.items() if older == name)]
     return (
         " | ".join(["| " + ", ".join(f"`{each}`" for each in names), *([f"`{of.here}`"] if of.here else []), of.how])

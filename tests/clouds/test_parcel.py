@@ -57,7 +57,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def classes(root: Path) -> Path:
-    """As IMDB ships, with a label that would be a pattern, a compressed file, and files of the same names."""
+    """Write folders in IMDB's layout, with a label that looks like a pattern, compressed files and equal file names."""
     for split in ("train", "test"):
         for label in ("pos", "neg", "so[so]"):
             for name in ("1.txt", "0.txt.gz", "2"):
@@ -140,7 +140,7 @@ def test_what_no_pod_sees_is_named(data: dict[str, Any], key: str, tmp_path: Pat
 def test_a_plug_in_of_another_distribution_travels_or_is_required(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it is found here: in a folder of its own it is sent with its metadata, by which it is found there too."""
+    """A plug-in in its own folder is sent with the metadata by which it is found; an installed one is required."""
     site = tmp_path / folder
     (distribution(tmp_path / "from") / "src").rename(site)
     info = site / "lockstep_gossip-1.0.dist-info"

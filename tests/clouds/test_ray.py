@@ -98,7 +98,7 @@ def ranks(folder: Path) -> list[int]:
 
 @dataclass(frozen=True)
 class Told:
-    """What two jobs in a folder have told: exit status, standard output and standard error of each."""
+    """Exit status, standard output and standard error of two jobs in a folder."""
 
     folder: Path
     stopped: tuple[int, str, str]

@@ -69,7 +69,7 @@ def test_the_request_is_as_written_down_and_as_aws_wants_it(name: str, launch: d
 
 
 def matches_patterns(value: Any, shape: Any, where: str = "") -> None:
-    """What botocore leaves to the server: patterns, enumerations and lengths."""
+    """Check patterns, enumerations and lengths, which botocore leaves to the server."""
     import re
 
     if shape.type_name == "structure":

@@ -1,10 +1,10 @@
-"""What judges of a job raise."""
+"""Errors that judges of a job raise."""
 
 from __future__ import annotations
 
 
 class Finding(Exception):
-    """A promise that was broken: which, and what was seen."""
+    """A broken promise: its name, and the observation."""
 
     def __init__(self, promise: str, seen: str) -> None:
         super().__init__(f"{promise}: {seen}")

@@ -45,7 +45,7 @@ class Job:
         return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})
 
     def on_gpu(self) -> Job:
-        """The same, by ranks that share the GPU."""
+        """Return the job with ranks that share the GPU."""
         shared = {"device": "cuda", "processes_per_gpu": 4}
         return replace(self, run={**self.run, "launch": self.run["launch"] | shared})
 

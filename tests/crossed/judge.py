@@ -33,12 +33,12 @@ from crossed.rows import HELD_OUT, TRAIN
 
 LONG = 4000  # characters of what is shown of a fault
 LOW_ROUNDING = 1e-2  # relative, of losses and norms where autocast rounds to 8 bits in other places
-DRIFT = 0.05  # relative: losses of later steps where bits are not promised, as AdamW blows rounding up
+DRIFT = 0.05  # relative: losses of later steps if bits are not promised, because AdamW amplifies rounding
 
 
 @dataclass
 class Verdict:
-    """What became of one job."""
+    """The result of one job."""
 
     outcome: str  # promised | refused | finding
     promise: str = ""  # of a finding: which was broken
@@ -284,7 +284,7 @@ def _read(path: Path) -> Any:
 
 
 def _rounding(words: list[str]) -> float:
-    """How far a way may be from one process, relatively, as its strategy says."""
+    """Return the relative tolerance against one process, according to the strategy."""
     from lockstep.config.run import load
     from lockstep.data.job import strategy_class
 

@@ -12,7 +12,7 @@ AVAILABLE = importlib.util.find_spec("lockstep.proof.against_plain") is not None
 
 
 def compared(folder: Path) -> str:
-    """How much of `folder/plain` was compared. Errors: `Finding`."""
+    """Compare `folder/plain` and describe how much was compared. Errors: `Finding`."""
     if not AVAILABLE:
         return "no plain reference"
     if not (folder / "plain").exists():

@@ -18,7 +18,7 @@ def late_rate() -> None:
 
 
 def dropout_of_a_rank() -> None:
-    """What dropout draws depends on the rank."""
+    """Dropout masks depend on the rank."""
     from lockstep.strategies import single
 
     right = single.seed_everything
@@ -107,7 +107,7 @@ def unscored_row() -> None:
 
 
 def late_refusal() -> None:
-    """What a strategy cannot is found out by its ranks."""
+    """Unsupported strategies are refused by their ranks, not before the start."""
     from lockstep.training import resolve
 
     right, of_rank = resolve._refuse_strategy, resolve.for_rank

@@ -44,7 +44,7 @@ def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict
 
 @functools.cache
 def _portable_server() -> Connection:
-    """What `_serve` listens to, in a process that has had the variables from its first line."""
+    """Return the connection to `_serve`, in a process that had the variables from its first line."""
     from support.harness import first_environment
 
     ours, theirs = multiprocessing.Pipe()

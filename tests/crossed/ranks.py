@@ -70,7 +70,7 @@ def run_ranks(
 
 
 def _answers(processes: list[Any], results: Any, ranks: int, killed: bool) -> dict[int, dict[str, Any]]:
-    """What each rank has said, until all have or one has failed."""
+    """Collect the ranks' answers until all have answered or one has failed."""
     said: dict[int, dict[str, Any]] = {}
     waited = 0.0
     while len(said) < ranks and waited < LIMIT_S:

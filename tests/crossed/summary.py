@@ -69,7 +69,7 @@ def _features(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
 
 
 def _pairs(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
-    """How many pairs of values were tried."""
+    """Print the number of tried pairs of values."""
     tried: Counter[tuple[str, str]] = Counter()
     trained: set[tuple[str, str]] = set()
     for line, case in zip(lines, cases, strict=True):

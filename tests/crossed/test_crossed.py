@@ -55,7 +55,7 @@ def test_the_plainest_run_is_as_promised() -> None:
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Path) -> None:
-    """Here to an optimizer with a schedule, of 15 features that are not the plainest."""
+    """A case with 15 features that are not the plainest shrinks to an optimizer with a schedule."""
 
     def fails(case: draw.Case) -> Verdict:
         wrong = case["optimizer"] == "muon" and case["schedule"] == "wsd"

@@ -108,7 +108,7 @@ def test_a_folder_of_splits(tmp_path: Path, words: tuple[str, ...]) -> None:
     ],
 )
 def test_files_of_a_split_that_are_named_in_two_ways_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
-    """Of the first two pairs the datasets library reads both files, and one of them."""
+    """Two naming schemes are refused: the datasets library reads both files of the first pair, one of the second."""
     (tmp_path / "test").mkdir()
     for name in ("train.jsonl", *names):
         write(tmp_path, name, ROWS)
@@ -361,7 +361,7 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_said_to_be_away(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not looked up on the Hub, where a name has at most one slash."""
+    """A path is not looked up on the Hub, where a name has at most one slash."""
     monkeypatch.chdir(tmp_path)
     with raises("LS2250", "data.source: no such file or folder", Path(name).name):
         source.load(DataSection(source=name), 0)

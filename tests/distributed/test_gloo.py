@@ -24,7 +24,7 @@ pytestmark = pytest.mark.processes
 
 
 def threads(world: World) -> list[int]:
-    """Of the group of all, of that for decisions, of a mesh's, and of one that comes after them."""
+    """Return the threads of four groups: the default one, that for decisions, a mesh's, and one formed afterwards."""
     across = init_device_mesh("cpu", (1, world.size), mesh_dim_names=("one", "all")).get_group("all")
     groups = [dist.group.WORLD, world._control, across, dist.new_group()]
     assert all(dist.get_backend(group) == "gloo" for group in groups)
@@ -129,5 +129,6 @@ def gathered(world: World, rounds: int) -> float:
 
 @pytest.mark.long
 def test_many_functional_all_gathers() -> None:
-    """With two threads a rank ends by `malloc(): unaligned tcache chunk detected`, sooner or later, or hangs."""
+    """Functional all-gathers need one gloo thread: with two, a rank ends in `malloc(): unaligned tcache chunk detected`
+    sooner or later, or hangs."""
     assert run_on(4, gathered, 300, run=tiny("strategy.name=fsdp2"), timeout_s=600) == [64 * 40.0 * 300] * 4

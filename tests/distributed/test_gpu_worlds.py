@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 1)
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What torch was asked for: the default group, and then each other one."""
+    """Arguments of the process groups that were requested from torch: the default one, then the others."""
     found: list[dict[str, Any]] = []
 
     def made(backend: str | None = None, **arguments: Any) -> object:

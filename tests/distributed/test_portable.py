@@ -66,8 +66,8 @@ def python(code: str, *words: str, before: tuple[str, ...] = (), **variables: st
 
 
 def forked(folder: Path, jobs: dict[str, str], before: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What each job prints last. Each in a process of its own, which has torch with portable's variables and not yet
-    its kernels: one import for all, which takes a second, and eight where a processor is emulated."""
+    """Return the last line that each job prints. Each job runs in its own process, forked from one that has imported
+    torch with portable's variables but without its kernels: that takes a second, or eight on an emulated processor."""
     done = python(PREPARED + FORKED, str(folder), json.dumps(jobs), before=before)
     assert done.returncode == 0, done.stderr
     printed = {name: (folder / f"{name}.out").read_text().splitlines() for name in jobs}
@@ -148,7 +148,7 @@ def test_a_run_is_read_on_any_processor_and_trained_on_some(monkeypatch: pytest.
     "processor_", ["Denverton", pytest.param("SandyBridge", marks=pytest.mark.long), "Haswell,fma=off"]
 )
 def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> None:
-    """Also those on which numpy and torch end with an illegal instruction when they are imported."""
+    """Processors without AVX2 or FMA are refused, even if importing numpy and torch ends in an illegal instruction."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(TINY | {"strategy": {"exact": "portable"}}))
     words = [QEMU, "-cpu", processor_, sys.executable, "-m", "lockstep", "train", "run.yaml"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -183,7 +183,7 @@ def test_libraries_that_were_loaded_before_are_refused() -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of all that is asked of kernels on this processor. Libraries look at their variables when they first compute."""
+    """Results of all jobs for this processor. Libraries read their variables when they first compute."""
     folder, others = tmp_path_factory.mktemp("portable"), {"MKL_CBWR": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "ALL"}
     jobs = {"functions": INSTALLED + FUNCTIONS, "refused": INSTALLED + REFUSED}
     for name, threads in (("", 1), (" by 3 threads", 3)):

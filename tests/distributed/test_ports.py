@@ -1,5 +1,5 @@
-"""What a stranger who reaches a job's ports can do: a pickle that is written there is never loaded, a port of one
-machine is open on the loopback alone, and whoever says nothing is not waited for without an end."""
+"""A stranger who reaches a job's ports cannot make it load a pickle, or wait forever by staying silent; the ports of a
+job on one machine are open on the loopback only."""
 
 import contextlib
 import io
@@ -117,7 +117,7 @@ def said_of_another(world: World, secrets: tuple[str, str]) -> str:
 @pytest.mark.processes
 @pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
 def test_ranks_with_different_secrets_are_told_so(theirs: str, mine: str, why: str) -> None:
-    """Those that meet without a launcher of ours: each says it, and no object is sent."""
+    """Ranks with different secrets, started without lockstep's launcher, each report it before any object is sent."""
     first, second = run_on(2, said_of_another, (theirs, mine), joined=False)
     assert mentions(second, "LS7041", "rank 1 of 2 on ", f"rank 0: {why}")
     assert first.startswith("rank 0 of 2 on ")
@@ -151,7 +151,7 @@ def state(**values: Any) -> dict[str, Any]:
     ],
 )
 def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
-    """Without a secret anybody can make the seal: what it holds is looked at, too."""
+    """Without a secret anyone can sign a state, so its content is checked too."""
     first = rendezvous(key="")
     text = json.dumps(forged).encode()
     key = f"{first.get_run_id()}/state/state"

@@ -1,6 +1,6 @@
-"""Which modules a command imports before it answers: torch takes over a second to import, transformers' models two.
+"""Commands import few modules before they answer: torch takes over a second, transformers' models two.
 
-Times are measured by `benchmarks/start.py`; here only what is imported is held.
+`benchmarks/start.py` measures times; these tests check only which modules are imported.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def test_texts_of_a_packed_row_do_not_see_each_other() -> None:
 
 
 def test_all_linear_leaves_a_head_whole_and_trained() -> None:
-    """With a task type, or without one if the head is named to peft."""
+    """`all-linear` excludes the head if peft gets a task type, or the head's name."""
     for kind in ("SEQ_CLS", None):
         model = BertForSequenceClassification(BertConfig(vocab_size=32, **SIZES))
         adapted = train._adapted(model, {"target_modules": "all-linear", "r": 2}, kind)

@@ -172,7 +172,7 @@ def test_links_are_those_of_the_nearest_number_of_ranks() -> None:
 
 
 class Uneven:
-    """Of a feed what `levels` asks: two micro-batches, of which one has three times the tokens."""
+    """The part of a feed that `levels` uses: two micro-batches, one with three times the tokens of the other."""
 
     total, pads = 1, False
 

@@ -1,4 +1,4 @@
-"""What a plan makes of simulated ranks: rates, messages, waiting, money; and what it refuses. No process is started."""
+"""A plan's rates, messages, waiting time, cost and refusals, from simulated ranks; no process is started."""
 
 import re
 from pathlib import Path

@@ -111,7 +111,7 @@ def test_a_plan_says_what_it_is_made_of() -> None:
 
 
 def test_a_rank_s_share_of_a_large_model_takes_no_memory() -> None:
-    """What FSDP cuts up has room on the processor, and here no numbers: a share of 8 billion weights is 12 GB."""
+    """Weights that FSDP shards are on the CPU without data: a share of 8 billion weights would take 12 GB."""
     with without_numbers(Ledger()):
         model = roomy(on_meta(lambda: nn.Linear(100, 10, device="meta")))
         assert all(isinstance(p.data, FakeTensor) and p.device.type == "cpu" for p in model.parameters())

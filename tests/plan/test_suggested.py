@@ -1,4 +1,4 @@
-"""What `lockstep plan --suggest` says, done: the run trains with it, and its ranks take the memory that was planned."""
+"""A run trains with the options that `lockstep plan --suggest` prints, and its ranks take the planned memory."""
 
 import re
 from pathlib import Path

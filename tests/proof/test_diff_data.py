@@ -43,7 +43,7 @@ def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd
 
 
 def test_other_weights_of_sources_are_other_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """They are equal up to step 3, from where on `mixture` takes more of one source; here it takes more yet."""
+    """Two mixtures are equal up to step 3, when both change a source's weight, to different values."""
     data = mixture(tmp_path)
     first = of("sources", tmp_path)
     data["sources"][1]["weight"] = [[0, 2], [3, 9]]

@@ -251,8 +251,8 @@ def parts_of_fsdp(rank: int, _: Path) -> list[Any]:
 
 @fact
 def parts_of_flat_parameters(rank: int, _: Path) -> list[list[Any]]:
-    """Of FSDP1's flat parameters, as one tensor and as the original ones: names, shapes, and whether each part is the
-    slice of the whole weight that `_shard_param_infos` says."""
+    """Return, for FSDP1's flat parameters as one tensor and as the original ones: names, shapes, and whether each part
+    is the slice of the whole weight that `_shard_param_infos` says."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     seen = []
@@ -312,8 +312,8 @@ def ddp_gradient(rank: int, _: Path) -> list[Any]:
 
 @fact
 def parts_of_ddp(rank: int, _: Path) -> list[Any]:
-    """Of a DDP that ignores one of its weights: what it knows of it, its hooks before and after one is registered, and
-    whether gradients of both weights are averaged."""
+    """Return, for a DDP that ignores one of its weights: its record of that weight, its hooks before and after one is
+    registered, and whether gradients of both weights are averaged."""
     model = nn.ModuleDict({"a": nn.Linear(1, 1, bias=False), "b": nn.Linear(1, 1, bias=False)})
     model.forward = lambda x: model["a"](x) + model["b"](x)  # type: ignore[method-assign]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["b.weight"])

@@ -19,7 +19,7 @@ def loss(outputs: Tensor, answers: Tensor) -> Tensor:
 
 
 class Base(nn.Module):
-    """Without a bug."""
+    """A module without a bug."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,13 +44,13 @@ class WrongGradient(Held):
 
 
 class WrongOnFirstHost(WrongGradient):
-    """The same on the machine of the rendezvous, which has rank 0."""
+    """`WrongGradient` on the machine of the rendezvous, which has rank 0."""
 
     host = "host-0"
 
 
 class WrongRank(WrongGradient):
-    """The same on one of three ranks of a machine; it keeps its identity when ranks are renumbered."""
+    """`WrongGradient` on one of three ranks of a machine, which keeps its identity when ranks are renumbered."""
 
     def faulty(self) -> bool:
         assert self.world.members is not None
@@ -58,7 +58,7 @@ class WrongRank(WrongGradient):
 
 
 class WrongFirstRank(WrongGradient):
-    """The same on rank 0."""
+    """`WrongGradient` on rank 0."""
 
     def faulty(self) -> bool:
         assert self.world.members is not None
@@ -80,7 +80,7 @@ class WrongWeight(Held):
 
 
 class WrongWeightOfRank(WrongWeight):
-    """The same on one of three ranks of a machine."""
+    """`WrongWeight` on one of three ranks of a machine."""
 
     def faulty(self) -> bool:
         assert self.world.members is not None

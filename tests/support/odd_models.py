@@ -60,7 +60,7 @@ class Task(Classification):
 
 
 class Scaled(Odd):
-    """With a scalar weight."""
+    """`Odd` with a scalar weight."""
 
     def __init__(self, words: int, labels: int) -> None:
         super().__init__(words, labels)

@@ -122,7 +122,7 @@ def moment_of(job: Path, moment: str, instant: float, step: int, starts: int) ->
 
 
 def starts_of(job: Path) -> int:
-    """How often the job has started to train."""
+    """Return how often the job has started to train."""
     events = job / "out/events.jsonl"
     return events.read_bytes().count(b'"event": "start"') if events.exists() else 0
 

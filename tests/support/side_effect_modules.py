@@ -111,7 +111,7 @@ class MovedInMemory(Plain):
 
 
 class MovedLate(MovedInMemory):
-    """The same, but not in the trial step or the first one."""
+    """`MovedInMemory`, but not in the trial step or the first one."""
 
     calls = 0
 
@@ -156,7 +156,7 @@ class Count(Plain):
 
 
 class Switched(Plain):
-    """What is trained depends on a count of calls: from the first one, or later."""
+    """The trained weights depend on a count of calls, from the first call or a later one."""
 
     calls, trained = 0, 0
 

@@ -113,7 +113,7 @@ class Store(Proxy):
 
     @property
     def as_google(self) -> dict[str, str]:
-        """The same for gs://: S3's protocol and Google's XML API are alike for obstore."""
+        """Return the variables for gs://: for obstore, Google's XML API equals S3's protocol."""
         return {"GOOGLE_BASE_URL": self.address, "GOOGLE_BEARER_TOKEN": "a-token", "NO_PROXY": "*"}
 
     def clear(self) -> None:

@@ -34,7 +34,7 @@ class Held(SavesAtOnce, AllReduce):
 
 
 class Together(SavesAtOnce):
-    """Mixin for ranks that will rendezvous again: what one of them waits for is a loss, or a joining rank."""
+    """Mixin for ranks that will rendezvous again: a held rank goes on if a rank fails or joins."""
 
     world: Any
 
@@ -54,7 +54,7 @@ class HeldTogether(Together, AllReduce):
 
 
 class Told(Held):
-    """The same; writes the address of the ranks' own store to a file."""
+    """`Held` that writes the port of the ranks' store to a file."""
 
     def train_step(self, batch: Any, learning_rate: float) -> Any:
         Path("port").write_text(os.environ["MASTER_PORT"])

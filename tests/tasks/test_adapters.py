@@ -188,7 +188,7 @@ def test_an_adapter_of_a_tied_weight_is_merged_once(target: str, ensure: bool) -
 
 
 def test_a_tied_head_that_peft_would_not_load_is_refused_before_training(folder: Path) -> None:
-    """What peft does: tests/assumptions/test_peft.py. Merged it is right, and so is an embedding that peft knows."""
+    """A merged export is accepted, and so is an embedding that peft knows (tests/assumptions/test_peft.py)."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     from lockstep.tasks.models import adapters

@@ -284,7 +284,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, factor: float = 1.0) -> list[str]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_plain_calls_the_losses_of_trl(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are those that plain writes out, and a fault of TRL's shows in what it computes."""
+    """TRL's losses equal those that plain writes out, and a fault in TRL's shows in plain's result."""
     kind, keys = LOSSES[name]
     task, reference, _ = ours(folder, kind, *keys)
     model = moved(reference)
@@ -302,7 +302,7 @@ def test_plain_calls_the_losses_of_trl(name: str, folder: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_fault_of_a_loss_is_found_by_trl(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any of the formulas that plain writes out."""
+    """TRL's losses find a fault without the formulas that plain writes out."""
     kind, keys = LOSSES[name]
     run = make(tmp_path, kind, *ONE, *keys)
     task: Any = {"preference": Preference, "reward": Reward}[kind]

@@ -68,7 +68,7 @@ def text_families(*heads: str) -> list[str]:
 
 
 def all_entries_taken(family: str) -> int:
-    """How many entries a config has that was made of all its own ones. 0: transformers makes none without entries."""
+    """Return the number of entries of a config created from all its own entries; 0 if a config needs some."""
     kind = CONFIG_MAPPING[family]
     try:
         usual = kind()

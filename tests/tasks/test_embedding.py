@@ -80,7 +80,7 @@ def test_the_loss_is_the_formula(negative: str, negatives: int | None, tmp_path:
 
 
 def test_a_text_is_not_told_apart_from_itself(tmp_path: Path) -> None:
-    """What stands in two rows, and what goes with the same anchor, is no negative."""
+    """A text in two rows, and another text of the same anchor, are not negatives."""
     told = [("a", "x"), ("b", "x"), ("a", "y"), ("c", "z"), ("d", "c")]
     for split in ("train", "validation"):
         (tmp_path / "pairs").mkdir(exist_ok=True)

@@ -205,7 +205,7 @@ def test_another_kind_of_problem_is_told(tmp_path: Path) -> None:
     source(tmp_path, MODEL, problem_type="multi_label_classification")
     assert "multi_label_classification" in notes(prepared(run_on(tmp_path, texts(*MODEL))))
     rows = [{"text": f"bad {n}", "label": n / 2} for n in range(6)]
-    assert "3 outputs, and the data have 1 number an example" in notes(
+    assert "3 outputs, and the data have 1 number per example" in notes(
         prepared(run_on(tmp_path, rows, regression=True))
     )
 

@@ -1,5 +1,5 @@
-"""What the host knows of masks, positions and targets: as if the tensors had been asked, and asked where nothing is
-known. How often the host waits is counted in tests/strategies/test_without_gpu.py."""
+"""Host facts about masks, positions and targets equal those read from the tensors, which are read if there are none.
+tests/strategies/test_without_gpu.py counts how often the host waits."""
 
 import itertools
 from typing import Any

@@ -1,5 +1,5 @@
-"""What `classification` learns: its losses beside torch's own on the whole step, whatever a step is cut into; its
-metrics beside scikit-learn's; its options and weights."""
+"""Objectives of `classification`: losses equal torch's on the whole step, however it is split, and metrics equal
+scikit-learn's; options and label weights."""
 
 import warnings
 from collections.abc import Callable

@@ -113,7 +113,7 @@ STRATEGIES = {
 
 
 def compared(world: World, run: Run, harm: bool) -> str | None:
-    """What the comparison by name says. `harm`: ranks that build from the config are not told what the files hold."""
+    """Return the result of the comparison by name. `harm`: ranks that build from the config ignore the files' names."""
     if harm:
         source_ties.own_weights = lambda run, model: ()  # type: ignore[assignment]
         source_ties.check = lambda run, model, auto: None  # type: ignore[assignment]
@@ -123,7 +123,7 @@ def compared(world: World, run: Run, harm: bool) -> str | None:
 
 
 def told(world: World, run: Run) -> str:
-    """What is said of the comparison where a second model would be too large."""
+    """Return the message about the comparison if a second model would be too large."""
     source_weights.WHOLE = 10
     job = for_rank(run, world)
     join_ranks(job, world)
@@ -151,7 +151,7 @@ def test_all_strategies_train_the_head(name: str, tmp_path: Path) -> None:
 
 
 def without_warnings(world: World, run: Run) -> dict[str, Any]:
-    """As `trained`; FSDP2's warning of wrong gradients, which no loss here can cause, is an error."""
+    """Call `trained`, with FSDP2's warning of wrong gradients, which no loss here can cause, as an error."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="FSDP2-wrapped module")
         return trained(world, run)

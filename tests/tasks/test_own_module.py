@@ -223,7 +223,7 @@ BY_WEIGHT = "nn.functional.cross_entropy(outputs[:, 0], batch[:, 0] % 2, weight=
 def test_a_mean_over_kept_targets_is_no_mean_over_examples(
     build: str, loss: str, items: str, module_folder: Path
 ) -> None:
-    """Also of a model whose losses of all targets are alike before training."""
+    """A mean over kept targets is recognized, even if the untrained model has equal losses for all targets."""
     code = (KEPT + SMALL_CLASS).replace("BUILD", build).replace("DATA", items).replace("LOSS", loss)
     with raises("LS3234", "task.targets"):
         found_of(job(module_folder, code, functions=("collate",)))

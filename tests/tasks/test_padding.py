@@ -51,7 +51,7 @@ def run_of(family: str, **values: Any) -> Run:
 
 
 def made(family: str, attention: str | None) -> nn.Module:
-    """The same weights each time, dropout off; what is tried in `padding` is not asked."""
+    """Build a model with fixed weights and dropout off, without the trials of `padding`."""
     head, entries = FAMILIES[family]
     config = transformers.CONFIG_MAPPING[family](**entries)
     config.update({"vocab_size": 60, "pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 3, "use_cache": False})

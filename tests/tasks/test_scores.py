@@ -17,7 +17,7 @@ def _their_warnings() -> Iterator[None]:
 
 
 def drawn(seed: int, count: int = 60, ties: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """What is true (bool), and scores that tell something of it, of which many are equal with `ties`."""
+    """Return labels (bool) and scores that correlate with them; with `ties`, many scores are equal."""
     random = np.random.default_rng(seed)
     true = random.random(count) < 0.3
     found = objective.sigmoid(random.normal(size=count) + true)

@@ -26,7 +26,7 @@ def a_run(kind: str, config: dict[str, Any], *overrides: str) -> Run:
 
 
 def a_tokenizer(pad: int, end: int | None, separator: int, around: list[int]) -> Any:
-    """What is asked of a tokenizer. `around`: what it writes around two empty texts."""
+    """Return a stub of a tokenizer. `around`: its tokens for two empty texts."""
 
     class Tokenizer(SimpleNamespace):
         def __call__(self, *texts: str) -> dict[str, list[int]]:

@@ -70,7 +70,7 @@ def test_tokens_without_a_row_that_no_text_holds_are_noted(name: str, tmp_path: 
 
 
 def test_a_model_with_a_row_for_each_token_is_taken(tmp_path: Path) -> None:
-    """What the message says to do: rows are added, and model and tokenizer saved together."""
+    """The message's remedy works: add rows, and save model and tokenizer together."""
     save(tmp_path / "model", "gpt2", NEW)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

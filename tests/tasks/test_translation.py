@@ -350,7 +350,7 @@ def test_prophetnet_is_told_what_is_padding(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("family", [*OTHERS, "nllb-moe"])
 def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path) -> None:
-    """What the encoder gives to every layer of the decoder comes back in the order of a model in one micro-batch."""
+    """Gradients of the encoder's output, from every decoder layer, are added in the order of an unsharded model."""
     model = json.dumps({"type": family, "config": OTHERS.get(family, NLLB_MOE)})
     found = []
     for name, ranks in (("single", 1), ("fsdp2", 2)):

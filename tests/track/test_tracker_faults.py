@@ -137,7 +137,7 @@ def test_what_is_not_finite_is_no_number_in_json(tmp_path: Path) -> None:
 
 
 def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_path: Path) -> None:
-    """What was logged before the link stays in the file that was open, whatever flushes it."""
+    """Events logged before the link are flushed to the file that was open."""
     from lockstep.track.tensorboard import TensorBoard
 
     (theirs := tmp_path / "theirs").mkdir()

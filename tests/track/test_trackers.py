@@ -322,8 +322,7 @@ def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
         return log.exists() and all(f"{name}: " in log.read_text() for name in ALL)
 
     def known() -> bool:
-        """What has not left a tracker's thread when its process is killed is lost to it: MLflow has every step of the
-        checkpoint first."""
+        """Return whether MLflow has every step of the checkpoint: a kill loses what is still in a tracker's thread."""
         found = read_manifest((tmp_path / "out" / "checkpoints" / "latest").resolve())
         if isinstance(found, str) or found.trackers.keys() != {"wandb", "mlflow", "trackio"}:
             return False
