@@ -103,7 +103,7 @@ def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, off
 
 
 def disk(job: Job | str, launcher: Launcher) -> tuple[list[str], list[str]]:
-    """Return (notes on the disk of OUTPUT, reasons why it would make the run fail)."""
+    """Return notes on the disk of OUTPUT, and the reasons why the run would be refused for it."""
     if isinstance(job, str) or launcher.submits:
         return [], []
     from lockstep.training import disk_forecast

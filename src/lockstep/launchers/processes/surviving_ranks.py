@@ -1,8 +1,8 @@
 """Ranks of a machine that survive the failure of single ranks: `launch.on_rank_failure: continue`.
 
 In: the ranks' function, and the launcher's store. Out: a process context for torch elastic. When a rank is killed and
-all others can continue, it also posts the next generation of the job's ranks (`distributed/membership.py`), and starts
-a replacement. A rank evicted by `sdc_check` exits and is not replaced. Any other failure ends all ranks, and torch
+all others can continue, `Ranks` posts the next generation of the job's ranks (`distributed/membership.py`) and starts a
+replacement. A rank evicted by `sdc_check` exits and is not replaced. Any other failure ends all ranks, and torch
 elastic restarts them.
 
 With several machines, each writes a heartbeat to the store at least once a second, with its killed ranks and the

@@ -99,7 +99,7 @@ def _draws(twin: nn.Module, call: ModuleCall) -> bool:
 
 def float32(call: ModuleCall) -> list[dict[str, Any]]:
     """Compute the call in float32, and compare outputs and the gradient with those of half precision. Names the
-    module that adds most to the relative error of its inputs."""
+    module that enlarges the error of its inputs most."""
     half = {p.dtype for p in call.module.parameters()} & set(HALF)
     dtype = call.autocast[1] if call.autocast is not None else next(iter(half), None)
     if dtype not in HALF:
