@@ -2,8 +2,8 @@
 
 In: a run and the number of processes; `training/resolve.py` makes the decisions and refuses what cannot work. Out: a
 frozen `Job`, which ranks receive as text. `TaskRules`, `StrategyRules` and `OptimizerRules` are the parts of these
-plug-ins that make decisions before a process group exists. This module imports none of the plug-ins, which are all
-built from a job. Imports no torch at the top: a machine that only submits jobs may not have it.
+plug-ins that make decisions before a process group exists. This module depends on none of the plug-ins, which are
+all built from a job. Imports no torch at the top: a machine that only submits jobs may not have it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Base of tasks with a target for each token of one text: the next token, a tag, or IGNORED.
 
-In: columns `input_ids` and `targets` of equal lengths, and `count`, the number of targets of an example that
-are not IGNORED.
-Out: padded micro-batches, and sums over targets.
+In: columns `input_ids` and `targets` of equal lengths, and `count`, the number of targets of an example that are not
+IGNORED. Out: padded micro-batches, and sums over targets.
 """
 
 from __future__ import annotations

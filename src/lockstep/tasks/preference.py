@@ -1,7 +1,7 @@
 """Preference learning without a reward model: a causal language model learns to prefer the chosen answer of a pair.
 
-In: prompts with two answers. Out: the loss, the share of pairs whose chosen answer has the larger
-reward, and the mean margin, all from sums.
+In: prompts with two answers. Out: the loss, the share of pairs whose chosen answer has the larger reward, and the mean
+margin, all from sums.
 The losses are those of DPO (arXiv:2305.18290, equation 7; label smoothing: its authors' cDPO), IPO (arXiv:2310.12036,
 equation 17), SLiC's hinge (arXiv:2305.10425, as in arXiv:2309.06657) and SimPO (arXiv:2405.14734, equation 6).
 """

@@ -508,8 +508,8 @@ def _check_model(run: Run, options: WritingOptions, folder: Path) -> None:
 
 
 def check_start_is_read(section: ModelSection, tokens: Any) -> None:
-    """Refuse an FSMT decoder that starts from padding, which training masks and does not count as a position. `tokens`:
-    the target tokenizer. Errors: `RunError`."""
+    """Refuse an FSMT decoder that starts from padding, which it ignores in training and does not count as a position.
+    `tokens`: the target tokenizer. Errors: `RunError`."""
     from lockstep.tasks.models import model_configs
 
     if model_configs.load_config(section).model_type != "fsmt":

@@ -43,8 +43,7 @@ ContrastGroup = dict[str, list[Any]]
 
 def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
     """Groups of items: the smallest with the largest, then the next smallest with the next largest, and so on.
-    Errors: `RunError` if an item
-    cannot be read."""
+    Errors: `RunError` if an item cannot be read."""
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
     read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
     half = min(HALF, len(read) // 2)
