@@ -153,7 +153,9 @@ def init_arguments(parser: argparse.ArgumentParser) -> None:
         "axolotl, LLaMA-Factory, TRL or accelerate config, DeepSpeed JSON; no code is run",
     )
     parser.add_argument(
-        "--partial", action="store_true", help="with --from: write the file even if parts are not converted"
+        "--partial",
+        action="store_true",
+        help="with --from: write the file even if unconverted parts change the training",
     )
     parser.add_argument("--task", help="default: guessed from the columns")
     parser.add_argument("--model", help="Hub id or folder of a pretrained model, or scratch")
