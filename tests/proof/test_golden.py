@@ -77,7 +77,11 @@ def test_a_change_of_code_is_found(
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "No such file"), ("{", "is not JSON"), ("{}", "was not written by lockstep verify --write")],
+    [
+        (None, "No such file"),
+        ("{", "is not JSON"),
+        ("{}", "was not written by this version of lockstep verify --write"),
+    ],
 )
 def test_files_that_are_none(
     content: str | None, said: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
