@@ -45,6 +45,13 @@ def test_statements_that_may_set_any_name_anew_are_refused(tmp_path: Path) -> No
         "from config import lr",
         "try:\n    from config import lr\nexcept ImportError:\n    pass",
         "def small():\n    global lr\n    lr = 1\nsmall()",
+        "try:\n    open('x')\nexcept OSError as lr:\n    pass",
+        "match mode:\n    case [lr, *_]:\n        pass",
+        "match mode:\n    case {'a': 1, **lr}:\n        pass",
+        "with open('x') as lr:\n    pass",
+        "if (lr := 1) > 0:\n    pass",
+        "*lr, last = 1, 2",
+        "def lr():\n    pass",
     ],
 )
 def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str, tmp_path: Path) -> None:
@@ -52,6 +59,46 @@ def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str,
     call = next(each for each in script.calls if each.name == "f")
     assert script.arguments(call).unknown == {"lr": "lr"}
     assert call.condition is not None
+
+
+def test_values_that_are_changed_in_place_or_set_by_a_class_are_unknown(tmp_path: Path) -> None:
+    def unknown(text: str) -> bool:
+        script = decided_branches.taken(Script(tmp_path / "train.py", text))
+        call = next(each for each in script.calls if each.name == "f")
+        return bool(script.arguments(call).unknown or script.arguments(call).more)
+
+    options = "o = {'lr': 1, 'wd': 2}\n"
+    change = "def change(given):\n    given['lr'] = 2\n"
+    method = "class C:\n    lr = 1\n    def __init__(self):\n        self.lr = 2\n"
+    for text in (
+        f"{options}wd = o.pop('wd')\nx = f(**o)",
+        f"{change}{options}if change(o):\n    pass\nx = f(**o)",
+        "rates = [2, 1]\nrates.sort()\nx = f(lr=rates[0])",
+        f"{method}c = C()\nx = f(lr=c.lr)",
+        "class C:\n    lr = 1\n    lr = 2\nx = f(lr=C.lr)",
+        "class C:\n    lr = 1\n    if mode:\n        lr = 2\nx = f(lr=C.lr)",
+        "x = f(*rates)",
+    ):
+        assert unknown(text), text
+    for text in (f"{options}wd = o.get('wd')\nx = f(**o)", "class C:\n    lr = 1\nx = f(lr=C.lr)"):
+        assert not unknown(text), text
+
+
+def test_heads_decorators_and_second_functions_are_statements_too(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss, before = "            accelerator.backward(loss)\n", "model.train()\n"
+    zero = "def zero(m):\n    m.weight.data.zero_()\nclass Log:\n    def zero(self):\n        print(1)\nzero(model)\n"
+    text = ACCELERATE.replace(loss, f"            for loss in [loss * 2]:\n                import batch\n{loss}")
+    text = text.replace(before, f"@optimizer.register_step_post_hook\ndef f(*a):\n    pass\n{zero}{before}")
+    printed = refused("loop.py", text.replace("in range(3):\n", "in range(3):\n    set_seed(3)\n"), capsys)
+    for code in ("optimizer.register_step_post_hook", "loss", "import batch", "zero(model)", "set_seed(3)"):
+        assert f": {code} (" in printed, code
+    text = TRAINER.replace("ARGUMENTS", "").replace("data = data", "tokenize = len\ndata = data")
+    trainer = "setattr(Trainer, 'compute_loss', None)\nfor args.max_steps in (5,):\n    pass\ntrainer = Trainer"
+    printed = refused("train.py", text.replace("trainer = Trainer", trainer), capsys)
+    for code in ("setattr(Trainer, 'compute_loss', None)", "for args.max_steps in (5,): pass", "data.map(tokenize"):
+        assert f": {code}" in printed, code
 
 
 def test_what_stands_around_a_loop_that_is_not_read_is_refused_too(

@@ -164,7 +164,8 @@ def mapped(call: Call, at: Reading) -> None:
     if function is None:
         at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
         return
-    inside = script.calls_in(at.script, function)
+    nodes = {id(node) for node in ast.walk(function)}
+    inside = [call for call in at.script.calls if id(call.node) in nodes]
     tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
     if tokenising:
         at.mapped = True

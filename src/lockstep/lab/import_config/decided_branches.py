@@ -12,7 +12,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config.script import CHANGING, Script, Unknown
+from lockstep.lab.import_config.bound_names import changed_in, within
+from lockstep.lab.import_config.script import Script, Unknown
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
@@ -72,8 +73,8 @@ class _Reader:
         """Return the names of mappings and lists that a function changes without having assigned them."""
         names: set[str] = set()
         for function in (each for each in ast.walk(self.script.tree) if isinstance(each, _Function)):
-            own = _stored(function)
-            names |= {name for line in function.body for name in _changed_in(line)} - own
+            own = within(function)
+            names |= {name for line in function.body for name in changed_in(line)} - own
         return names
 
     def attributes_outside(self, function: ast.AST) -> set[str]:
@@ -160,7 +161,7 @@ class _Reader:
     def _forget(self, node: ast.AST) -> None:
         """Forget the numbers of batches and steps that a statement changes, or whose loader it assigns, unless it is
         prepared by Accelerate."""
-        changed = _stored(node) | set(_changed_in(node)) | _attributes(node)
+        changed = within(node) | set(changed_in(node)) | _attributes(node)
         value = node.value if isinstance(node, ast.Assign) else None
         if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare"):
             changed -= {ast.unparse(each) for each in value.args}
@@ -181,7 +182,7 @@ class _Reader:
                 out.append(self._block(line, env))
             elif isinstance(line, ast.Match | ast.TryStar):
                 self._forget(line)
-                env |= dict.fromkeys(_stored(line) | set(_changed_in(line)) | _attributes(line), Unknown)
+                env |= dict.fromkeys(within(line) | set(changed_in(line)) | _attributes(line), Unknown)
                 out.append(line)
             else:
                 env |= dict.fromkeys(self._passed(line, env), Unknown)
@@ -193,6 +194,7 @@ class _Reader:
 
     def _branch(self, node: ast.If, env: dict[str, Any]) -> list[ast.stmt]:
         entry = "__name__" in ast.unparse(node.test)
+        self._head(node.test, env)
         value = Unknown if entry else self._value(node.test, env)
         if value is not Unknown:
             self.changed = True
@@ -214,24 +216,33 @@ class _Reader:
         return [node]
 
     def _block(self, node: Any, env: dict[str, Any]) -> ast.stmt:
-        stored = _stored(node) | set(_changed_in(node)) | _attributes(node)
+        stored = within(node) | set(changed_in(node)) | _attributes(node)
         if isinstance(node, ast.For | ast.AsyncFor):
             self._fill(node.iter, env)
+        for part in (getattr(node, "iter", None), getattr(node, "test", None), *getattr(node, "items", ())):
+            if part is not None:
+                self._head(part, env)
         if not isinstance(node, ast.With | ast.AsyncWith):
             env |= dict.fromkeys(stored, Unknown)
             self._forget(node)
         self.at_loop[id(node)] = dict(self.whole)
         for part in ("body", "orelse", "finalbody"):
             if getattr(node, part, None):
+                if part == "finalbody" or not isinstance(node, ast.Try):  # the body may have ended anywhere
+                    env |= dict.fromkeys(stored if part != "body" else (), Unknown)
                 setattr(node, part, self.body(getattr(node, part), env))
         for handler in getattr(node, "handlers", ()):
-            handler.body = self.body(handler.body, dict(env))
+            handler.body = self.body(handler.body, env | dict.fromkeys(stored, Unknown))
         if not isinstance(node, ast.With | ast.AsyncWith):
             env |= dict.fromkeys(stored, Unknown)
             self._forget(node)
         return node
 
-    def _passed(self, line: ast.stmt, env: dict[str, Any]) -> list[str]:
+    def _head(self, node: ast.AST, env: dict[str, Any]) -> None:
+        """Forget what the head of a block may change, before its value is taken."""
+        env |= dict.fromkeys((*within(node), *changed_in(node), *self._passed(node, env)), Unknown)
+
+    def _passed(self, line: ast.AST, env: dict[str, Any]) -> list[str]:
         """Return the names of mappings and lists that a call may change."""
         return [
             name.id
@@ -247,6 +258,7 @@ class _Reader:
         passed: list[str] = []
         if isinstance(line, ast.Assign) and len(line.targets) == 1:
             target, value = line.targets[0], self._value(line.value, env)
+            env |= dict.fromkeys((*within(line.value), *changed_in(line.value)), Unknown)
             if isinstance(target, ast.Attribute):
                 env[ast.unparse(target)] = value
             if isinstance(target, ast.Name):
@@ -261,8 +273,8 @@ class _Reader:
                 env |= dict.fromkeys((each.id for each in ast.walk(target) if isinstance(each, ast.Name)), Unknown)
             self._product(line, env)
         else:
-            env |= dict.fromkeys(_stored(line), Unknown)
-            env |= dict.fromkeys(_changed_in(line), Unknown)
+            env |= dict.fromkeys(within(line), Unknown)
+            env |= dict.fromkeys(changed_in(line), Unknown)
         own = self.script.functions
         called = any(isinstance(each, ast.Call) and ast.unparse(each.func) in own for each in ast.walk(line))
         env |= dict.fromkeys((*passed, *self.elsewhere, *(self.outside if called else ())), Unknown)
@@ -283,7 +295,7 @@ class _Reader:
         """Replace names that are assigned several times by their values here."""
         if isinstance(node, _Inner):  # runs later
             return
-        own = dict.fromkeys(_stored(node), Unknown)  # also the names of comprehensions
+        own = dict.fromkeys(within(node), Unknown)  # also the names of comprehensions
         here = {**env, **own}
         for name, value in ast.iter_fields(node):
             if isinstance(value, list):
@@ -340,34 +352,10 @@ def _is_one(node: ast.AugAssign, count: ast.expr) -> bool:
     return one and ast.unparse(node.target) == ast.unparse(count)
 
 
-def _stored(node: ast.AST) -> set[str]:
-    """Return the names that a node assigns, or imports."""
-    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
-    imported = (each for each in ast.walk(node) if isinstance(each, ast.alias))
-    return names | {(each.asname or each.name).partition(".")[0] for each in imported}
-
-
-def _changed_in(node: ast.AST) -> list[str]:
-    """Return the names of mappings and lists that a statement changes."""
-    names = []
-    for each in ast.walk(node):
-        if isinstance(each, ast.Subscript | ast.Attribute) and not isinstance(each.ctx, ast.Load):
-            names.append(_root(each))
-        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in CHANGING:
-            names.append(_root(each.func.value))
-    return [name for name in names if name]
-
-
 def _attributes(node: ast.AST) -> set[str]:
     """Return the code of the attributes that a statement sets."""
     nodes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load))
     return set(map(ast.unparse, nodes))
-
-
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_plain(value: Any) -> bool:

@@ -126,8 +126,7 @@ class Statements:
         self.batch_loop = loops[-1] if loops else None
         bodies = {id(each): each.body for each in (self.script.tree, *filter(None, self.drivers.values()))}
         for line in (line for body in bodies.values() for line in body if not self._trains(line)):
-            if not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                self.quiet.statement(line, frozenset())
+            self.quiet.statement(line, frozenset())
         self.batch_loop = None
 
     def _drivers(self, backward: ast.AST) -> None:
@@ -211,7 +210,7 @@ class Statements:
             elif isinstance(node, ast.If) and self._taken(node) is not Unknown:
                 self._around_loop(node.body if self._taken(node) else node.orelse)
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
+                self.quiet.decorators(node)
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._clears(node.value):
                 continue  # gradients are clear here: each step clears them, and `ends` looks at what an epoch leaves
             elif not self._trains(node):
@@ -354,7 +353,8 @@ class Statements:
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 self._assigned(node)
             else:
-                self.quiet.statement(node, frozenset(self.path))
+                anew = names_in(self.batch_loop.target) if self.loss_is_known else set()  # type: ignore[union-attr]
+                self.quiet.statement(node, frozenset(self.path - anew))
 
     def _event(self, call: ast.Call) -> str | None:
         """Record the role of a call in the step."""

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.script import Script, Unknown, kind_of
 from lockstep.lab.import_config.table import NAMES
 
 _MODEL = "its effect on model, data or optimizer is unknown"
 _FREEZES = "model.freeze names the weights that are not trained"
+_INPUT = "it changes an input of the loss"
 _PARTLY = "the loop does not go through all of its batches"
 _EXITS = ("exit", "quit", "sys.exit", "os._exit")
 
@@ -57,6 +59,24 @@ class QuietCode:
                 self.gap(node, _MODEL)
         elif not isinstance(node, _NO_EFFECT):
             self.gap(node, _MODEL)
+        else:
+            if bound_names.of_node(node) & fixed:
+                self.gap(node, _INPUT)
+            self.decorators(node)
+
+    def decorators(self, node: ast.AST) -> None:
+        """Check for a decorator that registers a function with an object: `@model.register_forward_hook`."""
+        for each in getattr(node, "decorator_list", ()):
+            function = each.func if isinstance(each, ast.Call) else each
+            if not isinstance(function, ast.Attribute) or root_of(function) in self.script.imports:
+                continue
+            if function.attr.startswith("register") or kind_of(self.script, function.value) is not None:
+                self.gap(each, _MODEL)
+
+    def _reseeds(self, call: ast.Call, name: str) -> bool:
+        """Return whether a call in the loop sets a seed anew, so that every epoch has the same order and dropout."""
+        seeds = self.repeated and name in ("manual_seed", "manual_seed_all", "set_seed", "seed_everything")
+        return seeds and bool(call.args) and self.script.known(call.args[0], Unknown) is not Unknown
 
     def _block(self, node: Any, fixed: frozenset[str]) -> None:
         taken = self.script.known(node.test, Unknown) if isinstance(node, ast.If) else Unknown
@@ -65,6 +85,11 @@ class QuietCode:
                 self._expression(each)
         for item in getattr(node, "items", ()):
             self._expression(item.context_expr)
+        for target in bound_names.targets(node):
+            self._target(target, target, fixed, False)
+        for handler in getattr(node, "handlers", ()):
+            if bound_names.of_node(handler) & fixed:
+                self.gap(handler, _INPUT)
         body = [*node.body, *getattr(node, "orelse", ()), *getattr(node, "finalbody", ())]
         if taken is not Unknown:
             body = node.body if taken else node.orelse
@@ -77,18 +102,25 @@ class QuietCode:
 
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            for each in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-                each = each.value if isinstance(each, ast.Starred) else each
-                if isinstance(each, ast.Name):
-                    if each.id in fixed:
-                        self.gap(node, "it changes an input of the loss")
-                        return
-                elif not self._is_own_container(each, isinstance(node, ast.Assign)):
-                    freezes = isinstance(each, ast.Attribute) and each.attr == "requires_grad"
-                    self.gap(node, _FREEZES if freezes else _MODEL, *(("model.freeze",) if freezes else ()))
-                    return
+            if not self._target(node, target, fixed, isinstance(node, ast.Assign)):
+                return
         if node.value is not None:
             self._expression(node.value)
+
+    def _target(self, node: ast.AST, target: ast.expr, fixed: frozenset[str], plain: bool) -> bool:
+        """Check the names that a target sets. `node`: what a gap names."""
+        if isinstance(target, ast.Tuple | ast.List):
+            return all(self._target(node, each, fixed, plain) for each in target.elts)
+        each = target.value if isinstance(target, ast.Starred) else target
+        if isinstance(each, ast.Name):
+            if each.id in fixed:
+                self.gap(node, _INPUT)
+            return each.id not in fixed
+        own = self._is_own_container(each, plain)
+        if not own:
+            freezes = isinstance(each, ast.Attribute) and each.attr == "requires_grad"
+            self.gap(node, _FREEZES if freezes else _MODEL, *(("model.freeze",) if freezes else ()))
+        return own
 
     def _is_own_container(self, target: ast.expr, plain: bool) -> bool:
         """Return whether a target is a container of the script's own, or a switch that affects no weight."""
@@ -132,10 +164,12 @@ class QuietCode:
 
     def is_quiet(self, call: ast.Call) -> bool:
         """Return whether a call is on the list."""
-        if self.is_read(call):
-            return True
         origin = self.script.origin_of(call.func)
         name = origin.rpartition(".")[2]
+        if self._reseeds(call, name):
+            return False
+        if self.is_read(call):
+            return True
         if isinstance(call.func, ast.Name):
             if call.func.id in self.script.functions:
                 return self._function(call.func.id)
@@ -194,8 +228,12 @@ class QuietCode:
         return next((m for m in body if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
 
     def _function(self, name: str) -> bool:
-        """Return whether all statements of a function of the script are quiet."""
-        return self._quiet_body(name, self.script.functions[name])
+        """Return whether all statements of a function of the script are quiet, and of all others of its name."""
+        functions = self.script.namesakes.get(name, [self.script.functions[name]])
+        numbered = {(f"{name}, line {each.lineno}" if len(functions) > 1 else name): each for each in functions}
+        if name in self.script.ambiguous and len(functions) == 1:
+            return False  # it is assigned, too
+        return all(self._quiet_body(own, each) for own, each in numbered.items())
 
     def _quiet_body(self, name: str, function: Any, itself: Sequence[ast.arg] = ()) -> bool:
         """Check the statements of a function. `itself`: the object whose attributes a method may set."""

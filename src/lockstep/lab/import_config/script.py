@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.run import RunError
+from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
 from lockstep.lab.import_config.value_bounds import Unknown as Unknown
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-CHANGING = ("update", "append", "extend", "insert", "pop", "remove", "setdefault", "clear")
 LONGEST = 76  # characters of a piece of code in a message
 
 
@@ -105,6 +105,8 @@ class Script:
             raise RunError("LS8551", f"--from: {path} cannot be parsed as Python: {error}") from None
         self.imports: dict[str, str] = {}
         self.functions: dict[str, Scope] = {}
+        self.namesakes: dict[str, list[Any]] = {}  # name -> all functions of this name that are not methods
+        self.ambiguous: set[str] = set()  # functions whose name is bound again in the same scope
         self.classes: dict[str, ast.ClassDef] = {}
         self.bindings: dict[tuple[int, str], list[ast.expr | None]] = {}  # scope and name -> values; None: unknown
         self.scopes: dict[int, Scope | None] = {}  # node -> its enclosing function
@@ -123,7 +125,7 @@ class Script:
         self._values: dict[int, Any] = {}  # what was evaluated: a name that is used twice is not evaluated twice
         self.here: dict[str, Any] | None = None  # at one place: name or args.name -> its value, or `Unknown`
         self._bind(self.tree, None, True)
-        self._bound_elsewhere()
+        bound_names.record_elsewhere(self)
         parsed = options_of(self)
         self._parsed, self._declared = parsed.values, parsed.declared
         self.started = self.functions.get(ast.unparse(parsed.command)) if parsed.command is not None else None
@@ -146,27 +148,18 @@ class Script:
             elif isinstance(child, ast.ClassDef):
                 self.classes[child.name] = child
             elif isinstance(child, Scope):
-                if not isinstance(child, ast.Lambda):
+                if isinstance(node, ast.ClassDef) and not isinstance(child, ast.Lambda):
+                    self.functions.setdefault(child.name, child)
+                elif not isinstance(child, ast.Lambda):
                     self.functions[child.name] = child
-                inner = child
-                for argument in (*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs):
+                inner, more = child, filter(None, (child.args.vararg, child.args.kwarg))
+                for argument in (*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs, *more):
                     self._add(argument.arg, inner, None)
                 surely = True
             elif isinstance(child, ast.If) and "__name__" not in ast.unparse(child.test):
                 surely = False
             self._assigned(child, scope, sure)
             self._bind(child, inner, surely)
-
-    def _bound_elsewhere(self) -> None:
-        """Names that are imported, or that a function declares global and assigns, besides have no known value."""
-        for node in ast.walk(self.tree):
-            scope, names = self.scopes.get(id(node)), set()
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {each.asname or each.name.partition(".")[0] for each in node.names}
-            elif isinstance(node, ast.Global | ast.Nonlocal):
-                names, scope = {each for each in node.names if (id(scope), each) in self.bindings}, None
-            for values in (self.bindings.get((id(scope), name), []) for name in names):
-                values.append(None)
 
     def _assigned(self, node: ast.AST, scope: Scope | None, sure: bool) -> None:
         if isinstance(node, ast.Assign):
@@ -179,7 +172,11 @@ class Script:
             self._target(node.target, node.value, scope, sure)
         elif isinstance(node, ast.AugAssign | ast.For | ast.comprehension | ast.NamedExpr):
             self._target(node.target, None, scope, sure)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in bound_names.CHANGING
+        ):
             self._target(
                 ast.Subscript(node.func.value, ast.Constant(0)), None, scope, sure
             )  # a mapping that is changed
@@ -189,13 +186,15 @@ class Script:
             self._target(node.optional_vars, node.context_expr, scope, sure)
 
     def _target(self, target: ast.expr, value: ast.expr | None, scope: Scope | None, sure: bool) -> None:
+        if isinstance(target, ast.Starred):
+            target, value = target.value, None
         if isinstance(target, ast.Name):
             self._add(target.id, scope, value)
             if not sure:  # its later value is unknown
                 self._add(target.id, scope, None)
         elif isinstance(target, ast.Tuple | ast.List):
             values = value.elts if isinstance(value, ast.Tuple | ast.List) else []
-            same = len(values) == len(target.elts)
+            same = len(values) == len(target.elts) and not any(isinstance(v, ast.Starred) for v in values)
             for index, inner in enumerate(target.elts):
                 self._target(inner, values[index] if same else None, scope, sure)
         elif isinstance(target, ast.Subscript):
@@ -231,9 +230,8 @@ class Script:
     def _is_before(self, value: ast.expr, node: ast.expr) -> bool:
         places = [self.order.get(id(each)) for each in (value, node)]
         known = places[0] is not None and places[1] is not None
-        return (self.order[id(value)] < self.order[id(node)] if known else value.lineno <= node.lineno) and not _within(
-            node, value
-        )
+        earlier = self.order[id(value)] < self.order[id(node)] if known else value.lineno <= node.lineno
+        return earlier and not any(each is node for each in ast.walk(value))
 
     def origin_of(self, node: ast.expr) -> str:
         """Return a dotted name with its import: transformers.Trainer."""
@@ -409,11 +407,14 @@ class Script:
 
     def _of_dataclasses(self, name: str) -> Any:
         """Return an option from the command line, else the default in the script's dataclass."""
-        if name in self.options:
-            return self.options[name]
         for kind in self.classes.values():
             if any(isinstance(line, ast.AnnAssign) and ast.unparse(line.target) == name for line in kind.body):
-                return self._of_class(kind, name, None)
+                if name not in self.options:
+                    return self._of_class(kind, name, None)
+                if bound_names.is_set_again(kind, name, self.options[name], True):
+                    raise Unknown
+        if name in self.options:
+            return self.options[name]
         raise Unknown
 
     def is_option(self, node: ast.Attribute) -> bool:
@@ -439,12 +440,16 @@ class Script:
 
     def _of_class(self, kind: ast.ClassDef, name: str, holder: ast.expr | None) -> Any:
         """Return a default of a dataclass, or an attribute of a class."""
-        if isinstance(holder, ast.Call):
-            arguments = {word.arg: word.value for word in holder.keywords}
-            if name in arguments:
-                return self.value(arguments[name])
-            if holder.args or None in arguments:
-                raise Unknown
+        words = holder.keywords if isinstance(holder, ast.Call) else []
+        arguments = {word.arg: word.value for word in words}
+        value = self.value(arguments[name]) if name in arguments else self._of_line(kind, name, holder, arguments)
+        if bound_names.is_set_again(kind, name, value, name in arguments):
+            raise Unknown
+        return value
+
+    def _of_line(self, kind: ast.ClassDef, name: str, holder: ast.expr | None, arguments: Mapping[Any, Any]) -> Any:
+        if isinstance(holder, ast.Call) and (holder.args or None in arguments):
+            raise Unknown
         for line in kind.body:
             target = line.target if isinstance(line, ast.AnnAssign) else getattr(line, "targets", [None])[0]
             if isinstance(target, ast.Name) and target.id == name and getattr(line, "value", None) is not None:
@@ -506,9 +511,8 @@ class Script:
         """Return the arguments of a call. `names`: of its positional arguments."""
         arguments = Arguments()
         plain = [node for node in call.node.args if not isinstance(node, ast.Starred)]
-        if names and (len(plain) > len(names) or len(plain) < len(call.node.args)):
-            rest = [*plain[len(names) :], *(node for node in call.node.args if isinstance(node, ast.Starred))]
-            arguments.more += [code_of(node) for node in rest]
+        starred = [node for node in call.node.args if isinstance(node, ast.Starred)]
+        arguments.more += [code_of(node) for node in (*(plain[len(names) :] if names else ()), *starred)]
         words: list[tuple[str | None, ast.expr]] = list(zip(names, plain, strict=False))
         words += [(word.arg, word.value) for word in call.node.keywords]
         for name, node in words:
@@ -525,10 +529,6 @@ class Script:
             except Unknown:
                 arguments.unknown[name] = code_of(node)
         return arguments
-
-
-def _within(inner: ast.AST, outer: ast.AST) -> bool:
-    return any(node is inner for node in ast.walk(outer))
 
 
 OPERATORS: dict[type, Any] = {
@@ -676,7 +676,7 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
     if isinstance(node, ast.Lambda):
         return node
     if isinstance(node, ast.Name):
-        return script.functions.get(node.id)
+        return script.functions.get(node.id) if node.id not in script.ambiguous else None
     if isinstance(node, ast.Call) and script.origin_of(node.func).endswith("partial") and node.args:
         return function_of(script, node.args[0])
     return None
@@ -691,8 +691,3 @@ def casts(script: Script, node: ast.Call) -> bool:
         if last in (*DTYPES, "float64", "double", "dtype") or script.known(each) in DTYPES.values():
             return True
     return any(word.arg in (None, "dtype", "other") for word in node.keywords)
-
-
-def calls_in(script: Script, function: Scope) -> list[Call]:
-    inside = {id(node) for node in ast.walk(function)}
-    return [call for call in script.calls if id(call.node) in inside]

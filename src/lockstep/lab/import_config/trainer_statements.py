@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.quiet_code import QuietCode, root_of
 from lockstep.lab.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of, split_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
@@ -40,6 +41,7 @@ class TrainerStatements:
 
     def _body(self, lines: Iterable[ast.stmt]) -> None:
         for line in lines:
+            self._head(line)
             if isinstance(line, ast.If):
                 taken = self.script.known(line.test, Unknown)
                 self._body(line.body if taken is Unknown or taken else [])
@@ -53,6 +55,16 @@ class TrainerStatements:
             elif not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 self._leaf(line)
                 self._taint(line)
+
+    def _head(self, line: ast.stmt) -> None:
+        """Check what the head of a block sets, and a decorator that registers a function with an object."""
+        heads = [getattr(line, "test", None), getattr(line, "iter", None)]
+        names = {n.target.id for e in heads if e is not None for n in ast.walk(e) if isinstance(n, ast.NamedExpr)}
+        names = names.union(*map(bound_names.of_node, getattr(line, "handlers", ())))
+        sets = [each for each in bound_names.targets(line) if not isinstance(each, ast.Name | ast.Tuple)]
+        if any(map(self._touches, (*sets, *(ast.copy_location(ast.Name(each, ast.Load()), line) for each in names)))):
+            self._unclear(line, "it sets the model, rows or settings anew")
+        QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet).decorators(line)
 
     def _loop(self, node: ast.For | ast.While) -> None:
         for each in ast.walk(node):
@@ -74,7 +86,14 @@ class TrainerStatements:
         self._called(line)
         if isinstance(line, ast.Assign) and all(self._replaces_rows(t, line.value) for t in line.targets):
             return
-        if isinstance(line, ast.Assign) and any(self._is_of_a_library(target) for target in line.targets):
+        patched = [
+            ast.Attribute(each.args[0], "any", ast.Store())
+            for each in ast.walk(line)
+            if isinstance(each, ast.Call) and ast.unparse(each.func) in ("setattr", "delattr") and each.args
+        ]
+        if any(map(self._is_of_a_library, patched)) or (
+            isinstance(line, ast.Assign) and any(self._is_of_a_library(target) for target in line.targets)
+        ):
             self._unclear(line, "its effect on the library is unknown")
             return
         if isinstance(line, ast.Assign) and not any(map(self._touches, line.targets)):

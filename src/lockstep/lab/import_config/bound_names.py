@@ -1,0 +1,120 @@
+"""Names that statements bind besides `name = value`, and attributes that a class sets again.
+
+In: nodes of a script. Out: the names, so that no reader takes the first value of a name for its only one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from typing import Any
+
+CHANGING = (
+    "update",
+    "append",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "setdefault",
+    "clear",
+    "sort",
+    "reverse",
+)
+_BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def of_node(node: ast.AST) -> set[str]:
+    """Return the names that one node binds without a target: an import, a definition, `except E as name`, a pattern."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return {(each.asname or each.name).partition(".")[0] for each in node.names}
+    if isinstance(node, ast.MatchMapping):
+        return {node.rest} if node.rest else set()
+    if isinstance(node, _FUNCTION | ast.ClassDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        return {node.name} if node.name else set()
+    return set()
+
+
+def within(node: ast.AST) -> set[str]:
+    """Return the names that a node binds in any way, also deletes."""
+    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    return names.union(*map(of_node, ast.walk(node)))
+
+
+def targets(node: ast.AST) -> list[ast.expr]:
+    """Return the targets in the head of `for` and `with`."""
+    if isinstance(node, ast.For | ast.AsyncFor):
+        return [node.target]
+    return [each.optional_vars for each in getattr(node, "items", ()) if each.optional_vars is not None]
+
+
+def record_elsewhere(script: Any) -> None:
+    """Names that are bound by an import, a definition, a pattern or an `except` clause, or that a function declares
+    global and assigns, besides have no known value. A function whose name is bound a second time is ambiguous."""
+    methods = {id(line) for kind in ast.walk(script.tree) if isinstance(kind, ast.ClassDef) for line in kind.body}
+    defined: Counter[tuple[int, str]] = Counter()
+    for node in ast.walk(script.tree):
+        scope, names = script.scopes.get(id(node)), of_node(node) if id(node) not in methods else set()
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            names, scope = {each for each in node.names if (id(scope), each) in script.bindings}, None
+        if isinstance(node, _FUNCTION) and id(node) not in methods:
+            script.namesakes.setdefault(node.name, []).append(node)
+            defined[id(scope), node.name] += 1
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names = _changed_by(script.functions.get(node.func.id), node)
+        for values in (script.bindings.get((id(scope), name), []) for name in names):
+            values.append(None)
+    script.ambiguous |= {name for (of, name), n in defined.items() if n > 1 or (of, name) in script.bindings}
+
+
+def _changed_by(function: Any, call: ast.Call) -> set[str]:
+    """Return the names of arguments that a function of the script changes in place: `options["lr"] = 1`."""
+    if not isinstance(function, _FUNCTION):
+        return set()
+    own = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    given = dict(zip(own, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+    changed = set(changed_in(function))
+    return {node.id for name, node in given.items() if name in changed and isinstance(node, ast.Name)}
+
+
+def changed_in(node: ast.AST) -> list[str]:
+    """Return the names of mappings and lists that a statement changes."""
+    names = []
+    for each in ast.walk(node):
+        if isinstance(each, ast.Subscript | ast.Attribute) and not isinstance(each.ctx, ast.Load):
+            names.append(_root(each))
+        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr in CHANGING:
+            names.append(_root(each.func.value))
+    return [name for name in names if name]
+
+
+def _root(node: ast.AST) -> str:
+    while isinstance(node, ast.Subscript | ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def is_set_again(kind: ast.ClassDef, name: str, value: Any, passed: bool) -> bool:
+    """Return whether an attribute has another value than that of its line in the class: two lines set it, or a method
+    does. `passed`: whether it is an argument of the class, so that `self.name = name` in `__init__` keeps it."""
+    lines = [line for line in kind.body if not isinstance(line, _FUNCTION)]
+    names = [each for line in lines for each in ast.walk(line) if isinstance(each, ast.Name)]
+    if sum(each.id == name and not isinstance(each.ctx, ast.Load) for each in names) > 1:
+        return True
+    if any(isinstance(line, _BLOCKS) and name in within(line) for line in lines):
+        return True
+    filling = (f"self.{name} is None", f"not self.{name}")
+    for method in (line for line in kind.body if isinstance(line, _FUNCTION)):
+        kept: set[int] = set()
+        for each in ast.walk(method):
+            plain = passed and method.name == "__init__" and each in method.body
+            if plain and isinstance(each, ast.Assign) and ast.unparse(each) == f"self.{name} = {name}":
+                kept |= set(map(id, each.targets))
+            elif isinstance(each, ast.If) and value and ast.unparse(each.test) in filling:
+                kept |= {id(node) for line in each.body for node in ast.walk(line)}
+            elif isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
+                if each.attr == name and id(each) not in kept:
+                    return True
+    return False
