@@ -209,6 +209,23 @@ LOST_IN_LIGHTNING = {  # what is changed -> a part of the gap
     ("        loss =", "        batch['labels'] = 0\n        loss ="): "batch['labels'] = 0 (it changes what",
     ("self.model.train()", "self.automatic_optimization = False"): "the module makes its steps itself",
     ("self.model.train()", "torch.nn.init.zeros_(self.model.classifier.bias)"): "zeros_(self.model.classifier.bias)",
+    ("trainer = L", "lit = Lit()\nlit.freeze()\ntrainer = L"): "lit.freeze()",
+    (
+        "trainer = L",
+        "lit = Lit()\nfor m in [lit]:\n    m.model.bias.data.zero_()\ntrainer = L",
+    ): "m.model.bias.data.zero_()",
+    ("trainer.fit", "trainer.callbacks.append(mine)\ntrainer.fit"): "trainer.callbacks.append(mine)",
+    ("trainer.fit", "trainer.accumulate_grad_batches = 2\ntrainer.fit"): "trainer.accumulate_grad_batches = 2",
+    ("    def training", "    @twice\n    def training"): "@twice (its effect on training",
+    ("    def training", "    automatic_optimization = False\n    def training"): "automatic_optimization = False",
+    (
+        "    def training",
+        "    def on_after_batch_transfer(self, b, i):\n        return 0\n    def training",
+    ): "the batches",
+    (
+        "        optimizer =",
+        "        self.model.bias.data.zero_()\n        optimizer =",
+    ): "self.model.bias.data.zero_()",
     ("self.model.train()", "pass"): "no model.train() is called (Lightning since 2.2",
     ("32, shuffle=True), Data", "32, shuffle=True), ckpt_path='a.ckpt', val_dataloaders=Data"): "ckpt_path='a.ckpt'",
 }

@@ -114,7 +114,11 @@ def is_set_again(kind: ast.ClassDef, name: str, value: Any, passed: bool) -> boo
                 kept |= set(map(id, each.targets))
             elif isinstance(each, ast.If) and value and ast.unparse(each.test) in filling:
                 kept |= {id(node) for line in each.body for node in ast.walk(line)}
-            elif isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
-                if each.attr == name and id(each) not in kept:
-                    return True
+            elif isinstance(each, ast.Attribute) and each.attr == name and id(each) not in kept | _loads(method):
+                return True
     return False
+
+
+def _loads(method: ast.AST) -> set[int]:
+    nodes = (each for each in ast.walk(method) if isinstance(each, ast.Attribute))
+    return {id(each) for each in nodes if isinstance(each.ctx, ast.Load)}

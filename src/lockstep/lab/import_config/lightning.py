@@ -14,13 +14,18 @@ from copy import deepcopy
 from typing import Any
 
 from lockstep.lab.import_config.model_defaults import without_dropout
-from lockstep.lab.import_config.quiet_code import QuietCode
+from lockstep.lab.import_config.quiet_code import QuietCode, names_in
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
 _EPOCH = 'Lightning advances it once an epoch, as its "interval" is not "step"; in lockstep it advances with every step'
+_CALLBACKS = "which callbacks there are is known only when the script runs"
 _FREEZES = "model.freeze names the weights that are not trained"
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+_DECORATORS = ("staticmethod", "classmethod", "property", "no_grad", "inference_mode", "override", "rank_zero_only")
+_OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+_ROOTS = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
 _NAMES = ("monitor", "min_delta", "patience")
 
 
@@ -91,7 +96,9 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     for each in loop.script.calls:
         grows = called and each.name in ("append", "extend", "insert")
         if grows and each.receiver is not None and ast.unparse(each.receiver) == called:
-            loop.draft.unclear(str(each), "which callbacks there are is known only when the script runs")
+            loop.draft.unclear(str(each), _CALLBACKS)
+    if isinstance(chosen, ast.Name) and value is not None and loop.script.bound(chosen) is None:
+        loop.draft.unclear(f"line {call.line}: callbacks={called}", _CALLBACKS)
     listed = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     stops = False
     for one in (each for each in listed if each is not None):
@@ -166,6 +173,7 @@ def module(loop: Any, transformers: bool) -> None:
         loop.draft.unclear(f"line {kind.lineno}: class {kind.name}", "a second LightningModule")
     for kind in classes[:1]:
         methods = {each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)}
+        _lines(kind, loop.draft)
         for name, method in methods.items():
             if name == "training_step" and transformers:
                 _step(method, methods.get("forward"), loop.draft)
@@ -176,8 +184,87 @@ def module(loop: Any, transformers: bool) -> None:
         for node in (each for each in ast.walk(kind) if isinstance(each, ast.Assign)):
             if "self.automatic_optimization" in map(ast.unparse, node.targets):
                 loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", "the module makes its steps itself")
+    of_classes = (line for each in loop.script.classes.values() for line in each.body if isinstance(line, _FUNCTION))
+    for line in (each for each in of_classes if each.name in _OF_BATCHES):
+        loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
+    Around(loop).body(loop.script.tree.body)
+    for call in (c for c in loop.script.calls if c.name == "fit" and not transformers and c.receiver is not None):
+        fit(call, loop)
     if transformers and classes:
         _mode(classes[0], loop)
+
+
+def _lines(kind: ast.ClassDef, draft: RunDraft) -> None:
+    """Check what a class sets besides methods, and decorators, which can replace what they decorate."""
+    for line in (kind, *kind.body):
+        for each in getattr(line, "decorator_list", ()):
+            if ast.unparse(each.func if isinstance(each, ast.Call) else each).rpartition(".")[2] not in _DECORATORS:
+                draft.unclear(f"line {each.lineno}: @{code_of(each)}", "its effect on training is unknown")
+        if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
+            plain = not any(isinstance(n, ast.Lambda | ast.Name | ast.Call) for n in ast.walk(line.value))
+            if not plain or "automatic_optimization" in ast.unparse(line):
+                draft.unclear(f"line {line.lineno}: {code_of(line)}", "its effect on training is unknown")
+        elif isinstance(line, _FUNCTION) and line.name in ("automatic_optimization", "configure_callbacks"):
+            draft.unclear(f"line {line.lineno}: {kind.name}.{line.name}", "its effect on training is unknown")
+
+
+class Around:
+    """Checks the statements outside of the classes that use the module or its Trainer, which fit() takes as they
+    are."""
+
+    def __init__(self, loop: Any) -> None:
+        self.script, self.draft = loop.script, loop.draft
+        self.classes = {each.name for each in modules(self.script)}
+        self.names: set[str] = set()  # of the module, its Trainer and their parts
+        self.quiet = QuietCode(self.script, self._gap, self._is_read)
+
+    def body(self, lines: list[Any]) -> None:
+        for line in lines:
+            if isinstance(line, ast.ClassDef):
+                continue
+            heads = [getattr(line, "iter", None), getattr(line, "test", None), *getattr(line, "items", ())]
+            inner = [line, *getattr(line, "handlers", ())]
+            blocks = [getattr(each, part, []) for each in inner for part in ("body", "orelse", "finalbody")]
+            if not any(blocks):
+                self._leaf(line)
+            for head in (each for each in heads if each is not None):
+                self._leaf(ast.copy_location(ast.Expr(getattr(head, "context_expr", head)), line))
+            if isinstance(line, ast.For) and self._uses(line.iter):
+                self.names |= names_in(line.target)
+            for block in blocks:
+                self.body(block)
+
+    def _leaf(self, line: Any) -> None:
+        if not self._uses(line):
+            return
+        self.quiet.statement(line, frozenset())
+        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call | ast.Attribute | ast.Name):
+            self.names |= {name for target in line.targets for name in names_in(target)}
+
+    def _uses(self, node: ast.AST) -> bool:
+        calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+        return bool(names_in(node) & self.names) or any(self._creates(each) for each in calls)
+
+    def _creates(self, call: ast.Call) -> bool:
+        origin = self.script.origin_of(call.func)
+        return origin in self.classes or (origin.startswith(_ROOTS) and origin.endswith(".Trainer"))
+
+    def _is_read(self, call: ast.Call) -> bool:
+        name = ast.unparse(call.func).rpartition(".")[2]
+        used = isinstance(call.func, ast.Attribute) and name in (
+            "fit",
+            "validate",
+            "test",
+            "predict",
+            "save_checkpoint",
+        )
+        read = used or name in NAMES["loop_calls"] or self.script.origin_of(call.func) in self.classes
+        return read or self.script.origin_of(call.func).startswith(_ROOTS)
+
+    def _gap(self, node: ast.AST, why: str, *by: str) -> None:
+        line = f"line {getattr(node, 'lineno', 0)}:"
+        if not any(each.name.startswith(line) for each in self.draft.gaps):
+            self.draft.unclear(f"{line} {code_of(node)}", why, *by)
 
 
 def _mode(kind: ast.ClassDef, loop: Any) -> None:
@@ -272,6 +359,9 @@ def _passes_on(forward: ast.FunctionDef) -> bool:
 def _optimizers(method: ast.FunctionDef, loop: Any) -> None:
     """Check when Lightning advances the schedule."""
     scripts = {id(node) for node in ast.walk(method)}
+    for call in (c for c in loop.script.calls if id(c.node) in scripts and c.receiver is not None):
+        if call.name.endswith("_") or call.name in ("load_state_dict", "apply", "freeze"):
+            loop.draft.unclear(str(call), "its effect on the model is unknown")
     created = [c for c in loop.script.calls if id(c.node) in scripts and "schedule" in c.name.lower()]
     entries: dict[Any, Any] = {}
     for node in (each for each in ast.walk(method) if isinstance(each, ast.Dict)):
