@@ -74,9 +74,9 @@ def _changed_by(function: Any, call: ast.Call) -> set[str]:
     if not isinstance(function, _FUNCTION):
         return set()
     own = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
-    given = dict(zip(own, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
+    passed = dict(zip(own, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
     changed = set(changed_in(function))
-    return {node.id for name, node in given.items() if name in changed and isinstance(node, ast.Name)}
+    return {node.id for name, node in passed.items() if name in changed and isinstance(node, ast.Name)}
 
 
 def changed_in(node: ast.AST) -> list[str]:
@@ -107,14 +107,14 @@ def is_set_again(kind: ast.ClassDef, name: str, value: Any, passed: bool) -> boo
         return True
     filling = (f"self.{name} is None", f"not self.{name}")
     for method in (line for line in kind.body if isinstance(line, _FUNCTION)):
-        kept: set[int] = set()
+        plainly: set[int] = set()
         for each in ast.walk(method):
             plain = passed and method.name == "__init__" and each in method.body
             if plain and isinstance(each, ast.Assign) and ast.unparse(each) == f"self.{name} = {name}":
-                kept |= set(map(id, each.targets))
+                plainly |= set(map(id, each.targets))
             elif isinstance(each, ast.If) and value and ast.unparse(each.test) in filling:
-                kept |= {id(node) for line in each.body for node in ast.walk(line)}
-            elif isinstance(each, ast.Attribute) and each.attr == name and id(each) not in kept | _loads(method):
+                plainly |= {id(node) for line in each.body for node in ast.walk(line)}
+            elif isinstance(each, ast.Attribute) and each.attr == name and id(each) not in plainly | _loads(method):
                 return True
     return False
 
