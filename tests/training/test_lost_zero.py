@@ -105,4 +105,4 @@ def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path) -> None
     done = rank_kills.carried_out(job, tmp_path / "job", cache, alone, words, replaced=2)
     without_a_checkpoint(done, tmp_path / "job", TWICE)
     log = (tmp_path / "job/out/log.txt").read_text()
-    assert log.count("joined with the state of the others; 2 ranks go on") == 2
+    assert log.count("joined with the state of the others; 2 ranks continue") == 2
