@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On unseen scripts the score is lower. Seven sets were written without knowledge of the rules:
+On unseen scripts the score is lower. Eight sets, written without knowledge of the rules:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -257,6 +257,7 @@ On unseen scripts the score is lower. Seven sets were written without knowledge 
 | [fifth](../../benchmarks/results/2026-11-29-trace-fifth-set.md) | 30 | 14 | 5 | 30 | 0 |
 | [sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md) | 30 | 13 | 0 | 30 | 0 |
 | [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 30 | 19 | 4 | 30 | 0 |
+| [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
 
 """
 
@@ -278,7 +279,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "",
         "Each exhibit is a small training script with one fault that raises no error. `lockstep trace` runs the "
         "script unchanged.",
-        "Where the fault shows only beside a correct job, `lockstep diff` compares it with one on one process.",
+        "Where a fault shows only beside a correct job, `lockstep diff` compares it with one process.",
         "",
         f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} of them are "
         "rated suspicious,",
@@ -286,7 +287,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} are public faults, reproduced in the reported library.",
         f"- **Healthy scripts**: {clean} of {len(healthy)} have no finding.",
         *HELD_OUT.splitlines(),
-        "Three faults of [all](../../benchmarks/results/museum.md):",
+        "Three of [all](../../benchmarks/results/museum.md):",
         "",
         "| fault | symptom | cause named |",
         "|---|---|---|",
@@ -298,7 +299,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
             lines.append(f"| {_name(exhibit)} | {exhibit.symptom} | {_cell(result.said) or '**nothing**'} |")
     lines += [
         "",
-        "Run one by its name, or trace its script by hand:",
+        "Run one, or trace its script:",
         "",
         "<!-- not run: minutes; tests/museum/test_museum.py runs the exhibits -->",
         "```sh",
@@ -311,7 +312,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "",
         "## Found in public scripts",
         "",
-        "Run unchanged, with generated data:",
+        "Run unchanged on generated data:",
         "",
         "| repository | script | processes | finding |",
         "|---|---|---|---|",
