@@ -278,7 +278,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "# The museum of silent faults",
         "",
         "Each exhibit is a small training script with one fault that raises no error. `lockstep trace` runs the "
-        "script unchanged.",
+        "it unchanged.",
         "Where a fault shows only beside a correct job, `lockstep diff` compares it with one process.",
         "",
         f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} of them are "
