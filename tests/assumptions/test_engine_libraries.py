@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -240,3 +241,23 @@ def test_liger_sums_the_losses_of_a_head() -> None:
     for loss, gradient, low in json.loads(done.stdout.splitlines()[-1]):
         assert loss < (0.02 if low else 1e-5)
         assert gradient < (0.02 if low else 1e-4)
+
+
+@rests_on_it("src/lockstep/strategies/engines/accelerated_sharding.py")
+def test_fields_of_the_fsdp_plugin() -> None:
+    """FullyShardedDataParallelPlugin has the fields that lockstep does not pass on, and those that it sets itself."""
+    accelerate = pytest.importorskip("accelerate")
+    fields = {field.name for field in dataclasses.fields(accelerate.FullyShardedDataParallelPlugin)}
+    assert fields >= {
+        *("sharding_strategy", "use_orig_params", "sync_module_states", "backward_prefetch", "param_init_fn"),
+        *("forward_prefetch", "limit_all_gathers", "state_dict_type", "state_dict_config", "fsdp_version"),
+        *("optim_state_dict_config", "cpu_ram_efficient_loading", "auto_wrap_policy", "transformer_cls_names_to_wrap"),
+    }
+
+
+@rests_on_it("src/lockstep/strategies/engines/accelerated_sharding.py")
+def test_accelerate_asks_for_the_embeddings() -> None:
+    """Accelerate's FSDP2 calls get_input_embeddings of the model, and shards what it returns separately."""
+    from accelerate.utils import fsdp_utils
+
+    assert "get_input_embeddings" in inspect.getsource(fsdp_utils)
