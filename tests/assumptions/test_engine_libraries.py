@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from support.assumed import rests_on_it
@@ -257,7 +258,9 @@ def test_fields_of_the_fsdp_plugin() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/accelerated_sharding.py")
 def test_accelerate_asks_for_the_embeddings() -> None:
-    """Accelerate's FSDP2 calls get_input_embeddings of the model, and shards what it returns separately."""
+    """Accelerate's FSDP2 calls get_input_embeddings of the model, from 1.15 on at the latest."""
+    accelerate = pytest.importorskip("accelerate")
     from accelerate.utils import fsdp_utils
 
-    assert "get_input_embeddings" in inspect.getsource(fsdp_utils)
+    asks = "get_input_embeddings" in inspect.getsource(fsdp_utils)
+    assert asks or Version(accelerate.__version__) < Version("1.15")
