@@ -73,6 +73,9 @@ def test_values_that_are_changed_in_place_or_set_by_a_class_are_unknown(tmp_path
     for text in (
         f"{options}wd = o.pop('wd')\nx = f(**o)",
         f"{change}{options}if change(o):\n    pass\nx = f(**o)",
+        f"{options}other = o\nother['lr'] = 2\nx = f(**o)",
+        f"{options}held = {{'a': o}}\nheld['a']['lr'] = 2\nx = f(**o)",
+        f"{options}for each in [o]:\n    each['lr'] = 2\nx = f(**o)",
         "rates = [2, 1]\nrates.sort()\nx = f(lr=rates[0])",
         f"{method}c = C()\nx = f(lr=c.lr)",
         "class C:\n    lr = 1\n    lr = 2\nx = f(lr=C.lr)",
@@ -80,7 +83,7 @@ def test_values_that_are_changed_in_place_or_set_by_a_class_are_unknown(tmp_path
         "x = f(*rates)",
     ):
         assert unknown(text), text
-    for text in (f"{options}wd = o.get('wd')\nx = f(**o)", "class C:\n    lr = 1\nx = f(lr=C.lr)"):
+    for text in (f"{options}wd, same = o.get('wd'), o\nx = f(**o)", "class C:\n    lr = 1\nx = f(lr=C.lr)"):
         assert not unknown(text), text
 
 

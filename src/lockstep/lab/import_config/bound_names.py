@@ -66,7 +66,42 @@ def record_elsewhere(script: Any) -> None:
             names = _changed_by(script.functions.get(node.func.id), node)
         for values in (script.bindings.get((id(scope), name), []) for name in names):
             values.append(None)
+    shared = changed_through_others(script)
+    for values in (values for (_, name), values in script.bindings.items() if name in shared):
+        values.append(None)
     script.ambiguous |= {name for (of, name), n in defined.items() if n > 1 or (of, name) in script.bindings}
+
+
+def _is_container(node: Any) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("dict", "list")
+    return is_call or isinstance(node, ast.Dict | ast.List)
+
+
+def changed_through_others(script: Any) -> set[str]:
+    """Return the names of mappings and lists that are changed under another name: after `other = name`, in a display
+    that holds the name, or in a loop over such a display."""
+    others: list[tuple[set[str], set[str]]] = []
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr | ast.For):
+            heads = node.targets if isinstance(node, ast.Assign) else [node.target]
+            value = node.iter if isinstance(node, ast.For) else node.value
+            own = {each.id for head in heads for each in ast.walk(head) if isinstance(each, ast.Name)}
+            others.append((own, _held(value)))
+    changed = set(changed_in(script.tree))
+    names: set[str] = set()
+    while more := {each for own, held in others if own & (changed | names) for each in held} - names:
+        names |= more
+    return {name for (_, name), values in script.bindings.items() if name in names and any(map(_is_container, values))}
+
+
+def _held(node: ast.AST | None) -> set[str]:
+    """Return the names that a value is, or that its displays hold."""
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.IfExp | ast.BoolOp):
+        inner = node.values if isinstance(node, ast.Dict) else ast.iter_child_nodes(node)
+        return set().union(*map(_held, inner))
+    return set()
 
 
 def _changed_by(function: Any, call: ast.Call) -> set[str]:

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config.bound_names import changed_in, within
+from lockstep.lab.import_config.bound_names import changed_in, changed_through_others, within
 from lockstep.lab.import_config.script import Script, Unknown
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -67,7 +67,7 @@ class _Reader:
             for each in ast.walk(function):
                 if isinstance(each, ast.Global | ast.Nonlocal):
                     self.elsewhere |= set(each.names)
-        self.elsewhere |= self._changed_inside()
+        self.elsewhere |= self._changed_inside() | changed_through_others(self.script)
 
     def _changed_inside(self) -> set[str]:
         """Return the names of mappings and lists that a function changes without having assigned them."""
