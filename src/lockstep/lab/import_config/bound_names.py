@@ -86,21 +86,21 @@ def changed_through_others(script: Any) -> set[str]:
             heads = node.targets if isinstance(node, ast.Assign) else [node.target]
             value = node.iter if isinstance(node, ast.For) else node.value
             own = {each.id for head in heads for each in ast.walk(head) if isinstance(each, ast.Name)}
-            others.append((own, _held(value)))
+            others.append((own, _objects_in(value)))
     changed = set(changed_in(script.tree))
     names: set[str] = set()
-    while more := {each for own, held in others if own & (changed | names) for each in held} - names:
+    while more := {each for own, objects in others if own & (changed | names) for each in objects} - names:
         names |= more
     return {name for (_, name), values in script.bindings.items() if name in names and any(map(_is_container, values))}
 
 
-def _held(node: ast.AST | None) -> set[str]:
+def _objects_in(node: ast.AST | None) -> set[str]:
     """Return the names that a value is, or that its displays hold."""
     if isinstance(node, ast.Name):
         return {node.id}
     if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.IfExp | ast.BoolOp):
         inner = node.values if isinstance(node, ast.Dict) else ast.iter_child_nodes(node)
-        return set().union(*map(_held, inner))
+        return set().union(*map(_objects_in, inner))
     return set()
 
 
