@@ -31,7 +31,6 @@ _cache = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # before any worker process starts
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test runner may ignore it, which jobs would inherit
 settings.register_profile("lockstep", deadline=None)  # a busy machine is no failure
 settings.load_profile("lockstep")
 os.environ["HF_DATASETS_CACHE"] = f"{_cache.name}/datasets"
@@ -157,11 +156,31 @@ def _what_starts_processes_says_so(request: pytest.FixtureRequest) -> Iterator[N
         assert not _started, f"starts processes, and is not marked `processes`: {_started[:3]}"
 
 
+def _listen() -> None:
+    """Handle stop signals as a new interpreter does, and block none. A run that ends in this process ignores them, as
+    the starter of the tests may; later processes would inherit that."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+_listen()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, Any, Any]:
+    """Listen again after each fixture: fixtures of modules train in this process too."""
+    try:
+        return (yield)
+    finally:
+        _listen()
+
+
 @pytest.fixture(autouse=True)
 def _signals_and_variables_are_as_before() -> Iterator[None]:
-    """Restore signal handlers and variables. A run that ends in this process ignores stop signals, which later
-    processes would inherit. It also sets variables that engines read; with these no later command could be forked
-    (`forked.can_fork`), or, after a portable run, would compute with other kernels."""
+    """Restore signal handlers and variables. A run that ends in this process sets variables that engines read; with
+    these no later command could be forked (`forked.can_fork`), or, after a portable run, would compute with other
+    kernels."""
     from lockstep.config.processor import VARIABLES
     from support.forked import read_differently
 
@@ -171,10 +190,9 @@ def _signals_and_variables_are_as_before() -> Iterator[None]:
             os.environ[name] = AT_FIRST[name]
         else:
             del os.environ[name]
-    before, variables = {number: signal.getsignal(number) for number in STOP_SIGNALS}, dict(os.environ)
+    variables = dict(os.environ)
     yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    _listen()
     for name in os.environ.keys() - variables.keys():
         del os.environ[name]
     os.environ.update(variables)

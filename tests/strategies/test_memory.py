@@ -195,21 +195,21 @@ def test_fewer_kernels_are_kept_unless_told(theirs: str | None, monkeypatch: pyt
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
 def test_kernels_of_ever_new_sizes_do_not_pile_up() -> None:
     """After bfloat16 products of 400 sizes, a process with lockstep's limit holds less memory than one with torch's
-    default."""
+    default. Pages of files are not counted: a busy machine takes them back."""
     script = """
 import os, torch
 from pathlib import Path
 torch.set_num_threads(1)
+from lockstep.distributed.world import KEPT_KERNELS
 if {ours}:
-    from lockstep.distributed.world import KEPT_KERNELS
     os.environ.update(KEPT_KERNELS)
 weight = torch.ones(384, 384, dtype=torch.bfloat16)
 for rows in range(1, 401):
     torch.nn.functional.linear(torch.ones(rows, 384, dtype=torch.bfloat16), weight)
-print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in line))
+print(next(line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line))
 """
     held = {}
     for ours in (True, False):
         command = [sys.executable, "-c", script.format(ours=ours)]
         held[ours] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024
-    assert held[True] < held[False] - 20, held
+    assert held[True] < held[False] - 40, held
