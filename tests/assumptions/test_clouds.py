@@ -1,15 +1,17 @@
-"""What lockstep assumes about Ray Train, Kubeflow's interface, botocore and SageMaker's toolkit."""
+"""What lockstep assumes about Ray Train, Kubeflow's interface, botocore, SageMaker's toolkit and its image tables."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep_clouds import aws
 from support.assumed import rests_on_it
 from support.assumed_ray import facts
 
@@ -151,6 +153,53 @@ def test_botocore_compares_a_request_with_names_and_types(sagemaker: Any) -> Non
     known = shape.members["ResourceConfig"].members["InstanceType"].enum
     assert "ml.g5.xlarge" in known
     assert "ml.none.such" not in known
+
+
+@pytest.fixture(scope="module")
+def sagemaker_tables() -> dict[str, Any]:
+    """The image tables of sagemaker-core, by file name; its code is not imported."""
+    try:
+        files = distribution("sagemaker-core").files or []
+    except PackageNotFoundError:
+        pytest.skip("needs sagemaker-core, which .ci/newest installs")
+    paths = [Path(str(file.locate())) for file in files if "image_uri_config" in str(file)]
+    names = ("pytorch-amzn2023", "instance_gpu_info")
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths if path.stem in names}
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/aws.py")
+def test_the_sagemaker_sdk_has_these_images(sagemaker_tables: dict[str, Any]) -> None:
+    """sagemaker-core's table pytorch-amzn2023 has, for each version and region of lockstep's, this account, the
+    repository pytorch and this tag."""
+    versions = sagemaker_tables["pytorch-amzn2023"]["training"]["versions"]
+    for version, (gpu, cpu) in aws.TAGS.items():
+        row = versions[version]
+        tags = {kind: f"{row['tag_prefix']}-{ending}" for kind, ending in row["container_version"].items()}
+        assert (tags, row["repository"], row["processor_in_tag"]) == ({"gpu": gpu, "cpu": cpu}, "pytorch", False)
+        assert {region: row["registries"].get(region) for region in aws._ACCOUNTS} == aws._ACCOUNTS
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/aws.py")
+def test_only_chinese_regions_have_another_domain() -> None:
+    """botocore's partitions give the regions of lockstep's image table the domain amazonaws.com, and those of China
+    amazonaws.com.cn."""
+    botocore = pytest.importorskip("botocore", reason="needs the extra sagemaker")
+    text = (Path(botocore.__file__).parent / "data/partitions.json").read_text(encoding="utf-8")
+    partitions = json.loads(text)["partitions"]
+    domains = {region: each["outputs"]["dnsSuffix"] for each in partitions for region in each["regions"]}
+    for region, account in aws._ACCOUNTS.items():
+        start = f"{account}.dkr.ecr.{region}.{domains[region]}/pytorch:"
+        assert aws.image("2.13", region, False).startswith(start)
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/aws.py")
+def test_the_sagemaker_sdk_counts_as_many_gpus(sagemaker_tables: dict[str, Any]) -> None:
+    """sagemaker-core's table instance_gpu_info has the number of GPUs of lockstep's for each type that both know."""
+    regions = sagemaker_tables["instance_gpu_info"].values()
+    counts = {name: facts["Count"] for types in regions for name, facts in types.items()}
+    known = {name: count for name, count in counts.items() if aws.gpus_of(name) is not None}
+    assert len(known) > 20
+    assert {name: aws.gpus_of(name) for name in known} == known
 
 
 TOOLKIT = """

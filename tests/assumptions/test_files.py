@@ -138,7 +138,7 @@ def test_images_of_16_bits_are_clipped_to_8() -> None:
     assert np.asarray(Image.new("RGBA", (1, 1), (9, 8, 7, 0)).convert("RGB")).tolist() == [[[9, 8, 7]]]
 
 
-@rests_on_it("src/lockstep/tasks/image_classification.py")
+@rests_on_it("src/lockstep/tasks/image_classification.py", "src/lockstep/plain/examples.py")
 def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
     """Image.open does not apply the EXIF orientation; exif_transpose rotates the pixels by it."""
     from PIL import Image, ImageOps
@@ -151,7 +151,7 @@ def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
     assert ImageOps.exif_transpose(image).size == (2, 4)
 
 
-@rests_on_it("src/lockstep/tasks/image_classification.py")
+@rests_on_it("src/lockstep/tasks/image_classification.py", "src/lockstep/plain/job.py")
 def test_a_processor_of_images_works_in_two_halves() -> None:
     """The Pillow image processor resizes to uint8; rescaling and normalizing that result gives the bits of doing all at
     once, for one image and for a batch. transformers calls this backend pil."""

@@ -39,14 +39,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, **names)
 
 
-@rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/data/annotated.py")
+@rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/data/annotated.py", "src/lockstep/plain/examples.py")
 def test_offsets_count_characters() -> None:
     """Token offsets count characters of the text, not bytes; special tokens have (0, 0)."""
     encoded = tokenizer()("\u00e9t\u00e9 one", return_offsets_mapping=True)
     assert encoded["offset_mapping"] == [(0, 0), (0, 3), (4, 7), (0, 0)]
 
 
-@rests_on_it("src/lockstep/data/qa_features.py")
+@rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/plain/examples.py")
 def test_windows_overlap_by_the_stride() -> None:
     """Overflowing windows repeat `stride` tokens of the previous window, each have the special tokens, and name the
     example that they are from."""
@@ -57,7 +57,7 @@ def test_windows_overlap_by_the_stride() -> None:
     assert encoded["overflow_to_sample_mapping"] == [0, 0, 1]
 
 
-@rests_on_it("src/lockstep/data/text_pairs.py")
+@rests_on_it("src/lockstep/data/text_pairs.py", "src/lockstep/plain/examples.py")
 def test_the_longer_of_a_pair_is_cut_first() -> None:
     """Truncation of a pair shortens the longer text first; "only_second" shortens the second text alone."""
     made = tokenizer()
@@ -66,7 +66,9 @@ def test_the_longer_of_a_pair_is_cut_first() -> None:
     assert cut == [2, 4, 3, 4, 5, 3]
 
 
-@rests_on_it("src/lockstep/data/annotated.py", "src/lockstep/tasks/token_classification.py")
+@rests_on_it(
+    "src/lockstep/data/annotated.py", "src/lockstep/tasks/token_classification.py", "src/lockstep/plain/examples.py"
+)
 def test_words_of_tokens_are_none_for_special_ones() -> None:
     """word_ids numbers the input words from 0, and is None for special tokens."""
     encoded = tokenizer()(["one", "two two"], is_split_into_words=True)

@@ -182,7 +182,7 @@ def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generato
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@rests_on_it("src/lockstep/tasks/modules/dataset.py")
+@rests_on_it("src/lockstep/tasks/modules/dataset.py", "src/lockstep/plain/module.py")
 def test_what_a_batch_is_made_of() -> None:
     """default_collate turns Python floats into float64, integers into int64 and strings into lists, and refuses unequal
     lengths instead of padding."""

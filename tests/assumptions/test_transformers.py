@@ -85,7 +85,9 @@ def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> No
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, new.lm_head.weight)
 
 
-@rests_on_it("src/lockstep/tasks/models/source_files.py", "src/lockstep/tasks/models/models.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/source_files.py", "src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py"
+)
 def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
     """from_pretrained with ignore_mismatched_sizes lists weights of another shape in `mismatched_keys`, as (name, shape
     in the file, shape in the model)."""
@@ -187,7 +189,7 @@ def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
         assert int(count) == 5 + 4 + 2 * first  # type: ignore[arg-type]
 
 
-@rests_on_it("src/lockstep/tasks/models/models.py")
+@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py")
 def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
     """`from_pretrained` lists weights that no file holds in `missing_keys`, and loads the others from the file."""
     base = tiny().model

@@ -79,7 +79,9 @@ def test_a_weight_without_gradient_is_left_alone() -> None:
     assert optimizer.state[zeros]["step"].item() == 1
 
 
-@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
+@rests_on_it(
+    "src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py", "src/lockstep/plain/train.py"
+)
 def test_the_state_of_an_optimizer_is_by_number() -> None:
     """state_dict numbers parameters across all groups in order; load_state_dict matches by number, not by name."""
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))
@@ -164,7 +166,7 @@ def test_a_linear_warmup_begins_at_a_third() -> None:
     assert (known["start_factor"].default, known["end_factor"].default, known["total_iters"].default) == (1 / 3, 1.0, 5)
 
 
-@rests_on_it("src/lockstep/config/schedules.py")
+@rests_on_it("src/lockstep/config/schedules.py", "src/lockstep/plain/train.py")
 def test_one_cycle_has_its_usual_numbers() -> None:
     """By default OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that start divided by 1e4,
     along a cosine."""
@@ -177,7 +179,9 @@ def test_one_cycle_has_its_usual_numbers() -> None:
     assert known["anneal_strategy"].default == "cos"
 
 
-@rests_on_it("src/lockstep/config/schedules.py", "src/lockstep/lab/import_config/loops.py")
+@rests_on_it(
+    "src/lockstep/config/schedules.py", "src/lockstep/lab/import_config/loops.py", "src/lockstep/plain/train.py"
+)
 def test_usual_numbers_of_optimizers() -> None:
     """Defaults: AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no
     momentum."""
