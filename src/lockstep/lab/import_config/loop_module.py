@@ -21,11 +21,9 @@ def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], load
         draft.drop(
             draft.comments.pop(key, key), draft.keys.pop(key), "task.model must create the model as it is trained"
         )
-    model = _model(script, optimizers)
-    data = script.arguments(loader, ("dataset",)).nodes.get("dataset") if loader is not None else None
-    more = [c for c in script.calls if c.name == "DataLoader" and c is not loader]
+    model, data = _model(script, optimizers), _data(script, loader)
     whys = {"model": "a function that makes the module", "data": "a function that gives the data sets by split"}
-    for key, node in (("model", model), ("data", None if more else data)):
+    for key, node in (("model", model), ("data", data)):
         constructor = _constructor(script, node)
         if constructor is None:
             code = f" ({code_of(node)})" if node is not None else ""
@@ -47,6 +45,31 @@ def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], load
         draft.read.append(f"{loss} -> task.loss")
     if FILL_IN not in (draft.keys.get("task.model"), draft.keys.get("task.data")):
         _importable(script, draft)
+
+
+def created(script: Script, optimizers: list[Call], loader: Call | None) -> frozenset[int]:
+    """Return the ids of the calls that become `task.model` and `task.data`: the run makes them itself."""
+    nodes = [_created_by(script, each) for each in (_model(script, optimizers), _data(script, loader))]
+    return frozenset(id(each) for each in nodes if each is not None and _constructor(script, each) is not None)
+
+
+def _created_by(script: Script, node: ast.expr | None, depth: int = 0) -> ast.Call | None:
+    """Return the call of a function of the script that an expression moves or wraps."""
+    if isinstance(node, ast.Name) and depth < 10:
+        return _created_by(script, script.bound(node, last=True), depth + 1)
+    if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in script.functions):
+        return node if isinstance(node, ast.Call) else None
+    if isinstance(node.func, ast.Attribute) and node.func.attr in ("to", "cuda", "train"):
+        return _created_by(script, node.func.value, depth + 1)
+    wraps = script.origin_of(node.func).rpartition(".")[2] in NAMES["wrappers"] and node.args
+    return _created_by(script, node.args[0], depth + 1) if wraps else None
+
+
+def _data(script: Script, loader: Call | None) -> ast.expr | None:
+    """Return the data set of the only loader."""
+    if loader is None or any(c.name == "DataLoader" and c is not loader for c in script.calls):
+        return None
+    return script.arguments(loader, ("dataset",)).nodes.get("dataset")
 
 
 def _batches(script: Script, draft: RunDraft, loader: Call) -> None:

@@ -61,6 +61,7 @@ class Statements:
     draft: RunDraft
     transformers: bool  # the loss is computed by a transformers model
     optimizers: list[ast.Call]
+    created: frozenset[int] = frozenset()  # ids of the calls that make the model and the data of `task: module`
     accumulated: int | None = None  # micro-batches per step, from a condition around optimizer.step()
     epoch_loop: ast.For | None = None
     batch_loop: ast.For | None = None
@@ -81,7 +82,7 @@ class Statements:
 
     def __post_init__(self) -> None:
         self.parents = {id(child): node for node in ast.walk(self.script.tree) for child in ast.iter_child_nodes(node)}
-        self.quiet = QuietCode(self.script, self._gap, self._is_read)
+        self.quiet = QuietCode(self.script, self._gap, self._is_read, created=self.created)
         self.drivers: dict[int, Any] = {}
         self.reported: set[int] = set()
 

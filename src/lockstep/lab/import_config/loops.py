@@ -59,7 +59,8 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         lightning.module(at, at.is_transformers())
     else:
         nodes = [call.node for call in at.optimizers]
-        statements = Statements(script, draft, at.is_transformers(), nodes)
+        created = frozenset() if at.is_transformers() else loop_module.created(script, at.optimizers, at.loader)
+        statements = Statements(script, draft, at.is_transformers(), nodes, created)
         statements.read()
         at.contexts(statements)
     at.constants(statements)

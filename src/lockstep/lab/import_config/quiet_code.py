@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import bound_names
-from lockstep.lab.import_config.script import Script, Unknown, kind_of
+from lockstep.lab.import_config.created_data import computes_alone
+from lockstep.lab.import_config.script import Script, Unknown, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES
 
 _MODEL = "its effect on model, data or optimizer is unknown"
@@ -20,6 +21,9 @@ _FREEZES = "model.freeze names the weights that are not trained"
 _INPUT = "it changes an input of the loss"
 _PARTLY = "the loop does not go through all of its batches"
 _EXITS = ("exit", "quit", "sys.exit", "os._exit")
+
+
+Reason = tuple[str, tuple[str, ...]]  # what a gap says, and the keys that replace it
 
 
 @dataclass
@@ -30,11 +34,13 @@ class QuietCode:
     script: Script
     gap: Callable[..., None]
     is_read: Callable[[ast.Call], bool]
-    looked_at: dict[str, bool] = field(default_factory=dict)  # functions of the script -> whether they are quiet
+    looked_at: dict[str, Reason | None] = field(default_factory=dict)  # functions -> why they are not quiet
     itself: str | None = None  # in a method of the script: the name of its object, whose attributes may be set
     repeated: bool = False  # whether the statements are in the loop that trains, or called from it
     inner: bool = False  # whether the statements are in a loop that does not train
     called: str | None = None  # the function of the script whose statements these are; None: the one that trains
+    created: frozenset[int] = frozenset()  # ids of the calls of functions that the run calls itself: `task.data`
+    inside: Reason | None = None  # of the call that was looked at last: the statement of its function
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
         """Check a statement. `fixed`: names that must not be assigned."""
@@ -157,13 +163,16 @@ class QuietCode:
                 self.gap(each, _PARTLY, "steps", "epochs")
             elif isinstance(each, ast.Call) and not self.is_quiet(each):
                 freezes = _last(each) == "requires_grad_"
-                self.gap(each, _FREEZES if freezes else _MODEL, *(("model.freeze",) if freezes else ()))
+                usual: Reason = (_FREEZES, ("model.freeze",)) if freezes else (_MODEL, ())
+                why, by = self.inside or usual
+                self.gap(each, why, *by)
                 if not freezes:
                     continue  # one line says it
             waiting += ast.iter_child_nodes(each)
 
     def is_quiet(self, call: ast.Call) -> bool:
-        """Return whether a call is on the list."""
+        """Return whether a call is on the list. `inside` is then the reason that its function gives, if any."""
+        self.inside = None
         origin = self.script.origin_of(call.func)
         name = origin.rpartition(".")[2]
         if self._reseeds(call, name):
@@ -172,7 +181,8 @@ class QuietCode:
             return True
         if isinstance(call.func, ast.Name):
             if call.func.id in self.script.functions:
-                return self._function(call.func.id)
+                alone = id(call) in self.created and computes_alone(self.script, call.func.id)
+                return alone or self._function(call.func.id)
             if call.func.id in self.script.classes:
                 return not any(kind_of(self.script, a) == "model" or root_of(a) == "model" for a in call.args)
         if origin.startswith("random.") and origin in NAMES["quiet_draws"]:
@@ -239,15 +249,26 @@ class QuietCode:
         """Check the statements of a function. `itself`: the object whose attributes a method may set."""
         name = f"{name}, repeated" if self.repeated else name
         if name not in self.looked_at:
-            self.looked_at[name] = True  # for recursive functions
-            gaps: list[ast.AST] = []
+            self.looked_at[name] = None  # for recursive functions
+            gaps: list[Reason] = []
             own = itself[0].arg if itself else None
-            inner = QuietCode(self.script, lambda n, *more: gaps.append(n), self.is_read, self.looked_at, own)
+            inner = QuietCode(self.script, lambda *gap: gaps.append(_reason(*gap)), self.is_read, self.looked_at, own)
             inner.repeated, inner.called = self.repeated, name
             for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
                 inner.statement(line, frozenset())
-            self.looked_at[name] = not gaps
-        return self.looked_at[name]
+            self.looked_at[name] = gaps[0] if gaps else None
+        self.inside = self.looked_at[name]
+        return self.inside is None
+
+
+def _reason(node: ast.AST, why: str, *by: str) -> Reason:
+    """What is told of a call of a function whose statement is a gap."""
+    if " of line " in why:  # of a function that it calls
+        return why, by
+    where = f"line {getattr(node, 'lineno', 0)}, {code_of(node)},"
+    if why == _MODEL:
+        return f"the effect of {where} on model, data or optimizer is unknown", by
+    return f"because of {where} inside: {why}", by
 
 
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
