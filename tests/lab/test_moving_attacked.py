@@ -8,7 +8,7 @@ import pytest
 from lockstep.lab.import_config import decided_branches, loops, project_files
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import ACCELERATE, DDP, DPO, TRAINER, changed, moved, refused
+from support.moving_scripts import ACCELERATE, DDP, DPO, LOOP, SCRIPT, TRAINER, changed, moved, refused
 
 OTHER_REFERENCE = (
     ("args = DPO", 'ref = AutoModelForCausalLM.from_pretrained("acme/base")\nargs = DPO'),
@@ -261,3 +261,47 @@ def test_a_module_of_lightning_is_read_and_what_changes_a_step_is_not_lost() -> 
         ("patience=3", "min_delta=0.01, patience=2"), ("callbacks=", "max_time='00:03:50:00', callbacks=")
     )
     assert [timed.keys[key] for key in ("evaluate.min_delta", "evaluate.patience", "max_time")] == [0.01, 2, "3h50m"]
+
+
+def in_loop(text: str) -> str:
+    """Return the gaps of a loop, one a line."""
+    draft = RunDraft()
+    result = loops.read(decided_branches.taken(Script(Path("train.py"), text)))
+    assert result is not None
+    result[1](draft, 1)
+    return "\n".join(map(str, draft.gaps))
+
+
+ZERO = "m.weight.data.zero_()"
+HIDDEN = {  # lines before the loop that change the model inside of something that is called -> a part of the gap
+    f"def mk(m):\n    def z():\n        {ZERO}\n    return z\nz = mk(model)\nz()": f"z() (the effect of line 27, {ZERO}",
+    f"class Z:\n    def __call__(self, m):\n        {ZERO}\nz = Z()\nz(model)": ": Z() (the effect of line 27,",
+    f"class Z:\n    def __exit__(self, *m):\n        {ZERO}\nwith Z():\n    pass": ": Z() (the effect of line 27,",
+    f"def z(m):\n    {ZERO}\np = partial(z, model)\np()": ": p() (the effect of line 26,",
+    f"class A:\n    def log(self, m):\n        {ZERO}\nclass C(A):\n    pass\nc = C()\nc.log(model)": "c.log(model) (the",
+    "def twice(f):\n    return f\n@twice\ndef f(m):\n    pass\nf(model)": "the effect of line 27, twice, on",
+    "hook = model.register_forward_hook\n@hook\ndef f(*m):\n    pass": "it registers f, whose effect",
+}
+
+
+def test_what_a_call_hides_is_looked_at_and_named() -> None:
+    for lines, part in HIDDEN.items():
+        assert part in in_loop(changed((LOOP, f"{lines}\n{LOOP}"))), lines
+    meter = "class Meter:\n    def __init__(self):\n        self.n = 0\nm = Meter()\n"
+    recorded = f"@record\ndef f(m):\n    print(m)\nf(model)\n{meter}"
+    assert in_loop(changed((LOOP, f"{recorded}{LOOP}"))) == in_loop(SCRIPT)
+
+
+def test_functions_that_train_or_make_the_data_are_looked_at() -> None:
+    made = "from torch.utils.data import TensorDataset\ndef make(n):\n    x = torch.randn(n, 4)\n    return TensorDataset(x, x.sin().sum(-1))\n\n\ndef main"
+    data = changed(("Points(600)", "make(600)"), ("def main", made), text=DDP)
+    assert in_loop(data) == ""
+    for inside in ("torch.set_default_dtype(d)", "global model", "model.bias.data.zero_()"):
+        assert "make(600)" in in_loop(data.replace("    return Ten", f"    {inside}\n    return Ten")), inside
+    assert ": twice (this decorator may replace main" in in_loop(DDP.replace("def main", "@twice\ndef main"))
+    assert in_loop(DDP.replace("def main", "@record\ndef main")) == ""
+    start, inner = DDP.index("            out = "), "    def ev(*m):\n        pass\n    for epoch"
+    step = "def step(m, x, y, f):\n    loss = f(m(x), y)\n    loss.backward()\n\n\ndef main"
+    text = DDP[:start] + "            step(model, x, y, criterion)\n            optimizer.step()\n\n\nmain()\n"
+    text = changed(("def main", step), ("    for epoch", f"    @optimizer.register_step_post_hook\n{inner}"), text=text)
+    assert "optimizer.register_step_post_hook('ev')" in in_loop(text)

@@ -110,7 +110,7 @@ class _Writer:
         out: list[ast.stmt] = []
         if isinstance(node, Function):
             frame.functions.setdefault(node.name, _Closure(node, frame))
-            return []
+            return [self._registered(node, each, frame) for each in node.decorator_list if _registers(each)]
         if isinstance(node, ast.ClassDef):
             return [] if node.name in self.classes else [node]
         if isinstance(node, ast.Global | ast.Nonlocal):
@@ -124,6 +124,12 @@ class _Writer:
         for name, value in ast.iter_fields(node):
             setattr(new, name, self._part(node, name, value, frame, out))
         return [*out, new]
+
+    def _registered(self, node: Any, decorator: ast.expr, frame: _Frame) -> ast.stmt:
+        """Return the call that a decorator is, for `@optimizer.register_step_post_hook` of a function that is gone."""
+        call = ast.Call(self.expression(decorator, frame, None), [ast.Constant(node.name)], [])
+        vars(call)["written"] = ast.unparse(decorator)
+        return _placed(ast.Expr(call), decorator)
 
     def _part(self, node: ast.stmt, name: str, value: Any, frame: _Frame, out: list[ast.stmt]) -> Any:
         """Inline a field of a statement. Its expressions are evaluated before the statement, except the test of
@@ -555,6 +561,12 @@ def _arguments(spec: ast.arguments) -> list[ast.arg]:
 
 def _is_store(node: Any) -> bool:
     return isinstance(node.ctx, ast.Store | ast.Del)
+
+
+def _registers(decorator: ast.expr) -> bool:
+    """Return whether a decorator may hand its function to an object: all but names, such as `staticmethod`."""
+    function = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(function, ast.Attribute) and function.attr.startswith("register")
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------

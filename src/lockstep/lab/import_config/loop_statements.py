@@ -111,6 +111,9 @@ class Statements:
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)
+        for function in self.drivers.values():
+            if (by := self.quiet.replaced(function, "training_decorators")) is not None:
+                self._gap(by, f"this decorator may replace {function.name}, which trains, by another function")
         top = [self.script.tree] if not self.drivers or None in self.drivers.values() else []
         for scope in (*top, *(f for f in self.drivers.values() if f is not None)):
             self.trained = False

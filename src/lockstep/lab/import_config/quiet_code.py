@@ -74,10 +74,23 @@ class QuietCode:
         """Check for a decorator that registers a function with an object: `@model.register_forward_hook`."""
         for each in getattr(node, "decorator_list", ()):
             function = each.func if isinstance(each, ast.Call) else each
+            if isinstance(function, ast.Name):  # hook = model.register_forward_hook
+                function = self.script.bound(function, last=True) or function
             if not isinstance(function, ast.Attribute) or root_of(function) in self.script.imports:
                 continue
             if function.attr.startswith("register") or kind_of(self.script, function.value) is not None:
-                self.gap(each, _MODEL)
+                self.gap(
+                    each, f"it registers {getattr(node, 'name', 'a function')}, whose effect on training is unknown"
+                )
+
+    def replaced(self, function: Any, known: str = "quiet_decorators") -> ast.expr | None:
+        """Return a decorator that may replace a function by another one. `known`: the list of those that do not."""
+        for each in getattr(function, "decorator_list", ()):
+            origin = self.script.origin_of(each.func if isinstance(each, ast.Call) else each)
+            parses = origin.partition(".")[0] in NAMES["parsers_of_options"]
+            if origin.rpartition(".")[2] not in NAMES[known] and not parses:
+                return each
+        return None
 
     def _reseeds(self, call: ast.Call, name: str) -> bool:
         """Return whether a call in the loop sets a seed anew, so that every epoch has the same order and dropout."""
@@ -184,7 +197,7 @@ class QuietCode:
                 alone = id(call) in self.created and computes_alone(self.script, call.func.id)
                 return alone or self._function(call.func.id)
             if call.func.id in self.script.classes:
-                return not any(kind_of(self.script, a) == "model" or root_of(a) == "model" for a in call.args)
+                return id(call) in self.created or self._object(call, call.func.id)
         if origin.startswith("random.") and origin in NAMES["quiet_draws"]:
             return True  # of Python's own generator, from which no step draws
         if any(word.arg in ("out", "inplace") for word in call.keywords):
@@ -220,22 +233,68 @@ class QuietCode:
         return _last(value) not in (*self.script.classes, *self.script.functions, *NAMES["optimizers"])
 
     def _is_value(self, function: ast.expr) -> bool:
-        """Return whether a call is one of a model or loss, or of a value that the script has created."""
+        """Return whether a call is one of a model or loss, or of a value that the script has created. Functions that
+        a function of the script returns, or a `partial` holds, are looked at."""
         if not isinstance(function, ast.Name):
             return False
         value = self.script.bound(function, last=True)
         if value is None:  # an argument of a function, such as its model
             return function.id in NAMES["quiet_names"]
-        return isinstance(value, ast.Call)
+        if not isinstance(value, ast.Call):
+            return False
+        held = value.args[0] if _last(value) == "partial" and value.args else value.func
+        name = held.id if isinstance(held, ast.Name) else ""
+        if held is not value.func:
+            return name in self.script.functions and self._function(name)
+        inner = [
+            each
+            for outer in self.script.namesakes.get(name, ())
+            for each in ast.walk(outer)
+            if each is not outer and isinstance(each, ast.FunctionDef | ast.Lambda)
+        ]
+        return all(self._quiet_body(f"{name}, line {each.lineno}", each) for each in inner)
+
+    def _object(self, call: ast.Call, name: str) -> bool:
+        """Return whether creating an object of the script's class, and what Python itself calls of it later, changes
+        nothing. A module or data set does not, unless it is given another module or an optimizer."""
+        given = [*call.args, *(word.value for word in call.keywords)]
+        if any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in given):
+            return False
+        kinds = self._lineage(self.script.classes[name])
+        bases = {ast.unparse(base).rpartition(".")[2] for kind in kinds for base in kind.bases}
+        inert = bases & {"Module", "Dataset", "IterableDataset"} or any(kind.decorator_list for kind in kinds)
+        if inert and not any(self._holds_module(each) for each in given):
+            return True
+        own = [line for kind in kinds for line in kind.body if isinstance(line, ast.FunctionDef)]
+        implicit = [each for each in own if each.name.startswith("__")]
+        return all(self._quiet_body(f"{name}.{m.name}, line {m.lineno}", m, m.args.args[:1]) for m in implicit)
 
     def _own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
-        """Return the called method of a class of the script."""
+        """Return the called method of a class of the script, also one of its bases."""
         holder: ast.expr | None = function.value
         while isinstance(holder, ast.Name):
             holder = self.script.bound(holder, last=True)
         name = holder.func.id if isinstance(holder, ast.Call) and isinstance(holder.func, ast.Name) else ""
-        body = self.script.classes[name].body if name in self.script.classes else []
-        return next((m for m in body if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
+        kinds = self._lineage(self.script.classes[name]) if name in self.script.classes else []
+        lines = (line for kind in kinds for line in kind.body)
+        return next((m for m in lines if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
+
+    def _lineage(self, kind: ast.ClassDef, depth: int = 0) -> list[ast.ClassDef]:
+        """Return a class and its bases in the script."""
+        names = [base.id for base in kind.bases if isinstance(base, ast.Name)] if depth < 10 else []
+        bases = [self.script.classes[each] for each in names if each in self.script.classes]
+        return [kind, *(each for base in bases for each in self._lineage(base, depth + 1))]
+
+    def _holds_module(self, node: ast.AST) -> bool:
+        """Return whether an argument names an object that is not one of data: a module, an optimizer."""
+        names = [each for each in ast.walk(node) if isinstance(each, ast.Name)]
+        values = [self.script.bound(each, last=True) for each in names]
+        origins = [self.script.origin_of(each.func) for each in values if isinstance(each, ast.Call)]
+        own = (*self.script.classes, *self.script.functions)
+        return any(
+            each in own or each.startswith(("torch.nn.", "torch.optim.")) or each.endswith(".prepare")
+            for each in origins
+        )
 
     def _function(self, name: str) -> bool:
         """Return whether all statements of a function of the script are quiet, and of all others of its name."""
@@ -254,6 +313,8 @@ class QuietCode:
             own = itself[0].arg if itself else None
             inner = QuietCode(self.script, lambda *gap: gaps.append(_reason(*gap)), self.is_read, self.looked_at, own)
             inner.repeated, inner.called = self.repeated, name
+            if (by := self.replaced(function)) is not None:
+                gaps.append(_reason(by, _MODEL))
             for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
                 inner.statement(line, frozenset())
             self.looked_at[name] = gaps[0] if gaps else None
