@@ -274,11 +274,11 @@ def in_loop(text: str) -> str:
 
 ZERO = "m.weight.data.zero_()"
 HIDDEN = {  # lines before the loop that change the model inside of something that is called -> a part of the gap
-    f"def mk(m):\n    def z():\n        {ZERO}\n    return z\nz = mk(model)\nz()": f"z() (the effect of line 27, {ZERO}",
+    f"def mk(m):\n    def z():\n        {ZERO}\n    return z\nz = mk(model)\nz()": "z() (the effect of line 27, m",
     f"class Z:\n    def __call__(self, m):\n        {ZERO}\nz = Z()\nz(model)": ": Z() (the effect of line 27,",
     f"class Z:\n    def __exit__(self, *m):\n        {ZERO}\nwith Z():\n    pass": ": Z() (the effect of line 27,",
     f"def z(m):\n    {ZERO}\np = partial(z, model)\np()": ": p() (the effect of line 26,",
-    f"class A:\n    def log(self, m):\n        {ZERO}\nclass C(A):\n    pass\nc = C()\nc.log(model)": "c.log(model) (the",
+    f"class A:\n    def log(self, m):\n        {ZERO}\nclass C(A):\n    pass\nc = C()\nc.log(model)": "c.log(model) (",
     "def twice(f):\n    return f\n@twice\ndef f(m):\n    pass\nf(model)": "the effect of line 27, twice, on",
     "hook = model.register_forward_hook\n@hook\ndef f(*m):\n    pass": "it registers f, whose effect",
 }
@@ -293,7 +293,8 @@ def test_what_a_call_hides_is_looked_at_and_named() -> None:
 
 
 def test_functions_that_train_or_make_the_data_are_looked_at() -> None:
-    made = "from torch.utils.data import TensorDataset\ndef make(n):\n    x = torch.randn(n, 4)\n    return TensorDataset(x, x.sin().sum(-1))\n\n\ndef main"
+    of_x = "x = torch.randn(n, 4)\n    return TensorDataset(x, x.sin().sum(-1))"
+    made = f"from torch.utils.data import TensorDataset\ndef make(n):\n    {of_x}\n\n\ndef main"
     data = changed(("Points(600)", "make(600)"), ("def main", made), text=DDP)
     assert in_loop(data) == ""
     for inside in ("torch.set_default_dtype(d)", "global model", "model.bias.data.zero_()"):

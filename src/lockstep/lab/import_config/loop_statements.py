@@ -10,8 +10,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import loading
 from lockstep.lab.import_config.model_defaults import without_dropout
+from lockstep.lab.import_config.model_inputs import ModelInputs
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
@@ -26,31 +26,6 @@ _ELSEWHERE = (
     "and undecorated functions that return only at their end; move other code into the loop"
 )
 Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
-
-
-@dataclass
-class ModelInputs:
-    """Named inputs that the loop passes to a transformers model."""
-
-    named: tuple[ast.Call, frozenset[str]] | None = None  # a call without **batch, and its keyword arguments
-    learned: ast.Call | None = None  # a call whose labels are its input_ids
-
-    def check(self, draft: RunDraft) -> None:
-        """After looking at the data, add a gap for each input that lockstep passes to the model and the script leaves
-        out."""
-        if draft.keys.get("task.packing"):  # packed blocks have no padding
-            return
-        if self.learned is not None:
-            why = "the script learns padding, because labels are all of input_ids; lockstep does not"
-            draft.lacks(f"line {self.learned.lineno}: {code_of(self.learned)}", why, "task.packing")
-        if self.named is None:
-            return
-        node, names = self.named
-        if "attention_mask" not in names:
-            why = "the script does not pass attention_mask, so its model attends to padding; in lockstep it does not"
-            draft.lacks(f"line {node.lineno}: {code_of(node)}", why)
-        if "token_type_ids" not in names:
-            loading.untyped(draft, f"line {node.lineno}: {code_of(node)}")
 
 
 @dataclass
