@@ -1,0 +1,188 @@
+"""Assumptions behind calls into libraries that a random sample of call sites found without a test."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from support.assumed import rests_on_it
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_a_masked_index_takes_null() -> None:
+    """pyarrow's take gives null for an index that is null, if_else for a null condition, and comparisons of null are
+    null; list_value_length is null for a null list, which list_flatten of a slice skips."""
+    texts = pa.array(["a", "b"])
+    assert texts.take(pa.array(np.array([1, 0]), mask=np.array([False, True]))).to_pylist() == ["b", None]
+    codes = pa.array([1, -1, None])
+    known = pc.if_else(pc.greater_equal(codes, 0), codes, pa.scalar(None, codes.type))
+    assert texts.take(known).to_pylist() == ["b", None, None]
+    lists = pa.array([[9], [1, 2], None, [], [3]]).slice(1)
+    assert pc.list_value_length(lists).to_pylist() == [2, None, 0, 1]
+    assert pc.list_flatten(lists).to_pylist() == [1, 2, 3]
+
+
+@rests_on_it("src/lockstep/data/stream.py", "src/lockstep/data/usable_rows.py")
+def test_features_of_a_schema_keep_names_of_classes() -> None:
+    """Features.from_arrow_schema reads ClassLabel and its names from the schema's metadata, also with nested columns;
+    without metadata, and by generate_from_arrow_type, they are types of Arrow: integers, lists, structures."""
+    import datasets
+    from datasets.features.features import generate_from_arrow_type
+
+    features = datasets.Features(label=datasets.ClassLabel(names=["x", "y"]), inner={"n": datasets.Value("int32")})
+    assert datasets.Features.from_arrow_schema(features.arrow_schema) == features
+    bare = datasets.Features.from_arrow_schema(features.arrow_schema.remove_metadata())
+    assert bare == {"label": datasets.Value("int64"), "inner": {"n": datasets.Value("int32")}}
+    listed: Any = generate_from_arrow_type(pa.list_(pa.string()))
+    assert listed.feature == datasets.Value("string")
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_a_tokenizer_of_characters_keeps_each() -> None:
+    """Split(Regex("[\\s\\S]"), "isolated") makes a token of each character, also of spaces, line breaks and characters
+    of several bytes, and Fuse puts them together again."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    text = "a \n\u00e9\U0001f600"
+    tokenizer = Tokenizer(models.WordLevel({each: n for n, each in enumerate(text)}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    assert tokenizer.encode(text).tokens == [*text]
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@rests_on_it("src/lockstep/data/order.py", "src/lockstep/lab/sweep/sweep_file.py")
+def test_parts_of_an_array_and_texts_of_values() -> None:
+    """np.array_split makes the first parts longer by one; yaml.safe_dump in flow style writes a list in one line, and
+    ends a bare value with a line of "..."."""
+    assert [len(part) for part in np.array_split(np.arange(8), 3)] == [3, 3, 2]
+    texts = [yaml.safe_dump(value, default_flow_style=True, width=10**6) for value in ([1, "no", 0.5], True, None)]
+    assert texts == ["[1, 'no', 0.5]\n", "true\n...\n", "null\n...\n"]
+
+
+@rests_on_it("src/lockstep/tasks/models/source_ties.py")
+def test_a_file_of_torch_loads_tensors_only(tmp_path: Path) -> None:
+    """torch.load with weights_only and mmap keeps every bit and shared storages, and raises UnpicklingError for a file
+    that would run a function."""
+    numbers = torch.tensor([float("nan"), -0.0, 1.5])
+    torch.save({"a": numbers, "b": numbers[1:], "c": numbers.bfloat16()}, tmp_path / "a.bin")
+    loaded = torch.load(tmp_path / "a.bin", map_location="cpu", weights_only=True, mmap=True)
+    assert torch.equal(loaded["a"].view(torch.int32), numbers.view(torch.int32))
+    assert loaded["b"].untyped_storage().data_ptr() == loaded["a"].untyped_storage().data_ptr()
+    assert loaded["c"].dtype == torch.bfloat16
+    torch.save({"a": nn.Linear(1, 1)}, tmp_path / "b.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "b.bin", weights_only=True)
+
+
+@rests_on_it("src/lockstep/tasks/models/source_ties.py")
+def test_names_in_a_file_are_renamed_as_from_pretrained_does() -> None:
+    """get_model_conversion_mapping lists the WeightRenamings and WeightConverters of a model; rename_source_key returns
+    the name in the model, with or without its prefix, and the converter's pattern, or None without a converter."""
+    from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+    def renamed(model: Any, name: str) -> tuple[str, str | None]:
+        transforms = get_model_conversion_mapping(model)
+        both = [[each for each in transforms if isinstance(each, kind)] for kind in (WeightRenaming, WeightConverter)]
+        return rename_source_key(name, *both, model.base_model_prefix, dict(model.state_dict()))
+
+    with torch.device("meta"):
+        bert = BertForMaskedLM(BertConfig(vocab_size=16, **sizes))
+        mixtral = MixtralForCausalLM(
+            MixtralConfig(vocab_size=16, num_key_value_heads=2, num_local_experts=2, head_dim=4, **sizes)
+        )
+    layer_norm = "bert.embeddings.LayerNorm.weight"
+    for name in ("bert.embeddings.LayerNorm.gamma", "embeddings.LayerNorm.weight", layer_norm):
+        assert renamed(bert, name) == (layer_norm, None)
+    name, pattern = renamed(mixtral, "model.layers.0.block_sparse_moe.experts.0.w1.weight")
+    assert name == "model.layers.0.mlp.experts.gate_up_proj"
+    assert pattern is not None
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/head_padding.py",
+    "src/lockstep/tasks/cross_entropy.py",
+    "src/lockstep/strategies/engines/tensor_plans.py",
+    "src/lockstep/tasks/models/unpadded.py",
+)
+def test_tensors_with_functions_of_their_own_and_products() -> None:
+    """has_torch_function is true for a subclass of Tensor that has one, and not for tensors and parameters; addmm and
+    mm of [N, H] give the bits of transformers' Conv1D; set_deterministic_debug_mode takes what
+    get_deterministic_debug_mode returned."""
+    from torch.overrides import has_torch_function, has_torch_function_unary
+    from transformers.pytorch_utils import Conv1D
+
+    class Own(torch.Tensor):
+        pass
+
+    plain: list[Any] = [torch.ones(1), nn.Parameter(torch.ones(1))]
+    own: Any = torch.ones(1).as_subclass(Own)
+    assert [has_torch_function_unary(each) for each in (*plain, own)] == [False, False, True]
+    assert (has_torch_function((plain[0],)), has_torch_function((plain[0], own))) == (False, True)
+    layer, inputs = Conv1D(5, 3), torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0))
+    rows = torch.addmm(layer.bias, inputs.reshape(-1, 3), layer.weight)
+    assert torch.equal(layer(inputs).reshape(-1, 5), rows)
+    for mode in (1, 0):
+        torch.set_deterministic_debug_mode(mode)
+        assert torch.get_deterministic_debug_mode() == mode
+
+
+@rests_on_it("src/lockstep/strategies/engines/blocks.py")
+def test_the_compiler_has_the_options_of_compiled_blocks() -> None:
+    """The configs of dynamo, inductor, functorch and fx have these options."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+    import torch.fx.experimental._config as fx
+
+    names = {
+        torch._dynamo.config: ("recompile_limit", "optimize_ddp", "specialize_float"),
+        torch._inductor.config: ("compile_threads", "unsafe_marked_cacheable_functions"),
+        torch._functorch.config: ("autograd_cache_allow_custom_autograd_functions",),
+        fx: ("use_duck_shape",),
+    }
+    assert [name for config, some in names.items() for name in some if not hasattr(config, name)] == []
+
+
+@rests_on_it("src/lockstep/launchers/processes/surviving_ranks.py")
+def test_a_failure_without_an_error_file_names_the_signal() -> None:
+    """torch elastic's ProcessFailure reads an empty error file without raising, and has the exit code, the process, and
+    a message that names the signal of a negative code."""
+    from torch.distributed.elastic.multiprocessing.api import ProcessFailure
+
+    failure = ProcessFailure(1, 4321, -9, os.devnull)
+    assert (failure.local_rank, failure.pid, failure.exitcode) == (1, 4321, -9)
+    assert failure.signal_name() == "SIGKILL"
+    assert "SIGKILL" in str(failure.message)
+
+
+@rests_on_it("src/lockstep/strategies/engines/accelerated.py")
+def test_the_state_of_accelerate_is_shared_and_can_be_set() -> None:
+    """All PartialStates share their attributes: distributed_type set on one is that of the next, until
+    AcceleratorState._reset_state(reset_partial_state=True)."""
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerate.PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+        assert accelerate.PartialState().distributed_type == DistributedType.MULTI_GPU
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert accelerate.PartialState(cpu=True).distributed_type == DistributedType.NO
+    AcceleratorState._reset_state(reset_partial_state=True)
