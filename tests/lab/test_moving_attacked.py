@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.lab.import_config import decided_branches, loops, project_files
+from lockstep.lab.import_config import import_config, loops, project_files
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import ACCELERATE, DDP, DPO, LOOP, SCRIPT, TRAINER, changed, moved, refused
+from support.moving_scripts import ACCELERATE, AFTER, DDP, DPO, LOOP, MODE, SCRIPT, TRAINER, changed, moved, refused
 
 OTHER_REFERENCE = (
     ("args = DPO", 'ref = AutoModelForCausalLM.from_pretrained("acme/base")\nargs = DPO'),
@@ -55,7 +55,9 @@ def test_statements_that_may_set_any_name_anew_are_refused(tmp_path: Path) -> No
     ],
 )
 def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str, tmp_path: Path) -> None:
-    script = decided_branches.taken(Script(tmp_path / "train.py", f"lr = 3e-4\n{text}\nif lr:\n    x = f(lr=lr)\n"))
+    script = import_config.decided_branches.taken(
+        Script(tmp_path / "train.py", f"lr = 3e-4\n{text}\nif lr:\n    x = f(lr=lr)\n")
+    )
     call = next(each for each in script.calls if each.name == "f")
     assert script.arguments(call).unknown == {"lr": "lr"}
     assert call.condition is not None
@@ -63,7 +65,7 @@ def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str,
 
 def test_values_that_are_changed_in_place_or_set_by_a_class_are_unknown(tmp_path: Path) -> None:
     def unknown(text: str) -> bool:
-        script = decided_branches.taken(Script(tmp_path / "train.py", text))
+        script = import_config.decided_branches.taken(Script(tmp_path / "train.py", text))
         call = next(each for each in script.calls if each.name == "f")
         return bool(script.arguments(call).unknown or script.arguments(call).more)
 
@@ -264,12 +266,12 @@ def test_a_module_of_lightning_is_read_and_what_changes_a_step_is_not_lost() -> 
 
 
 def in_loop(text: str) -> str:
-    """Return the gaps of a loop, one a line."""
+    """Return the gaps and notes of a script, one a line."""
     draft = RunDraft()
-    result = loops.read(decided_branches.taken(Script(Path("train.py"), text)))
-    assert result is not None
-    result[1](draft, 1)
-    return "\n".join(map(str, draft.gaps))
+    import_config.script(Script(Path("train.py"), text)).move(draft, 1)
+    for each in draft.at_end:
+        each(draft)
+    return "\n".join((*map(str, draft.gaps), *draft.notes))
 
 
 ZERO = "m.weight.data.zero_()"
@@ -296,13 +298,103 @@ def test_functions_that_train_or_make_the_data_are_looked_at() -> None:
     of_x = "x = torch.randn(n, 4)\n    return TensorDataset(x, x.sin().sum(-1))"
     made = f"from torch.utils.data import TensorDataset\ndef make(n):\n    {of_x}\n\n\ndef main"
     data = changed(("Points(600)", "make(600)"), ("def main", made), text=DDP)
-    assert in_loop(data) == ""
+    assert in_loop(data) == in_loop(DDP)
     for inside in ("torch.set_default_dtype(d)", "global model", "model.bias.data.zero_()"):
         assert "make(600)" in in_loop(data.replace("    return Ten", f"    {inside}\n    return Ten")), inside
     assert ": twice (this decorator may replace main" in in_loop(DDP.replace("def main", "@twice\ndef main"))
-    assert in_loop(DDP.replace("def main", "@record\ndef main")) == ""
+    assert in_loop(DDP.replace("def main", "@record\ndef main")) == in_loop(DDP)
     start, inner = DDP.index("            out = "), "    def ev(*m):\n        pass\n    for epoch"
     step = "def step(m, x, y, f):\n    loss = f(m(x), y)\n    loss.backward()\n\n\ndef main"
     text = DDP[:start] + "            step(model, x, y, criterion)\n            optimizer.step()\n\n\nmain()\n"
     text = changed(("def main", step), ("    for epoch", f"    @optimizer.register_step_post_hook\n{inner}"), text=text)
     assert "optimizer.register_step_post_hook('ev')" in in_loop(text)
+
+
+RATE = "get_linear_schedule_with_warmup(optimizer, 50, len(train) * 3)"
+STEPPED = changed(
+    ("optimizer = ", f"rate = {RATE}\noptimizer = "), (AFTER, f"        rate_scheduler.step()\n{AFTER}")
+).replace(f"rate = {RATE}\noptimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)", "RATES")
+STEPPED = STEPPED.replace(
+    "RATES", f"optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)\nrate_scheduler = {RATE}"
+).replace("import torch\n", "import torch\nfrom transformers import get_linear_schedule_with_warmup\n", 1)
+LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
+    (MODE, ""): "no model.train() is called before it",
+    ('("encoder")\noptimizer', '("encoder").to(device)\noptimizer'): "",
+    (
+        "        optimizer.step()\n        rate_scheduler.step()\n",
+        "        rate_scheduler.step()\n        optimizer.step()\n",
+    ): "the schedule advances before the optimizer's step",
+    ("50, len(train) * 3", "50, len(train) * 3, last_epoch=9"): "last_epoch=9 (the schedule begins at another step",
+    ("enumerate(train)", "enumerate(tqdm(train))"): "",
+    ("import torch\n", "import torch\ntorch.set_float32_matmul_precision('high')\n"): "rounded to fewer bits",
+    ('"acme/reviews"', '"acme/reviews", split={"train": "train[:9%]"}'): "use a whole split",
+    (
+        'AutoTokenizer.from_pretrained("encoder"',
+        'AutoTokenizer.from_pretrained("encoder", legacy=False',
+    ): "legacy=False",
+    (
+        'AutoTokenizer.from_pretrained("encoder"',
+        'AutoTokenizer.from_pretrained("encoder", revision="a"',
+    ): "revision=a (",
+    (
+        "data = raw",
+        "raw = raw['train'].train_test_split(test_size=0.2, seed=1)\ndata = raw",
+    ): "drawn by lockstep's seed, not by seed=1",
+    ("import get_linear", "import AutoConfig\nfrom utils import get_linear"): f": {RATE} (",
+    (
+        LOOP,
+        f"class O:\n    def step(self):\n        pass\n    def zero_grad(self):\n        pass\noptimizer = O()\n{LOOP}",
+    ): "it is the script's own method, line",
+}
+
+
+def test_settings_of_a_loop_that_were_lost_in_silence() -> None:
+    usual = set(in_loop(STEPPED).splitlines())
+    for pair, part in LOST_IN_LOOPS.items():
+        lines = set(in_loop(changed(pair, text=STEPPED)).splitlines())
+        assert part in "\n".join(lines - usual), pair
+    bar = changed(("enumerate(train)", "enumerate(tqdm(train))"), text=STEPPED)
+    assert "is not one over the batches" in in_loop(f"from utils import tqdm\n{bar}")
+    assert set(in_loop(f"from tqdm.auto import tqdm\n{bar}").splitlines()) == usual
+    moved_model = changed((MODE, ""), ('("encoder")\nopt', '("encoder").to(device)\nopt'), text=STEPPED)
+    assert "no model.train() is called before it" in in_loop(moved_model)
+    cosine = "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(train) * 3)"
+    for schedule in (cosine, "get_scheduler('cosine_with_min_lr', optimizer, 50, len(train) * 3)"):
+        assert "optim.schedule" not in in_loop(STEPPED.replace(RATE, schedule)), schedule
+
+
+INIT = "    def __init__(self, *a, **k):\n        super().__init__(*a, **k)\n"
+LOST_IN_TRAINERS = {  # lines of a subclass, or what is changed -> a part of the gap or note
+    f"{INIT}        self.args.learning_rate = 1": "T.__init__ (the effect",
+    "    def log(self, logs):\n        self.optimizer.param_groups[0]['lr'] = 1": "T.log (the effect of line",
+    "    def evaluate(self):\n        self.control.should_training_stop = True": "T.evaluate (the effect of line",
+    "    def floating_point_ops(self, inputs):\n        inputs['labels'] = 0": "T.floating_point_ops (the effect",
+    ("trainer = Trainer", "M = type('M', (Trainer,), {'compute_loss': f})\ntrainer = M"): "which class it makes",
+    ("NAME =", "from mine import Trainer\nNAME ="): "(Trainer is imported from mine.Trainer",
+    ("NAME =", "from mine import *\nNAME ="): "(Trainer is replaced by an import of *",
+    ("NAME =", "def load_dataset(*n):\n    return n\nNAME ="): "(load_dataset is the script's own",
+    ("NAME =", "import mine\nmine.patch()\nNAME ="): "mine.patch() is not read",
+    ("args = T", "from peft import LoraConfig\nc = LoraConfig(r=4)\nc.r = 9\nargs = T"): ": c.r (it changes what line",
+    ('rows["review"]', 'rows["a"], rows["b"]'): "",
+    ("trainer.train()", "trainer.train('out/checkpoint-5')"): "resume_from_checkpoint='out/checkpoint-5' (",
+    ("trainer.train()", "trainer.evaluate()"): "the script never calls train()",
+}
+
+
+def test_settings_of_a_trainer_that_were_lost_in_silence() -> None:
+    text = TRAINER.replace("ARGUMENTS", "")
+    usual = set(in_loop(text).splitlines())
+
+    def more(*pairs: tuple[str, str]) -> str:
+        return "\n".join(set(in_loop(changed(*pairs, text=text)).splitlines()) - usual)
+
+    for pair, part in LOST_IN_TRAINERS.items():
+        of_class = ("trainer = Trainer(", f"class T(Trainer):\n{pair}\ntrainer = T(")
+        assert part in more(of_class if isinstance(pair, str) else pair), pair
+    mixed = "class A:\n    def compute_loss(self):\n        pass\nclass T(A, Trainer):\n    pass\ntrainer = T("
+    assert "A.compute_loss (a loss" in more(("trainer = Trainer(", mixed))
+    pairs = ('rows["review"], truncation=True', 'rows["a"], rows["b"], truncation="only_first"')
+    assert "truncation='only_first' (the longer" in more(pairs)
+    plain = "    def evaluate(self, *a):\n        m = super().evaluate(*a)\n        m['x'] = 1\n        self.log(m)"
+    log = "    def log(self, logs):\n        logs['x'] = 1\n        super().log(logs)"
+    assert ": T" not in more(("trainer = Trainer(", f"class T(Trainer):\n{INIT}{plain}\n{log}\ntrainer = T("))

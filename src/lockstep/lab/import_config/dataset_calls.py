@@ -49,10 +49,13 @@ def load(call: Call, at: Reading) -> None:
             at.set(call, "data.config", config)
         if files is not None:
             at.draft.lacks(f"line {call.line}: data_files={files}", "data.train names them", "data.train")
-    if isinstance(split, str) and not split.isidentifier():
+    parts = split.items() if isinstance(split, dict) else [(each, each) for each in _listed(split)]
+    if any(not isinstance(each, str) or not each.isidentifier() for _, each in parts):
         at.draft.lacks(
             f"line {call.line}: split={split!r}", "use a whole split, or data.limit", "data.train", "data.limit"
         )
+    elif any(name != each for name, each in parts):
+        at.draft.lacks(f"line {call.line}: split={split!r}", "data.train names the split", "data.train")
     if arguments.known.get("revision"):
         at.set(call, "data.revision", arguments.known["revision"])
     if arguments.known.get("streaming"):
@@ -66,6 +69,12 @@ def load(call: Call, at: Reading) -> None:
         if name not in (*read, *NAMES["load_dataset"]) and value is not None:
             at.draft.unclear(f"line {call.line}: {name}={value}", "unknown argument")
     at.read(call, "data.source")
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [] if value is None else [value]
 
 
 def _reading(builder: str, known: Mapping[str, Any], call: Call, at: Reading) -> tuple[str, ...]:
@@ -112,9 +121,20 @@ def cut(call: Call, at: Reading) -> None:
     if isinstance(share, float) and 0 < share < 1:
         at.set(call, "data.validation_fraction", share)
         at.read(call, "data.validation_fraction")
+        at.draft.at_end.append(partial(_held_out, call, at.script.arguments(call).nodes.get("seed")))
     elif "test_size" not in arguments.unknown:
         why = "data.validation_fraction is a share of train"
         at.draft.lacks(str(call), why, "data.validation_fraction", "data.validation")
+
+
+def _held_out(call: Call, seed: ast.expr | None, draft: RunDraft) -> None:
+    """Say which rows are held out; data with a validation split hold out none."""
+    if draft.rows is not None and "data.validation" not in draft.keys:
+        why = "the data have a validation split, so data.validation_fraction holds out no rows of train"
+        draft.lacks(str(call), why, "data.validation", "data.train")
+    own = f"not by seed={code_of(seed)}" if seed is not None else "not by the script's generator"
+    where = f"line {call.line}: the rows held out are drawn by lockstep's seed, {own}"
+    draft.notes.append(f"{where}; with a validation split of its own, the data keep all of train")
 
 
 def fewer(call: Call, at: Reading) -> None:
@@ -217,6 +237,11 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
     if arguments.known.get("add_special_tokens", True) is not True or "add_special_tokens" in arguments.unknown:
         why = "texts get the tokenizer's default special tokens"
         at.draft.lacks(f"line {call.line}: add_special_tokens", why, "tokenizer.source")
+    cut_ = arguments.known.get("truncation")
+    odd = cut_ in ("only_first", "only_second") and task != "question_answering"
+    if odd and "text_pair" in arguments.nodes:
+        why = "the longer text of a pair is truncated first (longest_first)"
+        at.draft.lacks(f"line {call.line}: truncation={cut_!r}", why, "data.max_length")
     at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
     for name, node in arguments.nodes.items():
         if name not in NAMES["tokenizer_arguments"]:

@@ -115,6 +115,8 @@ class _Reader:
         first, last = [0, *map(self.script.known, call.args)][-2:]
         node: ast.expr = loop.iter
         while isinstance(node, ast.Call) and ast.unparse(node.func) in ("enumerate", "tqdm") and node.args:
+            if ast.unparse(node.func) in self.script.functions:
+                return None
             node = node.args[0]
         lines = [each for each in ast.walk(function) if isinstance(each, ast.Assign)]
         values = {ast.unparse(each.value) for each in lines if ast.unparse(each.targets[0]) == ast.unparse(node)}

@@ -25,6 +25,7 @@ from lockstep.lab.import_config import (
     command_line,
     decided_branches,
     loops,
+    model_defaults,
     project_files,
     torchtune,
     trainer,
@@ -462,10 +463,13 @@ class Read:
     mover: Mover
     unread: Sequence[str] = ()  # files that a script imports
     rebound: Sequence[str] = ()  # statements that may set any name anew
+    rounded: Sequence[str] = ()  # statements that let products of float32 be rounded
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
         draft.unread = [*draft.unread, *self.unread]
+        why = "products of float32 are rounded to fewer bits there; lockstep leaves torch's own setting"
+        draft.notes += [f"{each}: {why}" for each in self.rounded]
         for each in self.rebound:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         self.mover(draft, processes)
@@ -502,7 +506,7 @@ def script(of: Script) -> Read:
     unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread, rebound)
+            return Read(*result, unread, rebound, model_defaults.rounded(of))
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lockstep.lab.import_config import model_defaults, script
@@ -147,7 +148,8 @@ def pretrained(call: Call, at: Reading) -> None:
         _config(call, at, arguments)
         return
     if holder.rpartition(".")[2].startswith(("Peft", "AutoPeft")):
-        if at.models:  # after training: an adapter is loaded again, to be merged or tried
+        later = not arguments.known.get("is_trainable") and not _precedes_training(call, at)
+        if at.models and later:  # an adapter is loaded again, to be merged or tried
             at.draft.unclear(str(call), "an adapter is loaded: merged is the export here", decides=False)
         else:
             at.draft.lacks(str(call), "to continue training an adapter, merge it first", "model.source")
@@ -166,6 +168,15 @@ def pretrained(call: Call, at: Reading) -> None:
         at.set(call, "model.source", source)
     _model(call, at, arguments, task)
     at.read(call, f"model.source{f', task.name: {task}' if task else ''}")
+
+
+def _precedes_training(call: Call, at: Reading) -> bool:
+    """Return whether a call stands before the one that trains, in the same function."""
+    scopes, order = at.script.scopes, at.script.order
+    trains = [c.node for c in at.script.calls if c.name in ("train", "fit", "backward") and c.receiver is not None]
+    trains = [node for node in trains if script.kind_of(at.script, node.func.value) != "model"]  # type: ignore[attr-defined]
+    same = [node for node in trains if scopes.get(id(node)) is scopes.get(id(call.node))]
+    return bool(same) and all(order[id(call.node)] < order[id(node)] for node in same)
 
 
 def task_first(script: Script, draft: RunDraft) -> None:
@@ -191,6 +202,9 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
     rewards = any(c.name in ("RewardTrainer", "RewardConfig") for c in at.script.calls)
     if labels == 1 and task == "classification" and not rewards:
         at.set(call, "task.regression", True)
+    elif isinstance(labels, int) and task in ("classification", "token_classification"):
+        why = f"line {call.line}: num_labels={labels} is not written: a run has as many outputs as its data have labels"
+        at.draft.notes.append(why)
     for name, value in arguments.known.items():
         if name in _OF_MODEL:
             if value is not None and value is not False:
@@ -303,7 +317,9 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
             at.set(call, "data.max_length", value)
         elif name == "padding_side":
             pads(at, value, f"line {call.line}: {name}={value!r}")
-        elif name not in ("trust_remote_code", "revision") and value not in (None, False):
+        elif name == "revision":
+            at.draft.at_end.append(partial(_same_revision, f"line {call.line}: {name}={value}", value))
+        elif (name, value) not in _AS_SAVED and name != "trust_remote_code" and value is not None:
             where = f"line {call.line}: {name}={value}"
             at.draft.lacks(where, "tokenizers are used as saved", "tokenizer.source")
     arguments.known.clear()
@@ -313,6 +329,19 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
     if source is not None:
         at.draft.set("tokenizer.source", source, f"{call.name}, line {call.line}")
     at.read(call, "tokenizer.source")
+
+
+_AS_SAVED = (
+    ("truncation_side", "right"),
+    ("clean_up_tokenization_spaces", False),
+    ("clean_up_tokenization_spaces", True),
+)
+
+
+def _same_revision(where: str, value: Any, draft: RunDraft) -> None:
+    """Add a gap if a tokenizer is of another revision than the model, whose revision a run reads."""
+    if value is not None and value != draft.keys.get("model.revision", "main"):
+        draft.lacks(where, "the tokenizer is read at the revision of the model", "tokenizer.source", "model.revision")
 
 
 def pads(at: Reading, side: Any, where: str) -> None:

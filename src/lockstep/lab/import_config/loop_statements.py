@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config.library_names import is_own, is_progress
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.model_inputs import ModelInputs
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
@@ -143,7 +144,9 @@ class Statements:
         """Return whether an expression is a DataLoader, possibly in enumerate or tqdm."""
         if isinstance(node, ast.Call):
             name = self.script.origin_of(node.func)
-            if name == "enumerate" or name.rpartition(".")[2] in ("tqdm", "track"):
+            if is_own(self.script, node.func):
+                return False
+            if name == "enumerate" or is_progress(self.script, node.func):
                 return bool(node.args) and self._is_loader(node.args[0])
             return name.rpartition(".")[2] == "DataLoader"
         if not isinstance(node, ast.Name):
@@ -176,6 +179,8 @@ class Statements:
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
             return True
+        if is_own(self.script, call.func) and name not in ("set_seed", "seed_everything"):
+            return False
         schedules = "lr_scheduler" in origin and name[:1].isupper()  # loops.py reports it
         schedules |= name in ("WeightedRandomSampler", "AveragedModel", "SWALR")
         return schedules or name in NAMES["loop_calls"] or name in NAMES["optimizers"] or call in self.optimizers
@@ -226,11 +231,12 @@ class Statements:
 
     def _epochs(self, node: ast.For) -> None:
         call = node.iter
-        while isinstance(call, ast.Call) and self.script.origin_of(call.func).rpartition(".")[2] in ("tqdm", "track"):
-            call = call.args[0] if call.args else call.func
-        is_range = isinstance(call, ast.Call) and self.script.origin_of(call.func).rpartition(".")[2] in (
-            "range",
-            "trange",
+        while isinstance(call, ast.Call) and is_progress(self.script, call.func) and _of_one(call):
+            call = call.args[0]
+        is_range = (
+            isinstance(call, ast.Call)
+            and self.script.origin_of(call.func).rpartition(".")[2] in ("range", "trange")
+            and not is_own(self.script, call.func)
         )
         if not is_range or self.epoch_loop is not None or node.orelse:
             self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
@@ -340,7 +346,7 @@ class Statements:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
         kinds = {"backward": "backward", "zero_grad": "zero", "unscale_": "unscale", "clip_grad_norm_": "clip"}
         kinds |= {"clip_grad_norm": "clip", "clip_grad_value_": "clip", "update": "update"}
-        if name == "update" and "scaler" not in ast.unparse(call.func):
+        if (name == "update" and "scaler" not in ast.unparse(call.func)) or is_own(self.script, call.func):
             return None
         if name == "step" and isinstance(call.func, ast.Attribute):
             return "scheduler" if "sched" in ast.unparse(call.func.value).lower() else "step"
@@ -365,6 +371,8 @@ class Statements:
 
     def _update(self, call: ast.Call, depth: int) -> None:
         kind = self._event(call)
+        if isinstance(call.func, ast.Attribute) and (own := self.quiet.own_method(call.func)) is not None:
+            self._gap(call, f"it is the script's own method, line {own.lineno}, whose effect is unknown")
         if kind == "zero" and not self._clears(call):
             self._gap(call)
         if kind == "backward":
@@ -659,7 +667,11 @@ class Statements:
             self.draft.unclear(f"line {line}: step()", "gradients are clipped before they are unscaled")
         if depth["zero"] != depth["step"] and not accelerate:
             self.draft.unclear(f"line {self.events[zero][1]}: zero_grad()", "gradients are not cleared once per step")
-        if "scheduler" in kinds and depth["scheduler"] != depth["step"]:
+        if "scheduler" in kinds and kinds.index("scheduler") < step:
+            line = self.events[kinds.index("scheduler")][1]
+            why = "the schedule advances before the optimizer's step: each update has the rate of the next one"
+            self.draft.unclear(f"line {line}: step() of the schedule", why, "optim.schedule")
+        elif "scheduler" in kinds and depth["scheduler"] != depth["step"]:
             self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
         if self.loss_is_known and self.every_is_known:
             self._check_divisor(line)
@@ -673,3 +685,8 @@ class Statements:
             name = self.divisor if self.divisor is not Unknown else "an unknown number"
             why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
+
+
+def _of_one(call: ast.Call) -> bool:
+    """Return whether a progress bar has what it iterates over as an argument: `trange` counts itself."""
+    return bool(call.args) and not ast.unparse(call.func).endswith("trange")

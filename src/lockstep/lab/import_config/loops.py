@@ -16,6 +16,7 @@ from lockstep.lab.import_config import attributes, lightning, loading, loop_modu
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
+from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
@@ -53,7 +54,8 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     at = Loop(script, draft, processes=processes, lightning=bool(lightning.modules(script)))
     for call in script.calls:
-        at.call(call)
+        if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
+            at.call(call)
     statements = None
     if at.lightning:
         lightning.module(at, at.is_transformers())
@@ -68,6 +70,8 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     at.ends(statements)
     if draft.by_hand.get("task.name", "module" if not at.is_transformers() else "") != "module":
         at.library_task()
+        if draft.keys.get("model.dtype") == "bfloat16" and not any(c.name == "autocast" for c in script.calls):
+            draft.keys.setdefault("precision", "bf16")
     else:
         loop_module.name_functions(script, draft, at.optimizers, at.loader)
 
@@ -122,7 +126,7 @@ class Loop(Reading):
             self._set(call, "strategy.name", "ddp")
         elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
             self._set(call, "strategy.name", "fsdp2")
-        elif name == "get_scheduler" or ("schedule" in name and name.startswith("get_")):
+        elif name in ("get_scheduler", _COSINE) or ("schedule" in name and name.startswith("get_")):
             self._schedule(call)
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
@@ -189,7 +193,7 @@ class Loop(Reading):
             decay = 0.0
             if call.name == "Adafactor":
                 self.draft.lacks(f"line {call.line}: the rate of adafactor", ADAFACTOR, "optim.learning_rate")
-        decay = arguments.known.get("weight_decay", decay)
+        decay = arguments.known.get("weight_decay", 0.0 if arguments.more else decay)
         if call.name in ("Adam", "Adam8bit") and decay:
             why = "Adam adds the decay to the gradient; AdamW, lockstep's, does not"
             self.draft.lacks(str(call), why, "optim.name")
@@ -200,6 +204,8 @@ class Loop(Reading):
             known = name not in arguments.unknown
             constant = None if known else number(self._constant_of(arguments.nodes[name]))
             value = value if constant is None else constant
+            if arguments.more and name not in arguments.nodes:
+                continue  # `**options` may have it
             self.draft.set(f"optim.{key}", value, f"{name}, line {call.line}" if known else later)
         self._weights(call, arguments, rate, number(decay) or 0.0)
         keys = {name: f"optim.{name}" for name in ("betas", "eps", "momentum")}
@@ -370,6 +376,9 @@ class Loop(Reading):
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
         arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
         name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
+        if call.name == _COSINE:
+            name, arguments = "cosine", _of_cosine(self.script, call)
+        name = {"polynomial_decay": "polynomial"}.get(name, name)
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
         if name not in NAMES["schedules"]:
@@ -389,6 +398,10 @@ class Loop(Reading):
         elif name != "constant" and "num_warmup_steps" in arguments.unknown:
             code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
             self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
+        if "last_epoch" in arguments.nodes and arguments.known.get("last_epoch") != -1:
+            why = "the schedule begins at another step than the first"
+            where = f"line {call.line}: last_epoch={code_of(arguments.nodes['last_epoch'])}"
+            self.draft.lacks(where, why, "optim.schedule")
         ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
         ends |= ends.pop("scheduler_specific_kwargs", None) or {}
         rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
@@ -648,6 +661,17 @@ def _assignments(script: Script) -> list[ast.Assign]:
     return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
+def _of_cosine(script: Script, call: Call) -> Arguments:
+    """Return the arguments of torch's CosineAnnealingLR by the names of transformers' schedules."""
+    arguments = script.arguments(call, ("optimizer", "T_max", "eta_min", "last_epoch"))
+    for part in (arguments.known, arguments.nodes, arguments.unknown):
+        for theirs, ours in (("T_max", "num_training_steps"), ("eta_min", "lr_end")):
+            if theirs in part:
+                part[ours] = part.pop(theirs)  # type: ignore[attr-defined]
+    return arguments
+
+
+_COSINE = "CosineAnnealingLR"
 _STEPWISE = "optim.schedule is the rate as a function of the step"
 _CLIPPING = "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
 _WITHOUT = {

@@ -214,7 +214,7 @@ class QuietCode:
             kind = kind_of(self.script, call.func.value)
             if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
                 return True  # likewise
-            if (method := self._own_method(call.func)) is not None:
+            if (method := self.own_method(call.func)) is not None:
                 return self._quiet_body(f"{method.name}, line {method.lineno}", method, method.args.args[:1])
             if name in NAMES["changing_methods"]:
                 return self._is_of_others(call.func.value)
@@ -269,7 +269,7 @@ class QuietCode:
         implicit = [each for each in own if each.name.startswith("__")]
         return all(self._quiet_body(f"{name}.{m.name}, line {m.lineno}", m, m.args.args[:1]) for m in implicit)
 
-    def _own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
+    def own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
         """Return the called method of a class of the script, also one of its bases."""
         holder: ast.expr | None = function.value
         while isinstance(holder, ast.Name):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config.quiet_code import names_in, root_of
-from lockstep.lab.import_config.script import Script, Unknown
+from lockstep.lab.import_config.script import TOKENIZERS, Script, Unknown
 
 PART = "part"  # some modules of the model are in another mode than the rest
 _WRAPPED = ("module", "model", "_orig_mod")  # attributes under which a wrapper has the model itself
@@ -118,7 +118,25 @@ class TrainMode:
             return modes
         if names_in(node.value) & self.models:  # moved or wrapped
             return modes
-        return frozenset({Mode(not self.script.origin_of(node.value.func).endswith(".from_pretrained"))})
+        return frozenset({Mode(self._created(node.value))})
+
+    def _created(self, node: Any, depth: int = 0) -> bool:
+        """Return whether a model is in training mode where it is created: `X.from_pretrained(name).to(device)` is not,
+        nor what a function of the script returns, or a wrapper is given, of that kind."""
+        if isinstance(node, ast.Name) and depth < _DEPTH:
+            return self._created(self.script.bound(node, last=True), depth + 1)
+        if not isinstance(node, ast.Call) or depth >= _DEPTH:
+            return True
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in ("train", "eval"):
+            return name == "train" and all(self.script.known(each, Unknown) is True for each in node.args)
+        if name == "from_pretrained":
+            return self.script.origin_of(node.func).rpartition(".")[0].endswith(("Config", *TOKENIZERS))
+        if isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Call):
+            return self._created(node.func.value, depth + 1)
+        function = self.script.functions.get(ast.unparse(node.func))
+        returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)] if function else []
+        return all(self._created(each, depth + 1) for each in (*returned, *node.args))
 
     # -- expressions ---------------------------------------------------------------------------------------------------
 

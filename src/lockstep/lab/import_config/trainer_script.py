@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import attributes, dataset_calls, lightning, loading, loss_means, trainer
+from lockstep.lab.import_config.library_names import is_library, is_own, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
-from lockstep.lab.import_config.quiet_code import QuietCode
+from lockstep.lab.import_config.quiet_code import QuietCode, root_of
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
@@ -72,6 +73,9 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         read_call(call, at)
         if _touches(call, script) and not quiet.is_quiet(call.node):
             draft.unclear(str(call), "its effect on its arguments is unknown: inline it where it is called")
+    if not any(call.name in ("train", "fit", "hyperparameter_search") for call in script.calls):
+        draft.notes.append("the script never calls train(): whether it trains at all is decided elsewhere")
+    _unread_effects(at)
     for kind in script.classes.values():
         _subclass(kind, at)
     attributes.read(at)
@@ -81,6 +85,20 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     own_tokenizer(at)
     if draft.task is None:
         draft.unclear("the task", "it is unknown which one it is", "task.name")
+
+
+def _unread_effects(at: Reading) -> None:
+    """Add a gap for classes that are made by `type(...)`, and say which calls of other files are not read."""
+    for call in at.script.calls:
+        if call.origin == "type" and len(call.node.args) == 3:
+            at.draft.unclear(str(call), "which class it makes is known only when the script runs")
+    bare = [each.value for each in ast.walk(at.script.tree) if isinstance(each, ast.Expr)]
+    for node in bare:
+        first = root_of(node) if isinstance(node, ast.Call) else ""
+        module = at.script.imports.get(first, "")
+        if isinstance(node, ast.Call) and module and not is_library(module):
+            where = f"line {node.lineno}: {code_of(node)}"
+            at.draft.notes.append(f"{where} is not read: it must change nothing that is trained")
 
 
 def _touches(call: Call, script: Script) -> bool:
@@ -95,6 +113,12 @@ def read_call(call: Call, at: Reading) -> None:
     handler = _handler(call, at)
     if handler is None:
         return
+    if call.name not in _SEEDS and is_own(at.script, call.node.func):
+        first = root_of(call.node.func)
+        if first not in at.script.classes:  # subclasses are looked at
+            at.draft.unclear(str(call), f"{call.name} is {whose(at.script, first)}, and not the library's")
+            return
+    _changed_later(call, at)
     grows = call.name == "resize_token_embeddings" and "len(tokenizer) >" in (call.condition or "")
     if call.condition is not None and not grows and not is_trainer(at.script, call.name):
         gaps, moves = len(at.draft.gaps), (dict(at.draft.keys), dict(at.arguments))
@@ -103,6 +127,23 @@ def read_call(call: Call, at: Reading) -> None:
             at.draft.unclear(str(call), f"it is called only {call.condition}, which is known only when the script runs")
         return
     handler(call, at)
+
+
+def _changed_later(call: Call, at: Reading) -> None:
+    """Add a gap for each attribute that is set of what a call has made, after it was read: `config.r = 64`."""
+    names = {
+        ast.unparse(each.target)
+        for each in at.script.assignments()
+        if each.value is call.node and isinstance(each.target, ast.Name)
+    }
+    if not names or kind_of(at.script, call.node) is not None:  # read elsewhere
+        return
+    for node in ast.walk(at.script.tree):
+        changed = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        by_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "replace", "dataclasses.replace")
+        holder = node.args[0] if isinstance(node, ast.Call) and by_call and node.args else node
+        if (changed or by_call) and root_of(holder) in names:
+            at.draft.unclear(f"line {node.lineno}: {code_of(node)}", f"it changes what {call} has made")  # type: ignore[attr-defined]
 
 
 def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
@@ -461,9 +502,26 @@ def resized(call: Call, at: Reading) -> None:
     at.draft.drop(str(call), None, why, any(c.name == "add_tokens" for c in at.script.calls), ("tokenizer.source",))
 
 
+def trained(call: Call, at: Reading) -> None:
+    """Read `trainer.train()`, which may go on from a checkpoint."""
+    node = at.script.arguments(call, ("resume_from_checkpoint",)).nodes.get("resume_from_checkpoint")
+    if node is None or at.script.known(node, True) in (None, False):
+        return
+    newest = at.script.known(node) is True or (
+        isinstance(node, ast.Name | ast.Attribute) and at.script.known(node) is None
+    )
+    why = "training goes on from a checkpoint of Trainer; a run is continued by the same command"
+    at.draft.drop(f"line {call.line}: resume_from_checkpoint={code_of(node)}", None, why, not newest, ("model.source",))
+
+
+_SEEDS = ("set_seed", "seed_everything")
 _COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")
 Handler = Callable[[Call, Reading], None]
-_OF_TRAINER: dict[str, Handler | None] = {**dict.fromkeys(NAMES["trainer_methods"]), "fit": lightning.fit}
+_OF_TRAINER: dict[str, Handler | None] = {
+    **dict.fromkeys(NAMES["trainer_methods"]),
+    "fit": lightning.fit,
+    "train": trained,
+}
 HANDLERS: dict[str, Handler] = {
     "from_pretrained": loading.pretrained,
     "from_config": loading.scratch,

@@ -176,7 +176,16 @@ class TrainerStatements:
 
 
 def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> None:
-    """Check a subclass of Trainer: any method that is not on a list affects training."""
+    """Check a subclass of Trainer and its other bases: any method that is not on a list affects training, and so may
+    the statements of those that are."""
+    for base in kind.bases:
+        origin = script.origin_of(base)
+        if origin in script.classes and not is_trainer(script, origin):
+            subclass_of_trainer(script, script.classes[origin], draft)
+        elif not is_trainer(script, origin) and not origin.startswith(("typing.", "abc.")) and origin != "object":
+            draft.unclear(f"line {kind.lineno}: {kind.name}({code_of(base)})", "the methods of this base are not read")
+    for word in kind.keywords:
+        draft.unclear(f"line {kind.lineno}: {kind.name}({word.arg}={code_of(word.value)})", "its effect is unknown")
     for line in kind.body:
         if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
             where = f"line {line.lineno}: {kind.name}.{line.name}"
@@ -187,20 +196,61 @@ def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> 
                 continue
             elif line.name not in NAMES["trainer_quiet_overrides"]:
                 draft.unclear(where, "the effect of this method on training is unknown")
+            elif (inside := _effect(script, line)) is not None:
+                why = f"the effect of line {inside.lineno}, {code_of(inside)}, on training is unknown"  # type: ignore[attr-defined]
+                draft.unclear(where, why)
         elif isinstance(line, ast.Assign) and not isinstance(line.value, ast.Constant):
             draft.unclear(f"line {line.lineno}: {code_of(line)}", "its effect on the Trainer is unknown")
+
+
+def _effect(script: Script, method: Any) -> ast.AST | None:
+    """Return the first statement of a method, one that Trainer calls beside training, that may change the training."""
+    itself = method.args.args[0].arg if method.args.args else ""
+    changes: list[ast.AST] = []
+
+    def is_read(call: ast.Call) -> bool:
+        text = ast.unparse(call.func)
+        own = text.startswith((f"{itself}.", "super()."))
+        return text == "super" or (own and text.rpartition(".")[2] in NAMES["trainer_evaluates"])
+
+    quiet = QuietCode(script, lambda node, *_: changes.append(node), is_read, itself=itself)
+    logged = [each.arg for each in method.args.args if each.arg in ("logs", "metrics", "output")]
+    results = [each for each in ast.walk(method) if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)]
+    own = [each for each in results if ast.unparse(each.value).startswith("super().")]
+    logged += [ast.unparse(target) for each in own for target in each.targets]
+    for line in method.body:
+        targets = [each for each in ast.walk(line) if isinstance(getattr(each, "ctx", None), ast.Store | ast.Del)]
+        if all(isinstance(each, ast.Subscript) and root_of(each) in logged for each in targets) and targets:
+            continue
+        changes += [each for each in targets if isinstance(each, ast.Attribute) and each.attr in _OF_TRAINER]
+        quiet.statement(line, frozenset())
+    return changes[0] if changes else None
 
 
 def _is_plain_init(function: Any) -> bool:
     """Return whether an `__init__` only passes its arguments on, and stores values that are not part of a Trainer."""
     for line in function.body:
-        text = ast.unparse(line)
-        plain = isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or text.startswith("super("))
+        plain = isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or _passes_on(line.value))
         assigned = isinstance(line, ast.Assign) and isinstance(line.value, ast.Name | ast.Constant)
-        own = assigned and all(isinstance(t, ast.Attribute) and t.attr not in _OF_TRAINER for t in line.targets)
+        own = assigned and all(
+            isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.attr not in _OF_TRAINER
+            for t in line.targets
+        )
         if not plain and not own:
             return False
     return True
 
 
+def _passes_on(node: ast.expr) -> bool:
+    """Return whether a call is `super().__init__(...)` of arguments under their own names."""
+    if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("super("):
+        return False
+    plain = all(isinstance(getattr(each, "value", each), ast.Name) for each in node.args)
+    words = [word for word in node.keywords if word.arg is not None]
+    return plain and all(isinstance(each.value, ast.Name) and each.value.id == each.arg for each in words)
+
+
 _OF_TRAINER = ("model", "args", "data_collator", "train_dataset", "optimizer", "lr_scheduler", "compute_loss_func")
+_OF_TRAINER += ("model_wrapped", "label_smoother", "model_accepts_loss_kwargs", "accelerator", "callback_handler")
+_OF_TRAINER += ("control", "state", "processing_class", "tokenizer", "place_model_on_device", "_train_batch_size")
+_OF_TRAINER += (*NAMES["trainer_overrides"],)

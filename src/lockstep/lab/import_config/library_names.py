@@ -1,0 +1,63 @@
+"""Names that a script has from a library, told apart from its own of the same spelling.
+
+In: a `Script` and the function of a call. Out: whether the script itself, or a file of its project, defines the name:
+`def tqdm(x): return x[:5]`, `from utils import get_cosine_schedule_with_warmup`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from typing import Any
+
+from lockstep.lab.import_config.quiet_code import root_of
+from lockstep.lab.import_config.table import NAMES
+
+PROGRESS = ("tqdm", "track", "trange")
+
+
+def is_own(script: Any, function: ast.expr) -> bool:
+    """Return whether a name is defined in the script, or imported from a module that is no known library."""
+    first = root_of(function)
+    if isinstance(function, ast.Name) and (first in script.functions or first in script.classes):
+        return True
+    module = script.imports.get(first, "")
+    if module and not is_library(module):
+        return True
+    known = hasattr(builtins, first) or (id(None), first) in script.bindings
+    return isinstance(function, ast.Name) and not known and _may_be_starred(script, first)
+
+
+def is_library(module: str) -> bool:
+    """Return whether a dotted name is of a module whose names are known."""
+    return module.partition(".")[0] in (*NAMES["known_libraries"], *sys.stdlib_module_names)
+
+
+def whose(script: Any, name: str) -> str:
+    """Return where a name is from that `is_own` has found, for a message."""
+    module = script.imports.get(name, "")
+    if name in script.functions:
+        return "the script's own"
+    return "replaced by an import of * after it" if is_library(module) else f"imported from {module}"
+
+
+def is_progress(script: Any, function: ast.expr) -> bool:
+    """Return whether a call is a progress bar around what it iterates over."""
+    return script.origin_of(function).rpartition(".")[2] in PROGRESS and not is_own(script, function)
+
+
+def _may_be_starred(script: Any, name: str) -> bool:
+    """Return whether `from mine import *`, of no known library, follows the line that imports a name."""
+    last = stars = 0
+    for node in script.tree.body:
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            stars = _last_line(node, stars) if not is_library(node.module or "") else stars
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            own = [(each.asname or each.name).partition(".")[0] for each in node.names]
+            last = _last_line(node, last) if name in own else last
+    return stars > last
+
+
+def _last_line(node: ast.stmt, line: int) -> int:
+    return max(node.lineno, line)
