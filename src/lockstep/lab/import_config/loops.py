@@ -664,10 +664,11 @@ def _assignments(script: Script) -> list[ast.Assign]:
 def _of_cosine(script: Script, call: Call) -> Arguments:
     """Return the arguments of torch's CosineAnnealingLR by the names of transformers' schedules."""
     arguments = script.arguments(call, ("optimizer", "T_max", "eta_min", "last_epoch"))
-    for part in (arguments.known, arguments.nodes, arguments.unknown):
+    parts: tuple[dict[str, Any], ...] = (arguments.known, arguments.nodes, arguments.unknown)
+    for part in parts:
         for theirs, ours in (("T_max", "num_training_steps"), ("eta_min", "lr_end")):
             if theirs in part:
-                part[ours] = part.pop(theirs)  # type: ignore[attr-defined]
+                part[ours] = part.pop(theirs)
     return arguments
 
 

@@ -250,7 +250,9 @@ def _passes_on(node: ast.expr) -> bool:
     return plain and all(isinstance(each.value, ast.Name) and each.value.id == each.arg for each in words)
 
 
-_OF_TRAINER = ("model", "args", "data_collator", "train_dataset", "optimizer", "lr_scheduler", "compute_loss_func")
-_OF_TRAINER += ("model_wrapped", "label_smoother", "model_accepts_loss_kwargs", "accelerator", "callback_handler")
-_OF_TRAINER += ("control", "state", "processing_class", "tokenizer", "place_model_on_device", "_train_batch_size")
-_OF_TRAINER += (*NAMES["trainer_overrides"],)
+_OF_TRAINER: tuple[str, ...] = (
+    *("model", "args", "data_collator", "train_dataset", "optimizer", "lr_scheduler", "compute_loss_func"),
+    *("model_wrapped", "label_smoother", "model_accepts_loss_kwargs", "accelerator", "callback_handler", "control"),
+    *("state", "processing_class", "tokenizer", "place_model_on_device", "_train_batch_size"),
+    *NAMES["trainer_overrides"],
+)
