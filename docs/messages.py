@@ -40,6 +40,8 @@ ROOMS = {
     "9": "Traces",
 }
 CODE = re.compile(r"LS\d{4}")
+PART = re.compile(r"<[^<>]*>")  # a part that a message fills in
+FEW = 2  # words of its own below which a message is read where it is composed
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 KEY = re.compile(r"^([a-z_]+(?:\.[a-z0-9_]+)*)[.:]")
 DOTTED = re.compile(r"(?<![\w./<-])[a-z_]+(?:\.[a-z0-9_]+)+")
@@ -162,12 +164,87 @@ def _of(file: Path) -> Iterator[Message]:
     source = file.read_text(encoding="utf-8")
     if CODE.search(source) is None:
         return
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
             code = node.args[0].value
             if isinstance(code, str) and CODE.fullmatch(code):
                 text = " ".join(_words(node.args[1]).split(" "))
+                if len(re.findall("[a-z]{3,}", PART.sub("", text), re.I)) < FEW:
+                    text = _composed(node, tree) or text
                 yield Message(code, text, file.relative_to(ROOT).as_posix())
+
+
+def _composed(call: ast.Call, tree: ast.Module) -> str | None:
+    """Text of a message that a variable, a constant or a function of one string expression holds; None if there is no
+    such text."""
+    texts = [_words(value) for value in _values(call.args[1], call, tree)]
+    texts = [text for text in dict.fromkeys(texts) if len(re.findall("[a-z]{3,}", PART.sub("", text), re.I)) >= FEW]
+    return "\n".join(texts) or None
+
+
+def _values(node: ast.expr, call: ast.Call, tree: ast.Module) -> Iterator[ast.expr]:
+    """String expressions that a variable of the calling function, a constant, or a function may have as value."""
+    match node:
+        case ast.Name(id=name):
+            yield from _assigned(name, call, tree)
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str()), attr="join"), args=[ast.List(elts=parts)]):
+            for part in (part for part in parts if not isinstance(part, ast.Starred)):
+                for value in [*_values(part, call, tree)][:1] or [part]:
+                    yield value
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            for definition in _functions(name, tree):
+                returned = [each.value for each in ast.walk(definition) if isinstance(each, ast.Return)]
+                yield from (value for value in returned if value is not None)
+        case ast.JoinedStr(values=values):
+            for inner in (value.value for value in values if isinstance(value, ast.FormattedValue)):
+                for value in _values(inner, call, tree):
+                    yield ast.JoinedStr([value if _holds(each, inner) else each for each in values])
+
+
+def _holds(part: ast.expr, inner: ast.expr) -> bool:
+    """Whether a part of a formatted string is that of an expression."""
+    return isinstance(part, ast.FormattedValue) and part.value is inner
+
+
+def _assigned(name: str, call: ast.Call, tree: ast.Module) -> list[ast.expr]:
+    """The value last assigned to a name before a call in its function, else to a constant of any file."""
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    inside = [n for n in functions if n.lineno <= call.lineno <= (n.end_lineno or n.lineno)]
+    scope: ast.AST = inside[-1] if inside else tree
+    before = [n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.NamedExpr) and n.lineno <= call.lineno]
+    values = [n.value for n in before if name in {t.id for t in _targets(n) if isinstance(t, ast.Name)}]
+    if values:
+        last = values[-1]
+        return [last, *_values(last, call, tree)] if not isinstance(last, ast.Name) else []
+    return _constants(name, tree)
+
+
+def _targets(node: ast.Assign | ast.NamedExpr) -> list[ast.expr]:
+    return node.targets if isinstance(node, ast.Assign) else [node.target]
+
+
+def _functions(name: str, tree: ast.Module) -> list[ast.AST]:
+    """The function of a name: of this file, else of the only other file that has one."""
+    here = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    others = [] if here else [text for text in _texts() if f"def {name}(" in text]
+    if len(others) == 1:
+        return _functions(name, ast.parse(others[0]))
+    return [*here] if len(here) == 1 else []
+
+
+def _constants(name: str, tree: ast.Module) -> list[ast.expr]:
+    """The value of a module's constant: of this file, else of the only other file that has one of this name."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    here = [each.value for each in assigned if isinstance(t := each.targets[0], ast.Name) and t.id == name]
+    others = [] if here else [text for text in _texts() if f"\n{name} = " in text]
+    return _constants(name, ast.parse(others[0])) if len(others) == 1 else here
+
+
+@functools.cache
+def _texts() -> tuple[str, ...]:
+    files = (file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py")))
+    return tuple(file.read_text(encoding="utf-8") for file in files)
 
 
 def remedies(folder: str) -> dict[str, str]:
@@ -231,8 +308,12 @@ def _words(node: ast.AST) -> str:
             return _words(part)
         case ast.Call(func=ast.Name(id="str" | "sorted" | "repr" | "len" | "min" | "max" | "set"), args=[inner, *_]):
             return _words(inner)
-        case ast.Call(func=ast.Name(id="one_line"), args=[inner, *_]):
+        case ast.Call(func=ast.Name(id="one_line") | ast.Attribute(value=ast.Name(id="shlex")), args=[inner, *_]):
             return _words(inner)
+        case ast.Name(id="error" | "caught" | "cause" | "fault"):
+            return "<the error>"
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="self" | "side_effects" | "failures"), attr=name)):
+            return f"<{name.strip('_').replace('_', ' ')}>"
         case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
             return f"<{name.strip('_').lower().replace('_', ' ')}>"
         case ast.Call(func=ast.Attribute(value=value)) | ast.Subscript(value=value) | ast.Starred(value=value):

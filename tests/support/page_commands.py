@@ -368,6 +368,8 @@ def _shortened(printed: str, before: str) -> str:
         kept += ["..."] if place else []
         wanted = [_plain(line) for line in part if line.strip()]
         at = next((at for at in range(len(lines)) if wanted and _plain(lines[at]).startswith(wanted[0][:12])), None)
+        if at is not None and place == len(parts) - 1:  # what a page shows last ends the output
+            at = max(at, len(lines) - len(part))
         if at is not None:
             kept += lines[at : at + len(part)]
             lines = lines[at + len(part) :]

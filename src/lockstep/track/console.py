@@ -338,6 +338,11 @@ class Console:
             self._bar.stop()
             self._bar = None
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None if the output is none."""
+        return int(self.rich.width) if self.rich.is_terminal else None
+
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
         """Print rows in columns without borders, below a title. On a terminal a long last column wraps within itself,
         or is shortened to one line with `cut`."""

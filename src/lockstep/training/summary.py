@@ -104,7 +104,7 @@ def closing(
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
         console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"})
-    for rows in score_tables(scores):
+    for rows in score_tables(scores, max(LINE, console.width or 0)):
         console.columns("", rows)
     for name, values in best_possible(task, list(scores)).items():
         console.facts({"limit": f"label noise caps {name} at {values}"})
@@ -115,7 +115,9 @@ def closing(
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a link that opens in a browser
     then = what_next(task, console.samples)
-    once_more = {"repeat": f"{command}  # {does.removeprefix('gives ')}"} if command != then else {}
+    noted = f"{command}  # {does.removeprefix('gives ')}"
+    fits = console.width is None or len(noted) <= console.width - 11  # else the note would need a line of its own
+    once_more = {"repeat": noted if fits else command} if command != then else {}
     console.facts(once_more | {"next": then}, whole=True)
 
 
@@ -174,11 +176,11 @@ def _share(part: float) -> str:
 
 
 LINE = 80  # columns of a narrow terminal
-ACROSS = 68  # terminal columns available for metrics, next to the split names
+SPLIT = 12  # columns of the split names in a table of metrics
 
 
-def score_tables(scores: Mapping[str, Mapping[str, float]]) -> list[list[list[str]]]:
-    """Return the metrics with one row per split, in as many tables as a narrow terminal needs."""
+def score_tables(scores: Mapping[str, Mapping[str, float]], width: int = LINE) -> list[list[list[str]]]:
+    """Return the metrics with one row per split, in as many tables as a terminal of `width` columns needs."""
 
     def cell(split: str, name: str) -> str:
         value = scores[split].get(name)  # missing if the split has no examples of that mixture source
@@ -194,7 +196,7 @@ def score_tables(scores: Mapping[str, Mapping[str, float]]) -> list[list[list[st
         room -= max(map(len, column)) + 2
         if room < 0 or not tables:
             tables.append([[""], *([split] for split in scores)])
-            room = ACROSS - max(map(len, column)) - 2
+            room = width - SPLIT - max(map(len, column)) - 2
         for row, value in zip(tables[-1], column, strict=True):
             row.append(value)
     return tables
