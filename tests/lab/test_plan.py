@@ -121,7 +121,7 @@ def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tupl
     """The docs are docs/reference/strategies.md, for four processes; tests/strategies/test_memory.py measures the
     bytes."""
     run = load("run.yaml", words)
-    assert tuple((job := Job.of(run, 4)).strategy.bytes_held(job).values()) == held
+    assert tuple((job := Job.of(run, 4)).strategy.memory.bytes_held(job).values()) == held
 
 
 def test_plan_says_how_fsdp2_gathers_here(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

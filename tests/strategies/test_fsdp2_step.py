@@ -120,12 +120,12 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
     """`gather` decides; without it, an option of FSDP or `exact: false` chooses FSDP, without looking at memory."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
     assert resolve_strategy(run, 2) is (found or FSDP2)
-    assert not strategy_class(run).needs_memory_to_resolve(run)
+    assert not strategy_class(run).memory.needs_choice(run)
 
 
 def decided(run: Run, processes: int, memory: int) -> str:
-    assert strategy_class(run).needs_memory_to_resolve(run)
-    return FSDP2.choose_options(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
+    assert strategy_class(run).memory.needs_choice(run)
+    return FSDP2.memory.choose(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
 
 
 def test_else_what_fits_into_half_of_the_memory() -> None:

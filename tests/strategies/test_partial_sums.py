@@ -7,7 +7,7 @@ import pytest
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.config.run import Run
-from lockstep.data.job import strategy_class
+from lockstep.data.job import Job
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies import fsdp2
@@ -54,6 +54,11 @@ def at_most(world: World, runs: list[Run]) -> list[float]:
     return found
 
 
+def of_partial_sums(run: Run, ranks: int) -> float:
+    job = Job.of(run, ranks)
+    return job.strategy.memory.partial_sums(job)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_the_formula_is_what_is_held(name: str) -> None:
@@ -61,7 +66,7 @@ def test_the_formula_is_what_is_held(name: str) -> None:
     runs = runs_of(name, ranks, options)
     formula = FORMULA.get(name, [1, 1, 3])
     parts = ranks if name == "pipeline" else 1
-    assert [1 + parts * strategy_class(run).partial_sums(run, ranks) / 4 for run in runs] == formula
+    assert [1 + parts * of_partial_sums(run, ranks) / 4 for run in runs] == formula
     for rank in run_on(ranks, at_most, runs):
         for held, most in zip(rank, formula, strict=True):
             assert held < most + NEAR, rank
@@ -93,7 +98,7 @@ def test_what_waits_between_turns_of_fsdp() -> None:
     """Eight micro-batches run in four rounds of two: the sums of 0..3 and 4..5 wait for 6 and 7, each half a gradient
     per rank."""
     run = tiny("strategy.name=fsdp2", data=DATA, model=MODEL, batch_size=8, micro_batches=8)
-    assert strategy_class(run).partial_sums(run, 2) == 4 / 2  # in addition to the one counted as the gradient
+    assert of_partial_sums(run, 2) == 4 / 2  # in addition to the one counted as the gradient
     for rank in run_on(2, between, run):
         assert rank == pytest.approx(2 / 2, abs=NEAR)
 

@@ -136,6 +136,38 @@ class OptimizerRules:
         return 8.0
 
 
+class MemoryEstimate:
+    """The memory of a process under a strategy, by a formula, and an option whose default depends on it."""
+
+    choice: str = ""  # the option chosen, shown after the strategy's name at the start of a run
+
+    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
+        """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
+        trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
+        docs/reference/strategies.md derives them.
+        `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
+        """
+        run, state = job.run, job.rule.bytes_held() if state is None else state
+        bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
+        if run.model.trained_in_bfloat16:
+            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * run.optim.master_weights}
+        return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
+
+    def partial_sums(self, job: Job) -> float:
+        """Return the peak of additional bytes per trained parameter that a process holds while it sums a step's
+        micro-batches over the tree."""
+        return 0.0
+
+    def needs_choice(self, run: Run) -> bool:
+        """Whether the run leaves an option open that depends on the memory of the machines."""
+        return False
+
+    def choose(self, job: Job, parameters: int, trained: int, memory: int) -> Run:
+        """Return the run with that option set. `parameters`, `trained`: counts of the model; `memory`: bytes per
+        process on the device with the least. The choice never changes results."""
+        return job.run
+
+
 class StrategyRules(ABC):
     """Class-level interface of a strategy, before a process group exists. `strategy.py` has the rest."""
 
@@ -149,6 +181,7 @@ class StrategyRules(ABC):
     engine_casts: ClassVar[bool] = False  # whether an engine puts its own autocast into the model's forward
     bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # own options -> values that `lockstep bench` tries
     flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
+    memory: ClassVar[MemoryEstimate] = MemoryEstimate()
 
     @classmethod
     @abstractmethod
@@ -185,25 +218,6 @@ class StrategyRules(ABC):
     def stages_of(cls, section: StrategySection, processes: int) -> int:
         """Number of pipeline stages that the model is split into, each on its own rank; 1 without a pipeline."""
         return 1
-
-    @classmethod
-    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        """Return the bytes per model parameter that a process holds between two micro-batches: `weights`, and for
-        trained parameters `gradients`, `optimizer`, `average`. Values are means over processes;
-        docs/reference/strategies.md derives them.
-        `state`: bytes of optimizer state, if known more precisely than from the optimizer's rule.
-        """
-        run, state = job.run, job.rule.bytes_held() if state is None else state
-        bytes_of = {"weights": 4.0, "gradients": 4.0, "optimizer": state}
-        if run.model.trained_in_bfloat16:
-            bytes_of |= {"weights": 2.0, "optimizer": bytes_of["optimizer"] + 4.0 * run.optim.master_weights}
-        return bytes_of if run.average.ema is None else bytes_of | {"average": 4.0}
-
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        """Return the peak of additional bytes per trained parameter that a process holds while it sums a step's
-        micro-batches over the tree."""
-        return 0.0
 
 
 @dataclass(frozen=True)

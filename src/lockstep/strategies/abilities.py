@@ -1,7 +1,7 @@
 """Optional abilities of strategies, one class each: a strategy inherits from the classes of its abilities.
 
-In: a strategy or its class. Out: whether it chooses options by memory, recomputes micro-batches, or reshards its state;
-test with `isinstance` or `issubclass`.
+In: a strategy or its class. Out: whether it recomputes micro-batches, or reshards its state; test with `isinstance` or
+`issubclass`.
 """
 
 from __future__ import annotations
@@ -15,27 +15,8 @@ from typing_extensions import override
 from lockstep.config.run import Run
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch
-from lockstep.data.job import Job
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.strategy import Strategy
-
-
-class ChoosesByMemory(Strategy):
-    """A strategy with an option whose default depends on the memory of the machines."""
-
-    plugin = "strategies"  # a base: it has no name in a run file
-    summary_suffix: ClassVar[str] = ""  # the choice, shown after the strategy's name at the start of a run
-
-    @classmethod
-    def needs_memory_to_resolve(cls, run: Run) -> bool:
-        """Whether the run leaves the option open."""
-        return False
-
-    @classmethod
-    def choose_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
-        """Return the run with the option set. `parameters`, `trained`: counts of the model; `memory`: bytes per process
-        on the device with the least. The choice never changes results."""
-        return job.run
 
 
 class Recomputes(Strategy):

@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from typing_extensions import override
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job
+from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     OutputWrapper,
@@ -57,7 +57,7 @@ from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.observer import listening, observing
-from lockstep.strategies.single import ReplicatedStrategy, first_inputs
+from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy, first_inputs
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
@@ -122,26 +122,72 @@ class ShardedWeights(TrainedWeights):
         arriving.finish()
 
 
-class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
+class OptimizerShards(ReplicatedMemory):
+    """Memory with `gather: step`: the optimizer's state is divided."""
+
+    choice = ", weights gathered once a step"
+
+    @override
+    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
+        bytes_of = super().bytes_held(job, state)
+        shared = {name: bytes_of[name] / job.processes for name in ("optimizer", "average") if name in bytes_of}
+        return bytes_of | shared
+
+
+class EngineShards(MemoryEstimate):
+    """Memory with `gather: micro_batch`: everything is divided."""
+
+    @override
+    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
+        shards = job.processes // int(job.run.strategy.options.get("replicate", 1))
+        bytes_of = super().bytes_held(job, state)
+        if job.run.model.trained_in_bfloat16:  # its shards are the masters
+            bytes_of |= {"weights": 4.0, "optimizer": bytes_of["optimizer"] - 4.0}
+        return {name: each / shards for name, each in bytes_of.items()}
+
+    @override
+    def partial_sums(self, job: Job) -> float:
+        run = job.run
+        replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
+        shards = job.processes // (replicas * tensor_ranks(run.strategy))
+        if not job.same_bits:
+            return 0.0
+        if shards == 1:
+            return 4.0 * (most_held(leaves, replicas, whole_leaf=True) - 1)
+        block = share(leaves, replicas - 1, replicas)  # the largest share
+        return 4.0 * (most_held_in_turns(leaves, block, shards) - 1) / shards
+
+
+class ChoosesShards(EngineShards):
+    """Chooses `gather` if the run leaves it open."""
+
+    @override
+    def needs_choice(self, run: Run) -> bool:
+        return fsdp.gather_option(run) is None
+
+    @override
+    def choose(self, job: Job, parameters: int, trained: int, memory: int) -> Run:
+        """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
+        run, by_step = job.run, ShardedOptimizer.memory
+        bytes_of = by_step.bytes_held(job)
+        rest = sum(bytes_of.values()) - bytes_of["weights"] + by_step.partial_sums(job)
+        fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
+        options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
+        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+
+
+class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
     bench_options = GATHERS
     plugin = "strategies"  # a base: it has no name in a run file
-
+    memory = OptimizerShards()
     waits_inside = ("reduction", "overlapped", "optimizer")
-    summary_suffix = ", weights gathered once a step"
 
     @override
     @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
-
-    @override
-    @classmethod
-    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        bytes_of = super().bytes_held(job, state)
-        shared = {name: bytes_of[name] / job.processes for name in ("optimizer", "average") if name in bytes_of}
-        return bytes_of | shared
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -244,7 +290,7 @@ class ShardedOptimizer(ChoosesByMemory, ShardedRecovery, ReplicatedStrategy):
         return rows_between(gradient, first, first + len(mine))
 
 
-class FSDP2(ChoosesByMemory, ShardedRecovery):
+class FSDP2(ShardedRecovery):
     """`strategy.options`: `gather` (`step`: `ShardedOptimizer`; `micro_batch`: this class; default: depends on memory),
     `replicate` (replicas of the sharded model: hybrid sharding), `tensor_parallel` (ranks per matrix product, for
     models with a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's mixed
@@ -254,35 +300,15 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     exact = True
     bench_options = GATHERS
     weight_formats = WeightFormats.BFLOAT16
+    memory: ClassVar[MemoryEstimate] = ChoosesShards()
     statistics: Statistics
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @override
     @classmethod
-    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        shards = job.processes // int(job.run.strategy.options.get("replicate", 1))
-        bytes_of = super().bytes_held(job, state)
-        if job.run.model.trained_in_bfloat16:  # its shards are the masters
-            bytes_of |= {"weights": 4.0, "optimizer": bytes_of["optimizer"] - 4.0}
-        return {name: each / shards for name, each in bytes_of.items()}
-
-    @override
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        replicas, leaves = int(run.strategy.options.get("replicate", 1)), run.micro_batches
-        shards = processes // (replicas * tensor_ranks(run.strategy))
-        if not cls.gives_bits(run.strategy):
-            return 0.0
-        if shards == 1:
-            return 4.0 * (most_held(leaves, replicas, whole_leaf=True) - 1)
-        block = share(leaves, replicas - 1, replicas)  # the largest share
-        return 4.0 * (most_held_in_turns(leaves, block, shards) - 1) / shards
-
-    @override
-    @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
-        if not cls.needs_memory_to_resolve(job.run):
+        if not cls.memory.needs_choice(job.run):
             layers.check_writes(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
             layers.check_scalars(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
@@ -290,21 +316,6 @@ class FSDP2(ChoosesByMemory, ShardedRecovery):
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
         return ShardedOptimizer if fsdp.gather_option(run) == fsdp.STEP else cls
-
-    @override
-    @classmethod
-    def needs_memory_to_resolve(cls, run: Run) -> bool:
-        return fsdp.gather_option(run) is None
-
-    @override
-    @classmethod
-    def choose_options(cls, job: Job, parameters: int, trained: int, memory: int) -> Run:
-        """Choose `gather: step` if its state, without activations, takes at most half of the memory."""
-        run, processes, bytes_of = job.run, job.processes, ShardedOptimizer.bytes_held(job)
-        rest = sum(bytes_of.values()) - bytes_of["weights"] + ShardedOptimizer.partial_sums(run, processes)
-        fits = 2 * (parameters * bytes_of["weights"] + trained * rest) <= memory
-        options = {**run.strategy.options, "gather": fsdp.STEP if fits else fsdp.MICRO_BATCH}
-        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @override
     @classmethod

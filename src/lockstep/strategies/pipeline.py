@@ -23,7 +23,7 @@ from typing_extensions import override
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job
+from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
@@ -79,6 +79,22 @@ class HeldStages(TrainedWeights):
         return {n: part.tensor(n).detach() for part, n in tensors if part.stage == self._cut.holders[n][0]}
 
 
+class StageMemory(MemoryEstimate):
+    """Everything is divided among the stages."""
+
+    @override
+    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
+        stages = job.strategy.stages_of(job.run.strategy, job.processes)
+        return {name: each / stages for name, each in super().bytes_held(job, state).items()}
+
+    @override
+    def partial_sums(self, job: Job) -> float:
+        if not job.run.strategy.exact:
+            return 0.0
+        stages = job.strategy.stages_of(job.run.strategy, job.processes)
+        return 4.0 * (most_held(job.run.micro_batches, job.processes // stages, whole_leaf=True) - 1) / stages
+
+
 class Pipeline(ShardedRecovery):
     """`strategy.options`: `stages` (ranks per pipeline; default: all processes), `schedule` (gpipe, 1f1b, interleaved;
     default 1f1b), `stages_per_rank` (interleaved only; default 2). A rank is numbered stage rank x pipelines +
@@ -86,26 +102,13 @@ class Pipeline(ShardedRecovery):
 
     exact = True
     needs = ("torch>=2.13",)
+    memory = StageMemory()
     waits_inside = ("forward+backward", "reduction", "optimizer")
 
     @override
     @classmethod
     def stages_of(cls, section: StrategySection, processes: int) -> int:
         return int(section.options.get("stages", processes))
-
-    @override
-    @classmethod
-    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        stages = cls.stages_of(job.run.strategy, job.processes)
-        return {name: each / stages for name, each in super().bytes_held(job, state).items()}
-
-    @override
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        if not run.strategy.exact:
-            return 0.0
-        stages = cls.stages_of(run.strategy, processes)
-        return 4.0 * (most_held(run.micro_batches, processes // stages, whole_leaf=True) - 1) / stages
 
     @override
     @classmethod

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job
+from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import local
 from lockstep.strategies.abilities import Recomputes
@@ -41,6 +41,16 @@ if TYPE_CHECKING:
     from lockstep.tasks.models.inference import Decoding
 
 
+class ReplicatedMemory(MemoryEstimate):
+    """A whole copy, and the partial sums of its share of the tree."""
+
+    @override
+    def partial_sums(self, job: Job) -> float:
+        run = job.run
+        partials = most_held(run.micro_batches, job.processes, uneven=bool(run.launch.rebalance_every))
+        return 4.0 * (partials - 1) if run.strategy.exact else 0.0
+
+
 class ReplicatedStrategy(Recomputes):
     """Base of strategies in which each rank holds all weights and computes some of a step's micro-batches."""
 
@@ -50,14 +60,9 @@ class ReplicatedStrategy(Recomputes):
     weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
     statistics: Statistics
     runs_whole_model = True
+    memory = ReplicatedMemory()
     region: Region | None = None  # compiled micro-batches (`model.compile: whole`)
     travelling = False  # whether this micro-batch's backward sends gradients, and so waits for other ranks
-
-    @override
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        partials = most_held(run.micro_batches, processes, uneven=bool(run.launch.rebalance_every))
-        return 4.0 * (partials - 1) if run.strategy.exact else 0.0
 
     # -- before the first step ---------------------------------------------------------------------------------------
 

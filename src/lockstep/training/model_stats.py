@@ -33,7 +33,7 @@ from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
-from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
@@ -127,12 +127,12 @@ def counts(model: nn.Module) -> tuple[int, int]:
 def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
     """Return the job with the strategy options that depend on the machines' memory filled in; equal on every rank.
     Collective."""
-    run, cls = job.run, job.strategy
-    if not issubclass(cls, ChoosesByMemory) or not cls.needs_memory_to_resolve(run):
+    run, estimate = job.run, job.strategy.memory
+    if not estimate.needs_choice(run):
         return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
     here = replace(job, processes=world.size)
-    return job.having(cls.choose_options(here, *counts(freeze(run.model, task.model(empty=True))), memory))
+    return job.having(estimate.choose(here, *counts(freeze(run.model, task.model(empty=True))), memory))
 
 
 def check_names(job: Job) -> None:
@@ -268,8 +268,7 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
     run, strategy, notes = job.run, job.strategy, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} are after the last step, {total}")
-    undecided = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
-    sharded = undecided or issubclass(strategy, ShardedRecovery)
+    sharded = strategy.memory.needs_choice(run) or issubclass(strategy, ShardedRecovery)
     whole = f"under {run.strategy.name}, where each rank has a whole copy"
     idle = {
         "launch.replicate_every": None if sharded else whole,
@@ -345,13 +344,13 @@ def memory(job: Job, every: int, trained: int, packed: int = 0, state: float | N
 
 def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float | None) -> tuple[dict[str, float], str]:
     """Estimated bytes by kind, and a note on options chosen for them."""
-    run, processes, cls, note = job.run, job.processes, job.strategy, ""
-    if issubclass(cls, ChoosesByMemory) and cls.needs_memory_to_resolve(run):
-        run = cls.choose_options(job, every, trained, capacity(pick_device(run, 0), processes))
+    run, estimate, note = job.run, job.strategy.memory, ""
+    if estimate.needs_choice(run):
+        run = estimate.choose(job, every, trained, capacity(pick_device(run, 0), job.processes))
         job = job.having(run)
         note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
-    partial = job.strategy.partial_sums(run, processes)
-    each = job.strategy.bytes_held(job, state) | {"partial sums": partial}
+    estimate = job.strategy.memory
+    each = estimate.bytes_held(job, state) | {"partial sums": estimate.partial_sums(job)}
     # an adapter's base has frozen bfloat16 matrices; its float32 vectors are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # relative to float32
     weights = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed

@@ -264,12 +264,12 @@ def launcher_class(launch: LaunchSection) -> type[Starter]:
 def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes, ShardedRecovery
+    from lockstep.strategies.abilities import Recomputes, ShardedRecovery
     from lockstep.strategies.single import ReplicatedStrategy
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
-    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    later = strategy.memory.needs_choice(run)
     parts = not later and not issubclass(strategy, ReplicatedStrategy)
     if check.every and check.on_difference == "evict":
         launcher = launcher_class(run.launch)
@@ -311,10 +311,10 @@ def _refuse_features(job: Job) -> None:
 def ends_with_a_rank(job: Job) -> str | None:
     """Explain, as far as the job reveals it, why a failed rank ends the others too; None if it does not.
     `training/recovery/` adds reasons that depend on device and model."""
-    from lockstep.strategies.abilities import ChoosesByMemory, ShardedRecovery, WholeStateRecovery
+    from lockstep.strategies.abilities import ShardedRecovery, WholeStateRecovery
 
     run, strategy = job.run, job.strategy
-    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
+    later = strategy.memory.needs_choice(run)
     shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
     shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run.strategy)
     if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
@@ -334,12 +334,12 @@ def shards_this_model(strategy: StrategySection) -> RunError:
 def _refuse_sharding(job: Job) -> None:
     """Refuse `sdc_check` if the memory of this machine makes the strategy shard the model; another machine may have
     less. GPUs are left to the ranks. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ChoosesByMemory, Recomputes
+    from lockstep.strategies.abilities import Recomputes
 
     run, strategy = job.run, job.strategy
     if not run.sdc_check.every or not job.processes or gpus_of(run.launch):
         return
-    if not issubclass(strategy, ChoosesByMemory) or not strategy.needs_memory_to_resolve(run):
+    if not strategy.memory.needs_choice(run):
         return
     from torch import device
 
@@ -350,9 +350,8 @@ def _refuse_sharding(job: Job) -> None:
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
     memory = capacity(device("cpu"), min(here, job.processes))
-    chosen = job.having(
-        strategy.choose_options(job, *counts(freeze(run.model, make_task(job).model(empty=True))), memory)
-    )
+    sizes = counts(freeze(run.model, make_task(job).model(empty=True)))
+    chosen = job.having(strategy.memory.choose(job, *sizes, memory))
     if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run.strategy)):
         raise shards_this_model(run.strategy)
 

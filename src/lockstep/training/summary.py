@@ -21,7 +21,6 @@ from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
@@ -43,7 +42,6 @@ def facts(session: Session) -> dict[str, str]:
     run, world, task, strategy, feed = session.run, session.world, session.task, session.strategy, session.feed
     cuda = world.device.type == "cuda"
     device = torch.cuda.get_device_name(world.device) if cuda else f"CPU, {quantity(world.threads, 'thread')} each"
-    choice = strategy.summary_suffix if isinstance(strategy, ChoosesByMemory) else ""
     return {
         "run": f"{run.name} -> {run.folder}",
         "data": data(task),
@@ -52,7 +50,7 @@ def facts(session: Session) -> dict[str, str]:
         **padding_of(task),
         **task.summary_lines,
         **selection_lines(task),
-        "processes": f"{world.size} ({run.strategy.name}{choice}, "
+        "processes": f"{world.size} ({run.strategy.name}{strategy.memory.choice}, "
         f"{'exact' if strategy.job.same_bits else 'equal to rounding'}) on {device}",
         "step": f"{quantity(min(run.batch_size, feed.order.examples), 'example')} in "
         f"{quantity(run.micro_batches, 'micro-batch')} of about equal work; {quantity(feed.total, 'step')}",

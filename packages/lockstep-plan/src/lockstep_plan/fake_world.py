@@ -135,8 +135,9 @@ def simulate(run: Run, ranks: int, rank: int, on_gpus: bool, per_node: int | Non
             return (share * more - 1) / (share - 1)
         return more if phase in ("forward", "backward", "forward+backward", "other") else 1.0
 
-    partial_sums = simulated_job.strategy.partial_sums
-    beyond = int((partial_sums(run, ranks) - partial_sums(less, ranks)) * trained)
+    partial_sums = simulated_job.strategy.memory.partial_sums
+    whole, part = (replace(simulated_job, run=each, processes=ranks) for each in (run, less))
+    beyond = int((partial_sums(whole) - partial_sums(part)) * trained)
     kinds[PARTIAL] = kinds.get(PARTIAL, 0) + beyond
     return Simulated(
         rank,

@@ -17,7 +17,6 @@ import torch
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
 from lockstep.lab.subprocess_job import Child
-from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
@@ -75,8 +74,8 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     task = make_task(job)
     model = freeze(run.model, task.model(empty=True))
     sizes = counts(model)
-    if issubclass(job.strategy, ChoosesByMemory) and job.strategy.needs_memory_to_resolve(run):
-        run = job.strategy.choose_options(job, *sizes, int(device.memory_bytes))
+    if job.strategy.memory.needs_choice(run):
+        run = job.strategy.memory.choose(job, *sizes, int(device.memory_bytes))
         job = job.having(run)
     resolve_strategy(run, processes)
     if run.model.quantization is not None or run.model.compiled:

@@ -21,7 +21,7 @@ from lockstep.strategies.engines.accelerated import Accelerated, accelerator, on
 from lockstep.strategies.engines.zero import DeepSpeedStrategy
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.fsdp2 import FSDP2, EngineShards
 from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.models import storage_dtype
 
@@ -30,6 +30,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
     """FSDP2 by Accelerate. `strategy.options.fsdp`: the fields of its `FullyShardedDataParallelPlugin`."""
 
     weight_formats = WeightFormats.NONE
+    memory = EngineShards()
     bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # type: ignore[assignment]
     supports_reshard = False  # Accelerate keeps process-wide state
 
@@ -72,11 +73,6 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
                 f"{key}: Accelerate needs several processes to shard, and this job has one; use "
                 f"strategy.name=hf_accelerate without {key}, or more processes",
             )
-
-    @override
-    @classmethod
-    def needs_memory_to_resolve(cls, run: Run) -> bool:
-        return False
 
     @override
     @classmethod

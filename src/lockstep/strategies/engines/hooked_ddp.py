@@ -25,29 +25,34 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
+from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import layout_of
 from lockstep.strategies.replicated_recovery import RecoveringReplicas
+from lockstep.strategies.single import ReplicatedMemory
 from lockstep.tasks.task import Task
+
+
+class HookedMemory(ReplicatedMemory):
+    """One gradient more, in DDP's buckets."""
+
+    @override
+    def partial_sums(self, job: Job) -> float:
+        return super().partial_sums(job) + 4.0 * (job.processes > 1 and bool(job.run.strategy.exact))
 
 
 class Hooked(RecoveringReplicas):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
+    memory = HookedMemory()
+
     primed = True  # False until DDP has run a backward outside `no_sync`
     steady: bool | None = None  # whether every micro-batch so far used every weight; None before the first step
-
-    @override
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        """Return the base class's value plus one gradient in DDP's buckets."""
-        buckets = processes > 1 and bool(run.strategy.exact)
-        return super().partial_sums(run, processes) + 4.0 * buckets
 
     @abstractmethod
     def wrap(self) -> nn.Module:

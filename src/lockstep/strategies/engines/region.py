@@ -38,7 +38,6 @@ from lockstep.data.job import Job, with_compile
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
-from lockstep.strategies.abilities import ChoosesByMemory
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.step_totals import LossOutput
 from lockstep.tasks.models import padding, repeatable
@@ -87,8 +86,7 @@ def refusal(job: Job) -> str | None:
     run, strategy, task = job.run, job.strategy, job.task
     if not task.built_in() or task.own_model:
         return "a custom model decides itself what to compile (torch.compile in its own code)"
-    later = issubclass(strategy, ChoosesByMemory) and strategy.needs_memory_to_resolve(run)
-    if not later and not strategy.runs_whole_model:
+    if not strategy.memory.needs_choice(run) and not strategy.runs_whole_model:
         return f"{IN_PARTS}{run.strategy.name}"
     if engine := next((key for key in ("torch_compile", "static_graph") if run.strategy.options.get(key)), None):
         return f"strategy.options.{engine} changes how the model is called"

@@ -25,7 +25,7 @@ from lockstep.config.plugins import require
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job
+from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
@@ -57,6 +57,24 @@ class EngineGradient:
         return self.gather()
 
 
+class StageShards(MemoryEstimate):
+    """What a stage of ZeRO shards is divided."""
+
+    @override
+    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
+        stage, options = zero_of(job)
+        return zero_config.shared_out(super().bytes_held(job, state), job.processes, stage, keeps_bf16_weights(options))
+
+    @override
+    def partial_sums(self, job: Job) -> float:
+        leaves = job.run.micro_batches
+        if not job.same_bits:
+            return 0.0
+        if zero_of(job)[0] == 1:
+            return 4.0 * (most_held(leaves, job.processes) - 1)
+        return 4.0 * (most_held_in_turns(leaves, range(leaves), job.processes) - 1) / job.processes
+
+
 class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
     another engine from copies of the state in memory."""
@@ -69,6 +87,7 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     state_needs_all_ranks = True  # its flat shards are not slices of tensors
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
+    memory = StageShards()
     statistics: Statistics
     weights: EngineState
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -84,16 +103,6 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     @classmethod
     def inexact_options(cls, section: StrategySection) -> list[str]:
         return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(section))]
-
-    @override
-    @classmethod
-    def partial_sums(cls, run: Run, processes: int) -> float:
-        if not cls.gives_bits(run.strategy):
-            return 0.0
-        if cls.stage_of(run.strategy) == 1:
-            return 4.0 * (most_held(run.micro_batches, processes) - 1)
-        most = most_held_in_turns(run.micro_batches, range(run.micro_batches), processes)
-        return 4.0 * (most - 1) / processes
 
     @override
     @classmethod
@@ -120,14 +129,6 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     def options_of(cls, section: StrategySection) -> Mapping[str, Any]:
         """Return the user's part of DeepSpeed's config, from `options_key` in the run file."""
         return section.options
-
-    @override
-    @classmethod
-    def bytes_held(cls, job: Job, state: float | None = None) -> dict[str, float]:
-        low = keeps_bf16_weights(cls.options_of(job.run.strategy))
-        return zero_config.shared_out(
-            super().bytes_held(job, state), job.processes, cls.stage_of(job.run.strategy), low
-        )
 
     @abstractmethod
     def start_engine(self, optimizer: stepper.Stepper) -> Any:
@@ -509,6 +510,12 @@ class Zero(DeepSpeedStrategy):
         import deepspeed
 
         return deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config)[0]
+
+
+def zero_of(job: Job) -> tuple[int, Mapping[str, Any]]:
+    """Return the stage of a job's ZeRO, and the user's part of DeepSpeed's config."""
+    assert issubclass(job.strategy, DeepSpeedStrategy), job.strategy
+    return job.strategy.stage_of(job.run.strategy), job.strategy.options_of(job.run.strategy)
 
 
 def _of_flat(parameter: Tensor, flat: int, offset: int, sizes: Sequence[int], rank: int) -> tuple[OwnedRange, int, int]:

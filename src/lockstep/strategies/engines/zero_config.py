@@ -235,7 +235,7 @@ def _belongs(location: tuple[int | str, ...], section: Any) -> bool:
 
 
 def shared_out(bytes_of: Mapping[str, float], processes: int, stage: int, low: bool) -> dict[str, float]:
-    """Convert `Strategy.bytes_held` of plain data parallelism to a ZeRO stage. `low`: the model's own weights are
+    """Convert `MemoryEstimate.bytes_held` of plain data parallelism to a ZeRO stage. `low`: the model's own weights are
     bf16."""
     shares = {**bytes_of, "optimizer": bytes_of["optimizer"] + 4.0}  # DeepSpeed's copy of the weights
     shares |= {"weights": 2.0, "gradients": 2.0} if low else {}
