@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -43,7 +45,7 @@ class Waits(Strategy):
     """A strategy whose step only waits."""
 
     waited = 0.0
-    parameter_count = trained_count = 0
+    weights: Any = SimpleNamespace(parameter_count=0, trained_count=0)
     check = classmethod(lambda cls, run, processes: None)
 
     def own_micro_batches(self) -> range:

@@ -88,7 +88,7 @@ def rank_main(rank: int, ranks: int, meet: str, run: Run, steps: int, results: A
         strategy.train_step(feed.make(step), 1e-4)
     clock, processor = time.perf_counter() - clock, time.process_time() - processor
     held = {"seconds": clock / steps, "processor": processor / steps, "peak": memory("VmHWM") - before}
-    results.put((rank, held | {"parameters": strategy.parameter_count}))
+    results.put((rank, held | {"parameters": strategy.weights.parameter_count}))
 
 
 def job(run: Run, ranks: int, steps: int) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def written(world: World, run: Run) -> tuple[int, int]:
     padding.unsupported_reason(run, task.head)  # a start tries a small model before any rank exists
     with Written() as seen:
         _, strategy = build(run, world)
-    size = 4 * strategy.parameter_count
+    size = 4 * strategy.weights.parameter_count
     strategy.close()
     return seen.most, size
 

@@ -44,7 +44,7 @@ def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
         "state": digest(state),
         "export": digest(export) if export is not None else None,
         "weights": {k: v.clone() for k, v in state.items() if k.startswith("model.")},
-        "count": strategy.parameter_count,
+        "count": strategy.weights.parameter_count,
         "held": sum(p.numel() for p in strategy.model.parameters()),
         "clear": all(p.grad is None for p in strategy.model.parameters()),
     }

@@ -58,7 +58,7 @@ def trained(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
         "state": {k: v.clone() for k, v in strategy.state_dict().items()},
         "export": export and {k: v.clone() for k, v in export.items()},
         "gradients": gradients,
-        "parameters": strategy.parameter_count,
+        "parameters": strategy.weights.parameter_count,
         "engine": strategy.engine._config.zero_config.model_dump(by_alias=True, mode="json")
         if run.strategy.name.startswith("zero")
         else {},

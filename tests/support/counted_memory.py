@@ -38,7 +38,7 @@ def held(world: World, run: Run, moments: dict[str, float]) -> dict[str, int]:
     before = tensor_bytes()
     _, strategy, feed = build_with_feed(run, world)
     strategy.train_step(feed.make(0), 1e-3)
-    own, count = sum(p.numel() for p in strategy.model.parameters()), strategy.parameter_count
+    own, count = sum(p.numel() for p in strategy.model.parameters()), strategy.weights.parameter_count
     between = [0]
 
     def now(moment: str) -> int:

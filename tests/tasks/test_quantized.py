@@ -65,7 +65,11 @@ def trained(world: World, run: Run) -> dict[str, Any]:
         ends.append(digest(state) if world.is_main else "")
     dtypes = {n: t.dtype for n, t in between.items() if n.startswith("model.")}
     found = {"ends": ends, "loss": [float(r.loss) for r in results], "norm": [float(r.grad_norm) for r in results]}
-    return found | {"dtypes": dtypes, "count": strategy.parameter_count, "packed": quantized.count(strategy.model)}
+    return found | {
+        "dtypes": dtypes,
+        "count": strategy.weights.parameter_count,
+        "packed": quantized.count(strategy.model),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,7 @@ def test_what_is_kept_in_4_bits(kind: str, alone: dict, folder: Path) -> None:
 
 
 def count_of(world: World, run: Run) -> int:
-    return build(run, world)[1].parameter_count
+    return build(run, world)[1].weights.parameter_count
 
 
 @pytest.mark.extras

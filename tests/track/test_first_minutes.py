@@ -179,7 +179,7 @@ def test_columns_can_be_scanned() -> None:
 
 
 class Model:
-    """A stub strategy that has only parameters."""
+    """Stub weights that have only numbers."""
 
     parameter_count, trained_count = 1_000_000, 1_000_000
 

@@ -41,7 +41,7 @@ def test_utilization_is_shared_by_the_gpus_of_a_job(tmp_path: Path, monkeypatch:
     asked = list[torch.dtype]()
     monkeypatch.setattr(utilization, "matrix_rate", lambda device, dtype: asked.append(dtype) or 1e12)
     gpus = SimpleNamespace(device=torch.device("cuda"), size=4)
-    count = strategy.parameter_count
+    count = strategy.weights.parameter_count
     expected = (6 * count + 12 * 2 * 32 * task.splits["train"].mean_length) / 4e12
     assert utilization.per_token_rate(gpus, task, strategy) == pytest.approx(expected)  # type: ignore[arg-type]
     assert asked == [torch.bfloat16]

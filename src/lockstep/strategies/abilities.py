@@ -1,7 +1,6 @@
 """Optional abilities of strategies, one class each: a strategy inherits from the classes of its abilities.
 
-In: a strategy or its class. Out: whether it recomputes micro-batches, or reshards its state; test with `isinstance` or
-`issubclass`.
+In: a strategy or its class. Out: how its state survives the loss of a rank; test with `isinstance` or `issubclass`.
 """
 
 from __future__ import annotations
@@ -14,34 +13,8 @@ from typing_extensions import override
 
 from lockstep.config.run import Run
 from lockstep.config.sections import StrategySection
-from lockstep.data.batch import MicroBatch
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.strategy import Strategy
-
-
-class Recomputes(Strategy):
-    """A strategy in which a rank can recompute any micro-batch of a step, bitwise equal: `sdc_check`."""
-
-    plugin = "strategies"  # a base: it has no name in a run file
-    recomputes_together: ClassVar[bool] = False  # whether `recompute` is collective
-
-    @classmethod
-    def recomputes(cls, section: StrategySection) -> bool:
-        """Whether recomputation works with these options."""
-        return True
-
-    @abstractmethod
-    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        """Recompute a micro-batch outside its step, on any rank, while no parameter has a `.grad`. Only the observer
-        receives the gradient."""
-
-    @abstractmethod
-    def replicated_weights(self) -> list[Tensor]:
-        """Return the weights that every rank holds in full."""
-
-    @abstractmethod
-    def replicated_state(self) -> list[Tensor]:
-        """Return the part of the state that every rank holds in full. Collective."""
 
 
 class WholeStateRecovery(Strategy):

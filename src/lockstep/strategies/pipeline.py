@@ -62,6 +62,7 @@ class HeldStages(TrainedWeights):
 
     def __init__(self, cut: Cut, parts: Sequence[cuts.StagePart], stage_weights: Sequence[StageWeights]) -> None:
         self._cut, self._parts, self._stage_weights = cut, parts, stage_weights
+        self.model = cut.whole  # without memory: its names and shapes
         self.named = {}  # a weight that several stages use has one tensor in each
 
     @override
@@ -172,16 +173,6 @@ class Pipeline(ShardedRecovery):
         self.stages = self.ranks * each
         self.stage_rank, self.pipeline = divmod(world.rank, self.pipelines)
         self.data_parallel = DataShard(self.pipeline, self.pipelines, self.all_reduce_stage)
-
-    @override
-    @property
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.cut.whole.parameters())
-
-    @override
-    @property
-    def trained_count(self) -> int:
-        return sum(p.numel() for p in self.cut.whole.parameters() if p.requires_grad)
 
     # -- building ----------------------------------------------------------------------------------------------------
 

@@ -23,8 +23,6 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import local
-from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.engines import blocks, layers, side_effects
 from lockstep.strategies.exact import held_state, make_model, parameter_groups, stepper
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
@@ -33,7 +31,8 @@ from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.observer import observing
-from lockstep.strategies.strategy import WeightFormats
+from lockstep.strategies.recomputation import ReplicatedRecomputation
+from lockstep.strategies.strategy import Strategy, WeightFormats
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class ReplicatedMemory(MemoryEstimate):
         return 4.0 * (partials - 1) if run.strategy.exact else 0.0
 
 
-class ReplicatedStrategy(Recomputes):
+class ReplicatedStrategy(Strategy):
     """Base of strategies in which each rank holds all weights and computes some of a step's micro-batches."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -61,6 +60,7 @@ class ReplicatedStrategy(Recomputes):
     statistics: Statistics
     runs_whole_model = True
     memory = ReplicatedMemory()
+    recomputation = ReplicatedRecomputation
     region: Region | None = None  # compiled micro-batches (`model.compile: whole`)
     travelling = False  # whether this micro-batch's backward sends gradients, and so waits for other ranks
 
@@ -168,28 +168,6 @@ class ReplicatedStrategy(Recomputes):
     @abstractmethod
     def reduce(self) -> list[Tensor]:
         """Return the gradient sum over all micro-batches of all ranks, in the order of `self.parameters`."""
-
-    # -- the same micro-batch again, for `sdc_check` -----------------------------------------------------------------
-
-    @override
-    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        def backward() -> Tensor:
-            loss = self.totals.loss_sum(self.task, self.model(**self.inputs_of(micro)), micro, self.observer)
-            with self.precision.autocast(False):
-                torch.autograd.grad(self.precision.scaled(loss / targets), self.parameters, allow_unused=True)
-            return loss.detach()
-
-        with self.precision.autocast(), self.totals.preserved():
-            self.compute(step, micro, backward)
-
-    @override
-    def replicated_weights(self) -> list[Tensor]:
-        return [p.detach() for p in self.parameters]
-
-    @override
-    def replicated_state(self) -> list[Tensor]:
-        state = sorted(self.sharded_state_dict().items())
-        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]
 
     # -- evaluation and export ---------------------------------------------------------------------------------------
 

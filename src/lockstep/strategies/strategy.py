@@ -40,10 +40,10 @@ from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.exact.update import WeightUpdate
 from lockstep.strategies.observer import StepObserver
-from lockstep.tasks.models import quantized
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
+    from lockstep.strategies.recomputation import Recomputation
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -68,6 +68,7 @@ class Strategy(StrategyRules):
     targets` over all micro-batches of all ranks, clipped once, at the given learning rate."""
 
     plugin: ClassVar[str] = "strategies"
+    recomputation: ClassVar[type[Recomputation] | None] = None  # of micro-batches, for `sdc_check`
     waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
 
@@ -88,16 +89,6 @@ class Strategy(StrategyRules):
         self.data_parallel = DataShard(world.rank, world.size, world.all_reduce)
         self.precision = Precision(job, world.device)
         self.totals = StepTotals(world.device, len(job.run.data.sources or ()))
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters of the whole model."""
-        return quantized.parameters(self.model)
-
-    @property
-    def trained_count(self) -> int:
-        """Number of trained parameters: all, unless the run uses an adapter or some are frozen."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def own_micro_batches(self) -> Iterable[int]:
         """Return the indices of the micro-batches that this rank runs in a step, ascending."""
@@ -236,6 +227,12 @@ class Strategy(StrategyRules):
 
     def close(self) -> None:
         """Release all resources."""
+
+
+def recomputes(job: Job) -> bool:
+    """Whether a rank of this job can compute any micro-batch of a step again."""
+    assert issubclass(job.strategy, Strategy), job.strategy
+    return job.strategy.recomputation is not None and job.strategy.recomputation.supports(job)
 
 
 def make_strategy(job: Job, world: World) -> Strategy:

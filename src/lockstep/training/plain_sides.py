@@ -224,7 +224,7 @@ def whole_model(task: Task, strategy: Strategy) -> nn.Module:
     run = task.run
     if isinstance(strategy, ReplicatedStrategy):
         return strategy.model
-    if strategy.parameter_count > WHOLE:
+    if strategy.weights.parameter_count > WHOLE:
         raise Elsewhere(
             f"no rank holds the whole model under {run.strategy.name}, and it is too large to build a second one in "
             "memory"

@@ -264,8 +264,9 @@ def launcher_class(launch: LaunchSection) -> type[Starter]:
 def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
-    from lockstep.strategies.abilities import Recomputes, ShardedRecovery
+    from lockstep.strategies.abilities import ShardedRecovery
     from lockstep.strategies.single import ReplicatedStrategy
+    from lockstep.strategies.strategy import recomputes
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -281,7 +282,7 @@ def _refuse_features(job: Job) -> None:
                 "or, on one machine, launch.on_rank_failure=continue with launch.name=local or torchrun. This "
                 f"run (launch.name={launch.name}) has neither; use stop or retry",
             )
-    if check.every and not later and not (issubclass(strategy, Recomputes) and strategy.recomputes(run.strategy)):
+    if check.every and not later and not recomputes(job):
         raise RunError(
             "LS5133",
             f"sdc_check.every: {name} shards the model with these options, so another rank cannot repeat the "
@@ -334,7 +335,7 @@ def shards_this_model(strategy: StrategySection) -> RunError:
 def _refuse_sharding(job: Job) -> None:
     """Refuse `sdc_check` if the memory of this machine makes the strategy shard the model; another machine may have
     less. GPUs are left to the ranks. Errors: `RunError`."""
-    from lockstep.strategies.abilities import Recomputes
+    from lockstep.strategies.strategy import recomputes
 
     run, strategy = job.run, job.strategy
     if not run.sdc_check.every or not job.processes or gpus_of(run.launch):
@@ -352,7 +353,7 @@ def _refuse_sharding(job: Job) -> None:
     memory = capacity(device("cpu"), min(here, job.processes))
     sizes = counts(freeze(run.model, make_task(job).model(empty=True)))
     chosen = job.having(strategy.memory.choose(job, *sizes, memory))
-    if not (issubclass(chosen.strategy, Recomputes) and chosen.strategy.recomputes(chosen.run.strategy)):
+    if not recomputes(chosen):
         raise shards_this_model(run.strategy)
 
 

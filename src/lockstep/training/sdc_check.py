@@ -8,7 +8,7 @@ the step, and by the next rank (by the same rank, if there is only one). The gra
 tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides which one was
 wrong. At these steps the weights of all ranks are compared as well; before every checkpoint the weights and, if each
 rank holds all of it, the optimizer state. A run therefore resumes only from a state that its ranks agreed on. Requires
-a strategy that can recompute a micro-batch (`Recomputes`). `step_record.py` of lockstep-trace compares steps of two
+a strategy that can recompute a micro-batch (`Recomputation`). `step_record.py` of lockstep-trace compares steps of two
 trainings; ranks of one step are compared here, by votes.
 
 Identifying the wrong one takes three: three machines if machines are evicted (torchrun with `launch.machines` as
@@ -32,8 +32,8 @@ from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
-from lockstep.strategies.abilities import Recomputes
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
+from lockstep.strategies.strategy import recomputes
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
 from lockstep.training.resolve import launcher_class, refuse_eviction, shards_this_model
 from lockstep.training.session import Session
@@ -48,10 +48,10 @@ class SdcCheck:
         """Collective. Errors: `RunError` if the run cannot be checked."""
         self._run, self._job, self._world, self._feed = session.run, session.job, session.world, session.feed
         self._session = session
-        strategy: Any = session.strategy
-        if not isinstance(strategy, Recomputes) or not strategy.recomputes(self._run.strategy):
+        self._strategy = strategy = session.strategy
+        if strategy.recomputation is None or not recomputes(self._job):
             raise shards_this_model(self._run.strategy)
-        self._strategy = strategy
+        self._recomputation = strategy.recomputation(strategy)
         if names := () if strategy.statistics is None else strategy.statistics.names:
             raise RunError(
                 "LS5151",
@@ -74,7 +74,7 @@ class SdcCheck:
         return self._checked_step(batch, rate)
 
     def _checked_step(self, batch: StepBatch, rate: float) -> StepResult:
-        self._agree(f"before step {batch.step + 1}", self._strategy.replicated_weights())
+        self._agree(f"before step {batch.step + 1}", self._recomputation.replicated_weights())
         world, strategy = self._world, self._strategy
         chosen = drawn(self._job, batch.step)
         owner = world.all_gather(any(micro.index == chosen for micro in batch.micro_batches)).index(True)
@@ -118,19 +118,19 @@ class SdcCheck:
     def _recompute(self, batch: StepBatch, chosen: int, rank: int) -> str | None:
         """Hash of a micro-batch's gradient, computed by `rank` outside the step (by all ranks, if the strategy requires
         that). None on other ranks. Collective."""
-        if self._world.rank != rank and not self._strategy.recomputes_together:
+        if self._world.rank != rank and not self._recomputation.together:
             return None
         micro = self._feed.one(batch.step, chosen).to(self._world.device)
         gradient = GradientHash(chosen)
         ACTIVITY.set(f"sdc_check: recomputing micro-batch {chosen} of step {batch.step + 1}")
         with listening(self._strategy, gradient):
-            self._strategy.recompute(batch.step, micro, batch.targets)
+            self._recomputation.compute(batch.step, micro, batch.targets)
         return gradient.hash()
 
     def agree(self, step: int) -> None:
         """Check after `step` updates that all ranks hold the same weights and, if each holds all of it, optimizer
         state. Collective. Errors: `CorruptionDetected`."""
-        self._agree(f"after step {step}", self._strategy.replicated_state())
+        self._agree(f"after step {step}", self._recomputation.replicated_state())
 
     def agrees(self, step: int) -> bool:
         """Whether `agree` passes. Collective."""

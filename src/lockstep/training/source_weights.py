@@ -34,7 +34,7 @@ def skipped(session: Session) -> str:
         return "the model's code is not that of transformers"
     if run.model.quantization:
         return f"they are kept in {run.model.quantization}"
-    if session.strategy.parameter_count > WHOLE:
+    if session.strategy.weights.parameter_count > WHOLE:
         return f"a second model of more than {WHOLE / 1e6:.0f} million weights would be loaded"
     if RawRows.of(session.task.prepared.facts) is None:  # the plain path needs them for the labels
         return "the labels are not known to a plain computation"

@@ -194,10 +194,9 @@ def try_the_end(session: Session, bound: MemoryBound | None = None) -> None:
 
 def export_bytes(strategy: Strategy) -> int:
     """Approximate size of an export on disk."""
-    model = strategy.run.model
-    return (strategy.trained_count if model.adapter else strategy.parameter_count) * (
-        2 if model.dtype == "bfloat16" else 4
-    )
+    model, weights = strategy.run.model, strategy.weights
+    count = weights.trained_count if model.adapter else weights.parameter_count
+    return count * (2 if model.dtype == "bfloat16" else 4)
 
 
 def _tried(session: Session, bound: MemoryBound | None) -> None:
@@ -225,7 +224,7 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         generate_samples(task, strategy, world, briefly)
         ACTIVITY.set("trying the export")
         checkpoints.disk.export = export_bytes(strategy)
-        weights = averaging.exported(strategy) if strategy.parameter_count <= EXPORTED_TWICE else None
+        weights = averaging.exported(strategy) if strategy.weights.parameter_count <= EXPORTED_TWICE else None
         if weights is not None:
             try:
                 checkpoints.disk.export = try_export(task, weights, scores)

@@ -21,6 +21,7 @@ from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
+from lockstep.strategies.exact.trained_weights import TrainedWeights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task
@@ -46,7 +47,7 @@ def facts(session: Session) -> dict[str, str]:
         "run": f"{run.name} -> {run.folder}",
         "data": data(task),
         **feed.mixture,
-        "model": f"{task.origin}, {parameters(strategy)}; {precisions(strategy)}",
+        "model": f"{task.origin}, {parameters(strategy.weights)}; {precisions(strategy)}",
         **padding_of(task),
         **task.summary_lines,
         **selection_lines(task),
@@ -57,9 +58,9 @@ def facts(session: Session) -> dict[str, str]:
     }
 
 
-def parameters(strategy: Strategy) -> str:
+def parameters(weights: TrainedWeights) -> str:
     """Describe the number of parameters, and of trained ones if fewer, as with an adapter."""
-    whole, trained = strategy.parameter_count, strategy.trained_count
+    whole, trained = weights.parameter_count, weights.trained_count
     text = f"{in_millions(whole)} parameters"
     if trained < whole:
         text += f", {trained:,} trained ({100 * trained / whole:.2g}%)"

@@ -93,7 +93,7 @@ def measure(job: Job, world: World, steps: str, skip: str) -> int:
         ranks = [] if timed is None else world.all_gather(_memory(session))
     finally:
         watch.stop()
-    parameters, threads = strategy.parameter_count, world.threads
+    parameters, threads = strategy.weights.parameter_count, world.threads
     strategy.close()
     if timed is None:
         return STOPPED

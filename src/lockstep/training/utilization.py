@@ -31,7 +31,8 @@ def per_token_rate(world: World, task: Task, strategy: Strategy) -> float:
     if world.device.type != "cuda" or task.unit is None or task.own_model or run.data.stream:
         return 0.0
     lengths = task.splits["train"].mean_length
-    operations = operations_per_token(strategy.model, strategy.parameter_count, strategy.trained_count, lengths)
+    weights = strategy.weights
+    operations = operations_per_token(strategy.model, weights.parameter_count, weights.trained_count, lengths)
     gpus = max(1, world.size // max(1, run.launch.processes_per_gpu))
     return operations / (matrix_rate(world.device, dtype_of(run)) * gpus)
 

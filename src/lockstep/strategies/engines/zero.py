@@ -29,7 +29,7 @@ from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import Recomputes, ShardedRecovery
+from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -42,6 +42,7 @@ from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.recomputation import Recomputation
 from lockstep.strategies.single import call_on_cpu
 from lockstep.tasks.task import Task
 
@@ -75,7 +76,36 @@ class StageShards(MemoryEstimate):
         return 4.0 * (most_held_in_turns(leaves, range(leaves), job.processes) - 1) / job.processes
 
 
-class DeepSpeedStrategy(ShardedRecovery, Recomputes):
+class ShardedRecomputation(Recomputation):
+    """All ranks compute together, because computing gathers weights."""
+
+    together = True
+    strategy: DeepSpeedStrategy
+
+    @override
+    @classmethod
+    def supports(cls, job: Job) -> bool:
+        return job.same_bits
+
+    @override
+    def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        strategy = self.strategy
+        with strategy.sums.aside(), strategy.totals.preserved():
+            seed_everything(strategy.run.seed, step, micro.index)
+            with observing(strategy.observer, micro.index, strategy.model):
+                strategy.run_micro_batch(micro, targets)
+
+    @override
+    def replicated_weights(self) -> list[Tensor]:
+        """Return the weights that DeepSpeed does not shard."""
+        return [p.detach() for p in self.strategy.model.parameters() if self.strategy.stage < 3 and p.requires_grad]
+
+    @override
+    def replicated_state(self) -> list[Tensor]:
+        return [*self.replicated_weights(), *self.strategy.model.buffers()]
+
+
+class DeepSpeedStrategy(ShardedRecovery):
     """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
     another engine from copies of the state in memory."""
 
@@ -83,11 +113,11 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     exact = True
     chooses_links = False
     flat_parts = True
-    recomputes_together = True  # computing gathers weights
     state_needs_all_ranks = True  # its flat shards are not slices of tensors
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
     memory = StageShards()
+    recomputation = ShardedRecomputation
     statistics: Statistics
     weights: EngineState
     waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
@@ -108,11 +138,6 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
     @classmethod
     def survives_rank_failure(cls, section: StrategySection) -> bool:
         return True  # each shard is on one rank only
-
-    @override
-    @classmethod
-    def recomputes(cls, section: StrategySection) -> bool:
-        return cls.gives_bits(section)
 
     @override
     @classmethod
@@ -155,7 +180,8 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
         self.shapes = {n: p.shape for n, p in self.model.named_parameters()}
         options = self.options_of(self.run.strategy)
         self.low_precision = keeps_bf16_weights(options)
-        self.config = zero_config.config(self.run.optim, self.stage, self.parameter_count, options)
+        every = sum(shape.numel() for shape in self.shapes.values())
+        self.config = zero_config.config(self.run.optim, self.stage, every, options)
         if self.in_tree_order:
             self.config["zero_optimization"]["memory_efficient_linear"] = False  # replaced by `SavedByName`
         if self.stage == 3:
@@ -282,16 +308,6 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
                     module._parameters[name] = by_identity[id(theirs)]
         return own, followers
 
-    @override
-    @property
-    def parameter_count(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
-
-    @override
-    @property
-    def trained_count(self) -> int:
-        return sum(self.shapes[n].numel() for n, p in self.model.named_parameters() if p.requires_grad)
-
     # -- one update --------------------------------------------------------------------------------------------------
 
     @override
@@ -337,22 +353,6 @@ class DeepSpeedStrategy(ShardedRecovery, Recomputes):
                 self.run_micro_batch(batch.micro_batches[-1].blank(), batch.targets)
             self.statistics.reset()
         self.sums.end()
-
-    @override
-    def recompute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        with self.sums.aside(), self.totals.preserved():
-            seed_everything(self.run.seed, step, micro.index)
-            with observing(self.observer, micro.index, self.model):
-                self.run_micro_batch(micro, targets)
-
-    @override
-    def replicated_weights(self) -> list[Tensor]:
-        """Return the weights that DeepSpeed does not shard."""
-        return [p.detach() for p in self.model.parameters() if self.stage < 3 and p.requires_grad]
-
-    @override
-    def replicated_state(self) -> list[Tensor]:
-        return [*self.replicated_weights(), *self.model.buffers()]
 
     def _step_of_engine(self, batch: StepBatch, learning_rate: float) -> StepResult:
         losses = self.totals.start(batch.count)

@@ -48,6 +48,16 @@ class EngineState(TrainedWeights):
         self.flat_cuts: FlatCuts | None = None  # None: DeepSpeed reduces and updates
         self.followers: list[tuple[nn.Parameter, nn.Parameter]] = []  # (lockstep's, DeepSpeed's unaligned one)
 
+    @override
+    @property
+    def parameter_count(self) -> int:
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @override
+    @property
+    def trained_count(self) -> int:
+        return sum(self.shapes[name].numel() for name in self.trained)
+
     def _whole_weight(self, name: str) -> Tensor:
         """Return the whole weight in fp32, or a frozen one in its own dtype. Collective."""
         from deepspeed import zero

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.tasks.models import quantized
 
 
 class TrainedWeights:
@@ -25,6 +26,16 @@ class TrainedWeights:
         self._read = self.own_parts()  # tensors that forward reads, for what this rank updates
         self._masters = masters
         self.updated = {n: nn.Parameter(p.detach().float()) for n, p in self._read.items()} if masters else self._read
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters of the whole model."""
+        return quantized.parameters(self.model)
+
+    @property
+    def trained_count(self) -> int:
+        """Number of trained parameters: all, unless the run uses an adapter or some are frozen."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def own_parts(self) -> dict[str, nn.Parameter]:
         """Return this rank's part of each trained weight, sharing its memory."""
