@@ -56,7 +56,7 @@ def times_of(world: World, run: Run, every: int, rounds: int) -> dict:
             before = time.perf_counter()
             checkpoints.advance()
             if i == 0 and arm != "none":
-                checkpoints.save(step, strategy)
+                checkpoints.save(step, strategy.state)
                 if arm == "waited for":
                     checkpoints.settle()
             stalled += time.perf_counter() - before

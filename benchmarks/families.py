@@ -210,7 +210,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     results = [strategy.train_step(feed.make(step), 1e-3) for step in range(run.steps or 0)]
     scores = evaluate(world, task, strategy, task.splits["validation"])
     seen = hashlib.sha256()
-    for name, tensor in sorted(strategy.state_dict().items()):
+    for name, tensor in sorted(strategy.state.state_dict().items()):
         seen.update(name.encode() + tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     norms = [float(r.grad_norm) for r in results]
     strategy.close()

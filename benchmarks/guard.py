@@ -58,7 +58,7 @@ def main() -> None:
         steps.append(
             (took(lambda b=batch: plain.train_step(b, 1e-4)), took(lambda b=batch: guarded.train_step(b, 1e-4)))
         )
-    hashes, parts = StateHash(strategy.world), strategy.sharded_state_dict()
+    hashes, parts = StateHash(strategy.world), strategy.state.sharded_state_dict()
     hashes.of(parts)
     hashed = statistics.median(took(lambda: hashes.of(parts)) for _ in range(5))
     ratio = statistics.median(b / a for a, b in steps[1:] or steps)

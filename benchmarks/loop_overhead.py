@@ -26,7 +26,6 @@ from torch import Tensor
 from lockstep.checkpoint.checkpoint import Checkpoints
 from lockstep.config.run import QUICK_START, Run, load
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.distributed.sharded import Saved
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
@@ -45,6 +44,7 @@ class Waits(Strategy):
     """A strategy whose step only waits."""
 
     waited = 0.0
+    state: Any = SimpleNamespace(sharded_state_dict=dict, export=lambda: None)
     weights: Any = SimpleNamespace(parameter_count=0, trained_count=0)
     check = classmethod(lambda cls, run, processes: None)
 
@@ -66,13 +66,6 @@ class Waits(Strategy):
 
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise AssertionError
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_sharded_state_dict(self, saved: Saved) -> None: ...
-
-    def export(self) -> None: ...
 
 
 class NoCheckpoints(Checkpoints):

@@ -130,15 +130,15 @@ def by_hand(world: World, run: Run) -> dict[str, Any]:
     for t in range(STEPS):
         strategy.train_step(feed.make(t), 5e-3)
         kept.follow(t + 1)
-    before = digest(strategy.state_dict())
+    before = digest(strategy.state.state_dict())
     with kept.in_place():
         score = evaluate(world, task, strategy, task.splits["validation"], texts=False)["loss"]
-        exported = strategy.export()
+        exported = strategy.state.export()
         average = digest(exported) if exported is not None else None
     raw = evaluate(world, task, strategy, task.splits["validation"], texts=False)["loss"]
-    unchanged = digest(strategy.state_dict()) == before
+    unchanged = digest(strategy.state.state_dict()) == before
     strategy.train_step(feed.make(STEPS), 5e-3)
-    after = digest(strategy.state_dict())
+    after = digest(strategy.state.state_dict())
     found = {"score": score, "raw": raw, "unchanged": unchanged, "after": after, "average": average}
     strategy.close()
     return found
@@ -157,7 +157,7 @@ def loop(world: World, run: Run) -> dict[str, Any]:
     with torch.no_grad():
         for name, p in strategy.model.named_parameters():
             p.copy_(mean[name])
-    exported = strategy.export()
+    exported = strategy.state.export()
     assert exported is not None
     found = {"average": digest(exported), "loss": float(after.loss)}
     strategy.close()

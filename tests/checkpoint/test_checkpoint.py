@@ -38,20 +38,20 @@ def opened(run: Run) -> tuple[Checkpoints, Strategy, StepLoader]:
 def train(run: Run, steps: int) -> dict[int, str]:
     """Train from the newest checkpoint to `steps`, and save every step. Returns a digest of the full state per step."""
     checkpoints, strategy, feed = opened(run)
-    done, _ = checkpoints.resume(strategy)
+    done, _ = checkpoints.resume(strategy.state)
     found = {}
     for step in range(done, steps):
         strategy.train_step(feed.make(step), 5e-3)
-        checkpoints.save(step + 1, strategy)
-        found[step + 1] = digest(strategy.state_dict())
+        checkpoints.save(step + 1, strategy.state)
+        found[step + 1] = digest(strategy.state.state_dict())
     checkpoints.settle()
     return found
 
 
 def resumed(run: Run) -> tuple[int, list[str], str]:
     checkpoints, strategy, _ = opened(run)
-    step, notes = checkpoints.resume(strategy)
-    return step, notes, digest(strategy.state_dict())
+    step, notes = checkpoints.resume(strategy.state)
+    return step, notes, digest(strategy.state.state_dict())
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
     remain."""
     folder, digests, other = trained
     job, dice = Job(run_in(tmp_path / "out")), random.Random(0)
-    fresh, used = digest(job.strategy.state_dict()), dict.fromkeys((kind.__name__ for kind in KINDS), 0)
+    fresh, used = digest(job.strategy.state.state_dict()), dict.fromkeys((kind.__name__ for kind in KINDS), 0)
     ends = dict.fromkeys(range(5), 0)
     for i in range(DAMAGES):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -150,18 +150,18 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
         whole = next((step for step in range(4, 0, -1) if step not in hurt), 0)
         what = f"damage {i}: {[kind.__name__ for kind in kinds]}"
         ends[whole] += 1
-        before, content = digest(job.strategy.state_dict()), bytes_in(tmp_path / "out")
+        before, content = digest(job.strategy.state.state_dict()), bytes_in(tmp_path / "out")
         if not whole:
             with raises("LS6050") as caught:
-                job.opened(job.run).resume(job.strategy)
+                job.opened(job.run).resume(job.strategy.state)
             assert all(f"step-{step:06d}: " in str(caught.value) for step in range(1, 5)), what
             assert bytes_in(tmp_path / "out") == content, what
-            assert digest(job.strategy.state_dict()) == before, what
+            assert digest(job.strategy.state.state_dict()) == before, what
             continue
         check_resumable(job_of(job.run))  # the check before a start
-        step, notes = job.opened(job.run).resume(job.strategy)
+        step, notes = job.opened(job.run).resume(job.strategy.state)
         assert step == whole, what
-        assert digest(job.strategy.state_dict()) == digests[whole], what
+        assert digest(job.strategy.state.state_dict()) == digests[whole], what
         assert [note.split()[0] for note in notes] == [f"step-{s:06d}" for s in range(4, whole, -1)], what
         assert all("\n" not in note and "is not used" in note for note in notes), what
     assert all(used.values())

@@ -153,7 +153,7 @@ def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, i
                 ballast.write_bytes(bytes(4 * 2**20))
             os.truncate(ballast, ballast.stat().st_size - 2**17)  # room for a part of it
         world.barrier()
-        checkpoints.save(step + 1, strategy)
+        checkpoints.save(step + 1, strategy.state)
         checkpoints.settle()
         if step == 1:
             left = " ".join(here(run.folder))
@@ -190,8 +190,8 @@ def test_a_read_only_disk(small_disk: Path) -> None:
     assert len(job.said) == 1
     assert "Read-only file system" in job.said[0]
     assert here(small_disk / "out") == ["latest", "step-000001"]
-    assert job.opened(job.run).resume(job.strategy) == (1, [])
-    assert digest(job.strategy.state_dict()) == state
+    assert job.opened(job.run).resume(job.strategy.state) == (1, [])
+    assert digest(job.strategy.state.state_dict()) == state
 
 
 def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +206,15 @@ def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyP
     state = job.saved()
     assert job.said == []
     assert here(tmp_path / "out") == ["step-000002"]
-    assert job.opened(job.run).resume(job.strategy) == (2, [])
-    assert digest(job.strategy.state_dict()) == state
+    assert job.opened(job.run).resume(job.strategy.state) == (2, [])
+    assert digest(job.strategy.state.state_dict()) == state
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").write_text("mine")
     job = Job(run_in(tmp_path / "out"))
-    assert job.checkpoints.resume(job.strategy) == (0, [])
+    assert job.checkpoints.resume(job.strategy.state) == (0, [])
     job.saved()
     assert len(job.said) == 1
     assert "there is no earlier checkpoint" in job.said[0]
@@ -261,7 +261,7 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
             strategy.train_step(feed.make(step), 1e-3)
             checkpoints.advance()
             if step < 3:
-                checkpoints.save(step, strategy)
+                checkpoints.save(step, strategy.state)
         checkpoints.settle()
     except CheckpointError as caught:
         error = str(caught)
@@ -309,7 +309,7 @@ def test_the_newest_and_the_best_are_kept(best: str, scores: list[float], kept: 
     assert here(tmp_path) == ["latest", *(f"step-{step:06d}" for step in kept)]
     sign = -1 if best.startswith("-") else 1
     again = job.opened(run)
-    again.resume(job.strategy)
+    again.resume(job.strategy.state)
     assert again.best == job.checkpoints.best == max(sign * score for score in scores)
     assert again.is_best({best.removeprefix("-"): sign * 2.0})
     assert not again.is_best({best.removeprefix("-"): sign * -2.0})

@@ -41,9 +41,9 @@ def saved(world: World, run: Run) -> str:
     for t in range(2):
         strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6))
     checkpoints = Checkpoints(job_of(run), world, 6)
-    checkpoints.save(2, strategy)
+    checkpoints.save(2, strategy.state)
     checkpoints.settle()
-    found = digest(strategy.state_dict())
+    found = digest(strategy.state.state_dict())
     strategy.close()
     return found
 
@@ -55,11 +55,11 @@ def gone_on_with(world: World, run: Run, folders: list[Path]) -> list[dict[str, 
     found = []
     for folder in folders:
         here = run.model_copy(update={"output": str(folder)})
-        step, notes = Checkpoints(job_of(here), world, 6).resume(strategy)
-        loaded = digest(strategy.state_dict())
+        step, notes = Checkpoints(job_of(here), world, 6).resume(strategy.state)
+        loaded = digest(strategy.state.state_dict())
         loss = float(strategy.train_step(feed.make(2), learning_rate(run.optim, 3, 6)).loss)
         found.append(
-            {"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state_dict())}
+            {"step": step, "notes": notes, "loaded": loaded, "loss": loss, "after": digest(strategy.state.state_dict())}
         )
     strategy.close()
     return found
@@ -200,12 +200,12 @@ def apart(world: World, run: Run) -> tuple[list[str], tuple[int, list[str]], str
     strategy.train_step(feed.make(0), 1e-3)
     said: list[str] = []
     checkpoints = Checkpoints(job_of(run), world, 6, said.append)
-    checkpoints.save(1, strategy)
+    checkpoints.save(1, strategy.state)
     checkpoints.settle()
-    before = digest(strategy.state_dict())
+    before = digest(strategy.state.state_dict())
     strategy.train_step(feed.make(1), 1e-3)
-    resumed = Checkpoints(job_of(run), world, 6).resume(strategy)
-    after = digest(strategy.state_dict())
+    resumed = Checkpoints(job_of(run), world, 6).resume(strategy.state)
+    after = digest(strategy.state.state_dict())
     strategy.close()
     return said, resumed, before, after
 

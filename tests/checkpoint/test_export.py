@@ -41,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 def write(job: Job) -> Path:
-    weights = job.strategy.export()
+    weights = job.strategy.state.export()
     assert weights is not None
     return write_export(job.task, weights, {"validation": {"loss": 1.0, "examples": 3}}, 2)
 
@@ -143,9 +143,9 @@ def full(*_: Any) -> None:
 
 def test_the_dry_run_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
     job, untouched = Job(run_in(tmp_path / "a")), Job(run_in(tmp_path / "b"))
-    before = digest(job.strategy.state_dict())
-    job.strategy.dry_run(job.feed.longest(), lambda: job.checkpoints.dry_run(job.strategy))
-    assert digest(job.strategy.state_dict()) == before
+    before = digest(job.strategy.state.state_dict())
+    job.strategy.dry_run(job.feed.longest(), lambda: job.checkpoints.dry_run(job.strategy.state))
+    assert digest(job.strategy.state.state_dict()) == before
     shard = job.checkpoints._shard
     assert shard is not None
     state = job.saved()
@@ -162,11 +162,11 @@ def test_without_memory_for_it_on_failure_says_what_happens(
     monkeypatch.setattr(shard_files, "Shard", full)
     if then == "stop":
         with raises("LS6000", "rank 0", "3"):
-            job.checkpoints.dry_run(job.strategy)
+            job.checkpoints.dry_run(job.strategy.state)
         with raises("LS6004", "3", error=CheckpointError):
             job.save()
         return
-    job.checkpoints.dry_run(job.strategy)
+    job.checkpoints.dry_run(job.strategy.state)
     job.save()
     assert [text.partition(":")[0] for text in job.said] == [
         "no checkpoint can be written",
@@ -181,11 +181,11 @@ def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
     """A moment of a weight that the dry run, or the first save, did not use."""
     job = Job(run_in(tmp_path / "out"))
     job.step()
-    parts = job.strategy.sharded_state_dict()
+    parts = job.strategy.state.sharded_state_dict()
     assert not job.checkpoints._lay_out({k: v for k, v in parts.items() if not k.startswith("optimizer.exp_avg.")})
     job.save()
     job.checkpoints.settle()
-    assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state_dict())
+    assert digest_of(tmp_path / "out/checkpoints/step-000001") == digest(job.strategy.state.state_dict())
 
 
 @pytest.mark.parametrize("kind", ["packed", "translation", "token_classification"])
@@ -195,7 +195,7 @@ def test_an_export_draws_no_weights_that_it_overwrites(
     """Export draws no random weights, and has the run's weights, tied and computed ones included."""
     run = make(tmp_path, kind, "strategy.name=single")
     task, strategy = build(run, World(run))
-    weights = strategy.export()
+    weights = strategy.state.export()
     assert weights is not None
     drawn = list[str]()
     for name in ("normal_", "uniform_"):

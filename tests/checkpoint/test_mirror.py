@@ -105,8 +105,8 @@ def test_a_new_machine_goes_on_from_the_newest(tmp_path: Path, store: Store) -> 
     state = trained.saved()
     copied(trained)
     other = job(tmp_path / "elsewhere")
-    assert other.checkpoints.resume(other.strategy)[0] == 2
-    assert digest(other.strategy.state_dict()) == state
+    assert other.checkpoints.resume(other.strategy.state)[0] == 2
+    assert digest(other.strategy.state.state_dict()) == state
     assert here(tmp_path / "elsewhere") == ["step-000002"]
 
 
@@ -115,12 +115,12 @@ def test_the_newer_of_two_machines_counts(tmp_path: Path, store: Store) -> None:
     trained.saved()
     copied(trained)
     second = job(tmp_path / "elsewhere")
-    second.done, _ = second.checkpoints.resume(second.strategy)
+    second.done, _ = second.checkpoints.resume(second.strategy.state)
     state = second.saved()
     copied(second)
     back = job(tmp_path / "out")
-    step, notes = back.checkpoints.resume(back.strategy)
-    assert (step, digest(back.strategy.state_dict())) == (2, state)
+    step, notes = back.checkpoints.resume(back.strategy.state)
+    assert (step, digest(back.strategy.state.state_dict())) == (2, state)
     assert notes == [f"step-000002 in {MIRROR} was downloaded and verified"]
 
 
@@ -131,7 +131,7 @@ def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path, store: Store) ->
     copied(trained)
     store.remove(f"{AT}/step-000002/{FILE}")  # as after a kill
     other = job(tmp_path / "elsewhere")
-    other.done = other.checkpoints.resume(other.strategy)[0]
+    other.done = other.checkpoints.resume(other.strategy.state)[0]
     assert other.done == 1
     other.saved()
     copied(other)
@@ -154,14 +154,14 @@ def test_a_flipped_byte_is_refused_and_the_one_before_taken(tmp_path: Path, stor
     copied(trained)
     store.flip(f"{AT}/step-000002/{SHARD}")
     other = job(tmp_path / "elsewhere")
-    other.done, notes = other.checkpoints.resume(other.strategy)
+    other.done, notes = other.checkpoints.resume(other.strategy.state)
     assert other.done == 1
-    assert digest(other.strategy.state_dict()) == state
+    assert digest(other.strategy.state.state_dict()) == state
     assert notes[0] == f"step-000002 in {MIRROR} is damaged ({SHARD} does not match its hash) and is not used"
     other.saved()  # the same step again: the damaged object is overwritten
     assert copied(other) is None
     third = job(tmp_path / "third")
-    assert third.checkpoints.resume(third.strategy)[0] == 2
+    assert third.checkpoints.resume(third.strategy.state)[0] == 2
 
 
 def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path, store: Store) -> None:
@@ -172,7 +172,7 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path, store: Store)
     before = {key: store.get(key) for key in store.names()}
     other = job(tmp_path / "elsewhere")
     with raises("LS6050", SHARD, "another mirror"):
-        other.checkpoints.resume(other.strategy)
+        other.checkpoints.resume(other.strategy.state)
     assert before == {key: store.get(key) for key in store.names()}
 
 
@@ -183,8 +183,8 @@ def test_a_damaged_local_one_is_taken_from_the_store(tmp_path: Path, store: Stor
     shard = tmp_path / "out/checkpoints/step-000001" / SHARD
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff\x00"[:1])
     again = job(tmp_path / "out")
-    step, notes = again.checkpoints.resume(again.strategy)
-    assert (step, digest(again.strategy.state_dict())) == (1, state)
+    step, notes = again.checkpoints.resume(again.strategy.state)
+    assert (step, digest(again.strategy.state.state_dict())) == (1, state)
     assert "is damaged" in notes[0]
     assert "was downloaded" in notes[1]
 
@@ -196,10 +196,10 @@ def test_a_listing_that_lacks_the_newest(tmp_path: Path, store: Store) -> None:
     copied(trained)
     store.hidden = lambda key: "step-000002" in key
     other = job(tmp_path / "elsewhere")
-    assert other.checkpoints.resume(other.strategy)[0] == 2
+    assert other.checkpoints.resume(other.strategy.state)[0] == 2
     store.remove(f"{AT}/index.json")  # control: the index names it
     third = job(tmp_path / "third")
-    assert third.checkpoints.resume(third.strategy)[0] == 1
+    assert third.checkpoints.resume(third.strategy.state)[0] == 1
 
 
 def test_the_best_one_is_fetched_for_the_export(tmp_path: Path, store: Store) -> None:
@@ -210,9 +210,9 @@ def test_the_best_one_is_fetched_for_the_export(tmp_path: Path, store: Store) ->
     copied(trained)
     assert steps_in(store) == ["step-000001", "step-000002"]
     other = job(tmp_path / "elsewhere", *keys)
-    assert other.checkpoints.resume(other.strategy)[0] == 2
-    assert other.checkpoints.take_best(other.strategy, 2, -0.9)[0] == 1
-    assert digest(other.strategy.state_dict()) == best
+    assert other.checkpoints.resume(other.strategy.state)[0] == 2
+    assert other.checkpoints.take_best(other.strategy.state, 2, -0.9)[0] == 1
+    assert digest(other.strategy.state.state_dict()) == best
 
 
 def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> None:
@@ -225,7 +225,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> 
     store.put(f"{AT}/step-000001/{FILE}", evil.dump())
     other = job(tmp_path / "elsewhere")
     with raises("LS6050", "../../evil"):
-        other.checkpoints.resume(other.strategy)
+        other.checkpoints.resume(other.strategy.state)
 
 
 # -- network faults --------------------------------------------------------------------------------------------------
@@ -268,8 +268,8 @@ def test_a_download_that_breaks_off_goes_on(tmp_path: Path, store: Store, fault:
     copied(trained)
     store.fault = once(fault, fault, on=SHARD, method="GET")
     other = job(tmp_path / "elsewhere")
-    other.checkpoints.resume(other.strategy)
-    assert digest(other.strategy.state_dict()) == state
+    other.checkpoints.resume(other.strategy.state)
+    assert digest(other.strategy.state.state_dict()) == state
 
 
 def test_on_a_slow_link_training_does_not_wait(tmp_path: Path, store: Store) -> None:
@@ -328,12 +328,12 @@ def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, 
     (note,) = mirrors.check(trained.run)
     assert note.endswith("checkpoints are copied when it can be reached")
     again = job(tmp_path / "out")
-    step, notes = again.checkpoints.resume(again.strategy)
+    step, notes = again.checkpoints.resume(again.strategy.state)
     assert step == 1
     assert "only the checkpoints in" in notes[0]
     empty = job(tmp_path / "elsewhere")
     with raises("LS6040"):
-        empty.checkpoints.resume(empty.strategy)
+        empty.checkpoints.resume(empty.strategy.state)
 
 
 def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> None:
@@ -347,7 +347,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
     ):
         mirrors.check_other(job_of(other.run))
     with pytest.raises(RunError, match="or give another mirror"):
-        other.checkpoints.resume(other.strategy)
+        other.checkpoints.resume(other.strategy.state)
 
 
 def test_a_model_that_output_does_not_take_is_in_the_mirror_too(

@@ -65,7 +65,7 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
     run = run_in(folder)
     job = Job(run)
     with raises("LS6050"):
-        job.checkpoints.resume(job.strategy)
+        job.checkpoints.resume(job.strategy.state)
     if what != "shards":  # contents are read once, at the resume
         with raises("LS6050"):
             check_resumable(job_of(run))
@@ -107,8 +107,8 @@ def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]
     shutil.copytree(newest, kept / "step-000002 copy")
     (kept / "step-3").write_text("")
     job = Job(run_in(folder))
-    assert job.checkpoints.resume(job.strategy) == (2, [])
-    assert digest(job.strategy.state_dict()) == trained[1]
+    assert job.checkpoints.resume(job.strategy.state) == (2, [])
+    assert digest(job.strategy.state.state_dict()) == trained[1]
     job.saved()
     assert {"step-000002 copy", "step-3", "notes.txt", ".DS_Store"} < set(here(folder))
 
@@ -117,14 +117,14 @@ def test_one_that_cannot_be_read_is_kept_when_its_step_is_reached_again(folder: 
     of_a_newer_version(folder / "checkpoints/step-000002/manifest.json")
     newer = bytes_in(folder / "checkpoints/step-000002")
     job = Job(run_in(folder))
-    step, (note,) = job.checkpoints.resume(job.strategy)
+    step, (note,) = job.checkpoints.resume(job.strategy.state)
     assert step == 1
     assert "is of format 3, this version reads 2" in note
     job.done = 1
     job.saved()
     (aside,) = (folder / "checkpoints").glob("step-000002.unread-*")
     assert bytes_in(aside) == newer
-    assert job.opened(job.run).resume(job.strategy) == (2, [])
+    assert job.opened(job.run).resume(job.strategy.state) == (2, [])
 
 
 # -- lines -----------------------------------------------------------------------------------------------------------

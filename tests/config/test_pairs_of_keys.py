@@ -113,8 +113,8 @@ def trained(world: World, runs: list[Run]) -> list[dict[str, Any]]:
         rates = [learning_rate(run.optim, t + 1, STEPS) for t in range(STEPS)]
         results = [strategy.train_step(feed.make(t), rate) for t, rate in enumerate(rates)]
         # a frozen bfloat16 weight is float32 in FSDP's shards: the same number
-        state = {name: tensor.float() for name, tensor in strategy.state_dict().items()}
-        exported = strategy.export()
+        state = {name: tensor.float() for name, tensor in strategy.state.state_dict().items()}
+        exported = strategy.state.export()
         found.append(
             {
                 "loss": [float(r.loss) for r in results],

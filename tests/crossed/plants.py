@@ -52,17 +52,17 @@ def pieces_by_threads() -> None:
 
 def forgotten_moments() -> None:
     """A resumed optimizer begins with moments of zero."""
-    from lockstep.strategies.single import ReplicatedStrategy
+    from lockstep.strategies.exact.held_state import TrainingState
 
-    right = ReplicatedStrategy.load_sharded_state_dict
+    right = TrainingState.load_sharded_state_dict
 
     def load(self: Any, saved: Any) -> None:
         right(self, saved)
-        for moments in self.update.stepper.state.values():
+        for moments in self.stepper.state.values():
             for name in ("exp_avg", "exp_avg_sq"):
                 moments[name].zero_()
 
-    ReplicatedStrategy.load_sharded_state_dict = load  # type: ignore[method-assign]
+    TrainingState.load_sharded_state_dict = load  # type: ignore[method-assign]
 
 
 def forgotten_clip() -> None:

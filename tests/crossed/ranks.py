@@ -240,13 +240,13 @@ def _keep_steps(session: Any, folder: Path) -> None:
         groups = [group.tolist() for group in rows]
         numbers = batch.step, float(result.loss), float(result.grad_norm)
         gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
-        record.save_on_main(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state_dict(), world)
+        record.save_on_main(folder / f"step-{len(steps)}.safetensors", gradients | strategy.state.state_dict(), world)
         steps.append(record.PlainStep(*numbers, groups, masked))
         found = record.PlainRecord(str(Path(session.task.prepared.tokenizer)), feed.total, steps)
         (folder / record.FILE).write_text(json.dumps(asdict(found)))
         return result
 
-    record.save_on_main(folder / "start.safetensors", strategy.state_dict(), world)
+    record.save_on_main(folder / "start.safetensors", strategy.state.state_dict(), world)
     strategy.observer, strategy.train_step = recorder, trained
 
 

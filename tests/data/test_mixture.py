@@ -360,7 +360,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     task, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(feed.make(t), 5e-3).loss) for t in range(6)]
     scores = evaluate(world, task, strategy, task.splits["validation"])
-    weights = strategy.export()
+    weights = strategy.state.export()
     return {"losses": losses, "scores": scores, "weights": digest(weights) if weights is not None else None}
 
 

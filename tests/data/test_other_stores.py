@@ -136,8 +136,8 @@ def test_checkpoints_go_there_and_back(store: Proxy, place: Address, tmp_path: P
     names = [each.address.path for each in Bucket(place, QUICK).inside(place.below("checkpoints"))]
     assert sorted(name.split("/")[-2] for name in names if name.endswith(FILE)) == ["step-000002", "step-000003"]
     other = job(tmp_path / "elsewhere")
-    assert other.checkpoints.resume(other.strategy)[0] == 3
-    assert digest(other.strategy.state_dict()) == state
+    assert other.checkpoints.resume(other.strategy.state)[0] == 3
+    assert digest(other.strategy.state.state_dict()) == state
     assert here(tmp_path / "elsewhere") == ["step-000003"]
 
 

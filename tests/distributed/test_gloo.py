@@ -96,9 +96,9 @@ def functional_ones(world: World, run: Run) -> int:
         strategy.dry_run(feed.longest())
         for step in range(2):
             strategy.train_step(feed.make(step), 1e-3)
-        strategy.state_dict()
+        strategy.state.state_dict()
         evaluate(world, task, strategy, task.splits["validation"])
-        strategy.export()
+        strategy.state.export()
         strategy.close()
     return seen.count
 

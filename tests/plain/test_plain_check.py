@@ -58,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model to add adapters to."""
     run = tiny(*ONE, f"output={tmp_path_factory.mktemp('source')}", "model.config.n_embd=64")
     task, strategy = build(run, World(run))
-    return write_export(task, strategy.export() or {}, {}, 0)
+    return write_export(task, strategy.state.export() or {}, {}, 0)
 
 
 def on(source: Path, *overrides: str) -> Run:
@@ -439,7 +439,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         ]
         weights = [(name, p.requires_grad, p.grad is None) for name, p in strategy.model.named_parameters()]
         drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
-        return [digest(strategy.state_dict()), modules, weights, drawn, task.run, json.dumps(task.prepared.facts)]
+        return [digest(strategy.state.state_dict()), modules, weights, drawn, task.run, json.dumps(task.prepared.facts)]
 
     before = state()
     with plain_check.undrawn(torch.device("cpu")):

@@ -76,10 +76,10 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
     evaluate(world, task, strategy, task.splits["validation"])
     assert len(codes) == 3
     assert sum(code.calls for code in codes) == before + 6 * 8 * 2  # steps, micro-batches, layers
-    assert strategy.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
-    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    assert strategy.state.export().keys() == strategy.model.state_dict().keys()  # type: ignore[union-attr]
+    assert not [name for name in strategy.state.state_dict() if "_orig_mod" in name]
     assert not [name for name, _ in strategy.model.named_modules() if "_orig_mod" in name]
-    found = digest(strategy.state_dict())
+    found = digest(strategy.state.state_dict())
     strategy.close()
     assert found == here(*sizes)["digest"]
 
@@ -273,12 +273,12 @@ def stopped_and_gone_on_with(world: World, run: Run) -> tuple[str, dict[str, int
     _, strategy, feed = build_with_feed(run, world)
     for step in range(6):
         if step == 3:
-            state = world.broadcast(strategy.state_dict())
+            state = world.broadcast(strategy.state.state_dict())
             strategy.close()
             _, strategy = build(run, world)
-            strategy.load_state_dict(state)
+            strategy.state.load_state_dict(state)
         strategy.train_step(feed.make(step), learning_rate(run.optim, step, 6))
-    found = digest(strategy.state_dict())
+    found = digest(strategy.state.state_dict())
     strategy.close()
     return found, dict(counters["aot_autograd"])
 

@@ -79,8 +79,8 @@ def steps_of(world: World, run: Run, overflows: dict[int, float], steps: int = 6
         results.append(strategy.train_step(feed.make(t), 1e-3))
         scales.append(float(strategy.precision.loss_scale.value))
         if world.size == 1:  # with several ranks, the final state shows it
-            weights.append(digest({k: v for k, v in strategy.state_dict().items() if k.startswith("model.")}))
-    state = strategy.state_dict()
+            weights.append(digest({k: v for k, v in strategy.state.state_dict().items() if k.startswith("model.")}))
+    state = strategy.state.state_dict()
     assert float(state["scaling.scale"]) == scales[-1]
     found = {
         "digest": digest(state) if world.is_main else "",  # `state_dict` is collective
@@ -166,16 +166,16 @@ def switched(world: World, run: Run) -> list[tuple[float, str]]:
     planted(first, OVERFLOWS)
     for t in range(4):
         first.train_step(feed.make(t), 1e-3)
-    kept = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
+    kept = world.broadcast({k: v.clone() for k, v in first.state.state_dict().items()})
     _, second = build(run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": "fsdp2"})}), world)
-    second.load_state_dict(kept)
+    second.state.load_state_dict(kept)
     ends = []
     for strategy in (first, second):
-        scale = float(strategy.state_dict()["scaling.scale"])
+        scale = float(strategy.state.state_dict()["scaling.scale"])
         mine = StepLoader(task, strategy.own_micro_batches(), world.device)
         for t in (4, 5):
             strategy.train_step(mine.make(t), 1e-3)
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         ends.append((scale, digest(state) if world.is_main else ""))
         strategy.close()
     return ends

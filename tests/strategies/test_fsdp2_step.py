@@ -59,7 +59,7 @@ def odd_steps(world: World, runs: list[Run]) -> list[tuple[list[float], str]]:
         for step in range(4):
             odd_models.step = step
             norms.append(float(strategy.train_step(feed.make(step), 0.01).grad_norm))
-        found.append((norms, digest(strategy.state_dict())))
+        found.append((norms, digest(strategy.state.state_dict())))
         strategy.close()
     return found
 
@@ -79,13 +79,13 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
     for i, run in enumerate(runs):
         _, strategy, feed = build_with_feed(run, world)
         checkpoints = Checkpoints(job_of(run), world, 6)
-        step, notes = checkpoints.resume(strategy)
+        step, notes = checkpoints.resume(strategy.state)
         assert (step, notes) == (2 * i, [])
         for t in (step, step + 1):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
-        checkpoints.save(step + 2, strategy)
+        checkpoints.save(step + 2, strategy.state)
         checkpoints.settle()
-        found.append((type(strategy).__name__, digest(strategy.state_dict())))
+        found.append((type(strategy).__name__, digest(strategy.state.state_dict())))
         strategy.close()
     return found
 

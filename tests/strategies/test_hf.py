@@ -29,7 +29,7 @@ def by_lockstep(world: World, run: Run) -> dict[str, torch.Tensor]:
     _, strategy, feed = build_with_feed(run, world)
     for step in range(4):
         strategy.train_step(feed.make(step), learning_rate(run.optim, step, feed.total))
-    weights = {k: v.clone() for k, v in (strategy.export() or {}).items()}
+    weights = {k: v.clone() for k, v in (strategy.state.export() or {}).items()}
     strategy.close()
     return weights
 

@@ -31,9 +31,9 @@ def steps_of(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
     task, strategy, feed = build_with_feed(run, world)
     strategy.dry_run(feed.longest())
     results = [strategy.train_step(feed.make(t), 1e-3) for t in range(steps)]
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     scores = evaluate(world, task, strategy, task.splits["validation"])
-    exported = strategy.export()
+    exported = strategy.state.export()
     strategy.close()
     return {
         "digest": digest(state) if world.is_main else "",
@@ -107,7 +107,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
             theirs[name].grad = gradient
         torch.nn.utils.clip_grad_norm_(list(theirs.values()), run.optim.max_grad_norm)
         other.step()
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     apart = max(float((state[f"model.{n}"].float() - p.detach()).abs().max()) for n, p in theirs.items())
     went = max(float((p.detach() - start[n]).abs().max()) for n, p in theirs.items())
     rounded = all(torch.equal(p.detach(), state[f"model.{n}"].bfloat16()) for n, p in strategy.weights.named.items())
@@ -143,17 +143,17 @@ def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) ->
     feed = StepLoader(task, first.own_micro_batches(), world.device)
     for t in range(2):
         first.train_step(feed.make(t), 1e-3)
-    weights = world.broadcast({k: v.clone() for k, v in first.state_dict().items()})
+    weights = world.broadcast({k: v.clone() for k, v in first.state.state_dict().items()})
     strategies, ends = [first], []
     for name, options in names:
         section = run.strategy.model_copy(update={"name": name, "options": options})
         _, other = build(run.model_copy(update={"strategy": section}), world)
-        other.load_state_dict(weights)
+        other.state.load_state_dict(weights)
         strategies.append(other)
     for strategy in strategies:
         mine = StepLoader(task, strategy.own_micro_batches(), world.device)
         strategy.train_step(mine.make(2), 1e-3)
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         ends.append(digest(state) if world.is_main else "")
     return ends
 

@@ -26,7 +26,7 @@ def steps_of(world: World, run: Run) -> dict[str, Any]:
     """Return the results of three steps and the digest of the full state."""
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, STEPS)) for t in range(STEPS)]
-    whole = strategy.state_dict()
+    whole = strategy.state.state_dict()
     found = {
         "state": digest(whole) if world.is_main else None,
         "steps": [(float(r.loss), float(r.grad_norm)) for r in results],

@@ -99,23 +99,23 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         for t in range(2):
             strategy.train_step(feed.make(t), learning_rate(run.optim, t, 6))
         checkpoints = Checkpoints(job_of(run), world, 6)
-        checkpoints.save(2, strategy)
+        checkpoints.save(2, strategy.state)
         checkpoints.settle()
         exported = averaging.exported(strategy)
         rows = feed.make(0).ids
         answer: dict[str, Any] = {
-            "saved": digest(strategy.state_dict()),
+            "saved": digest(strategy.state.state_dict()),
             "scores": evaluate(world, task, strategy, task.splits["train"], rows),
             "exported": digest(exported) if exported else "",
         }
         result = strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
-        answer |= {"loss": float(result.loss), "after": digest(strategy.state_dict())}
+        answer |= {"loss": float(result.loss), "after": digest(strategy.state.state_dict())}
         if other is not None:
             there = run.model_copy(update={"output": other.output})
-            step, notes = Checkpoints(job_of(there), world, 6).resume(strategy)
+            step, notes = Checkpoints(job_of(there), world, 6).resume(strategy.state)
             assert (step, len(notes)) == (2, 0 if strategy.gives_bits(run.strategy) else 1)
             strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
-            answer["gone on"] = digest(strategy.state_dict())
+            answer["gone on"] = digest(strategy.state.state_dict())
         found.append(answer)
         strategy.close()
     return found
@@ -207,9 +207,9 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
     for run, other in zip(runs, others, strict=True):
         _, strategy, feed = build_with_feed(run, world)
         there = run.model_copy(update={"output": other.output})
-        assert Checkpoints(job_of(there), world, 6).resume(strategy) == (2, [])
+        assert Checkpoints(job_of(there), world, 6).resume(strategy.state) == (2, [])
         strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
-        found.append(digest(strategy.state_dict()))
+        found.append(digest(strategy.state.state_dict()))
         strategy.close()
     return found
 

@@ -36,7 +36,7 @@ def steps_of(world: World, run: Run, steps: int = 2) -> dict[str, Any]:
     """Train a few steps; what must be equal everywhere."""
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t + 1, 6)) for t in range(steps)]
-    state, export = strategy.state_dict(), strategy.export()
+    state, export = strategy.state.state_dict(), strategy.state.export()
     found = {
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
@@ -240,13 +240,13 @@ def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str,
     step."""
     _, strategy, feed = build_with_feed(run, world)
     if kept:
-        strategy.load_state_dict(kept)
+        strategy.state.load_state_dict(kept)
     else:
         for t in range(2):
             strategy.train_step(feed.make(t), 1e-3)
-    state = {k: v.clone() for k, v in strategy.state_dict().items()}
+    state = {k: v.clone() for k, v in strategy.state.state_dict().items()}
     strategy.train_step(feed.make(2), 1e-3)
-    last = digest(strategy.state_dict())
+    last = digest(strategy.state.state_dict())
     strategy.close()
     return state, last
 

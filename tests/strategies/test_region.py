@@ -78,7 +78,7 @@ def test_one_code_for_each_shape_and_none_for_the_text_s_end(tmp_path: Path, cod
     assert len(code.calls) == 2
     assert others > 0
     assert sum(code.calls) - before == full > others
-    assert not [name for name in strategy.state_dict() if "_orig_mod" in name]
+    assert not [name for name in strategy.state.state_dict() if "_orig_mod" in name]
     strategy.close()
 
 

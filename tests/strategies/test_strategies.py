@@ -219,13 +219,13 @@ def restored(world: World, run: Run) -> tuple[str, str]:
     _, strategy, feed = build_with_feed(run, world)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
-    kept = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
+    kept = world.broadcast({k: v.clone() for k, v in strategy.state.state_dict().items()})
     strategy.train_step(feed.make(3), 1e-3)
-    straight = digest(strategy.state_dict())
+    straight = digest(strategy.state.state_dict())
     _, other = build(run, world)
-    other.load_state_dict(kept)
+    other.state.load_state_dict(kept)
     other.train_step(feed.make(3), 1e-3)
-    again = digest(other.state_dict())
+    again = digest(other.state.state_dict())
     strategy.close()
     other.close()
     return straight, again
@@ -243,7 +243,7 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
     for t in range(2):
         strategy.train_step(feed.make(t), 1e-3)
     scores = evaluate(world, task, strategy, task.splits["validation"])
-    weights = strategy.export()
+    weights = strategy.state.export()
     strategy.close()
     assert (weights is not None) == world.is_main
     return scores, digest(weights) if weights is not None else None

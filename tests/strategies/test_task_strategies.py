@@ -84,7 +84,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
         task, strategy, feed = build_with_feed(run, world)
         results = [strategy.train_step(feed.make(step), 5e-3) for step in range(2)]
         scores, _ = evaluate_with_tables(world, task, strategy, task.splits["validation"])
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         strategy.close()
         found[kind] = {
             "loss": [float(result.loss) for result in results],

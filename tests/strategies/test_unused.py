@@ -36,7 +36,7 @@ def steps_of(world: World, run: Run) -> dict[str, Any]:
     for step in range(5):
         odd_models.step = step
         found["norms"].append(float(strategy.train_step(feed.make(step), 0.01).grad_norm))
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         found["names"].add(tuple(sorted(state)))
         if world.is_main:
             found["weights"].append({k: v.clone() for k, v in state.items()})

@@ -50,12 +50,12 @@ def trained(world: World, run: Run, steps: int = 4) -> dict[str, Any]:
         gradients.append(recorder.gradients)
         if t in (1, steps - 1):
             scores.append(evaluate(world, task, strategy, task.splits["validation"])["loss"])
-    export = strategy.export()
+    export = strategy.state.export()
     found = {
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
         "scores": scores,
-        "state": {k: v.clone() for k, v in strategy.state_dict().items()},
+        "state": {k: v.clone() for k, v in strategy.state.state_dict().items()},
         "export": export and {k: v.clone() for k, v in export.items()},
         "gradients": gradients,
         "parameters": strategy.weights.parameter_count,
@@ -340,19 +340,19 @@ def stopped(world: World, run: Run) -> tuple[str, dict[str, torch.Tensor], list[
     _, strategy, feed = build_with_feed(run, world)
     for t in range(3):
         strategy.train_step(feed.make(t), 1e-3)
-    kept = {k: v.clone() for k, v in strategy.state_dict().items()}
+    kept = {k: v.clone() for k, v in strategy.state.state_dict().items()}
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
-    after = digest(strategy.state_dict())
+    after = digest(strategy.state.state_dict())
     strategy.close()
     return after, kept, losses
 
 
 def resumed(world: World, run: Run, kept: dict[str, torch.Tensor]) -> tuple[str, str, list[float]]:
     _, strategy, feed = build_with_feed(run, world)
-    strategy.load_state_dict(kept)
-    taken_over = digest(strategy.state_dict())
+    strategy.state.load_state_dict(kept)
+    taken_over = digest(strategy.state.state_dict())
     losses = [float(strategy.train_step(feed.make(t), 1e-3).loss) for t in (3, 4)]
-    after = digest(strategy.state_dict())
+    after = digest(strategy.state.state_dict())
     strategy.close()
     return after, taken_over, losses
 

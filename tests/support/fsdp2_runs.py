@@ -29,17 +29,17 @@ def steps_of(world: World, run: Run, steps: int = 3) -> dict[str, Any]:
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), learning_rate(run.optim, t, steps)) for t in range(steps)]
     found = {
-        "digest": digest(strategy.state_dict()),
+        "digest": digest(strategy.state.state_dict()),
         "loss": [float(r.loss) for r in results],
         "norm": [float(r.grad_norm) for r in results],
-        "weights": {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")},
+        "weights": {k: v.clone() for k, v in strategy.state.state_dict().items() if k.startswith("model.")},
         "held": {
             n: (p.placements if isinstance(p, DTensor) else None, p.numel())
             for n, p in strategy.model.named_parameters()
         },
         "local": sum(p.to_local().numel() for p in strategy.model.parameters() if isinstance(p, DTensor)),
         "dtypes": {p.dtype for p in strategy.model.parameters()},
-        "exported": digest(exported) if (exported := strategy.export()) is not None else None,
+        "exported": digest(exported) if (exported := strategy.state.export()) is not None else None,
     }
     strategy.close()
     return found

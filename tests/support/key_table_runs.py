@@ -156,7 +156,7 @@ class Place:
             for step in range(min(feed.total, STEPS)):
                 rate = learning_rate(run.optim, step + 1, feed.total)
                 done = strategy.train_step(feed.make(step), rate)
-                weights.append((float(done.loss), float(done.grad_norm), digest(strategy.state_dict())))
+                weights.append((float(done.loss), float(done.grad_norm), digest(strategy.state.state_dict())))
             strategy.close()
         return {"refused": False, "weights": weights} | batches(told)
 

@@ -47,10 +47,10 @@ class Job:
         """Make a step. Returns a digest of the whole state after it."""
         self.strategy.train_step(self.feed.make(self.done), 5e-3)
         self.done += 1
-        return digest(self.strategy.state_dict())
+        return digest(self.strategy.state.state_dict())
 
     def save(self, **scores: float) -> None:
-        self.checkpoints.save(self.done, self.strategy, scores)
+        self.checkpoints.save(self.done, self.strategy.state, scores)
 
     def saved(self, **scores: float) -> str:
         """Make a step and its checkpoint."""

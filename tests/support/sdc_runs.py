@@ -35,7 +35,7 @@ def guarded(world: World, run: Run, fault: Fault | None = None) -> dict[str, Any
             found[step] = str(caught)
             if not caught.sound:
                 break
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     strategy.close()
     return {"found": found, "digest": digest(state) if world.is_main else None, "retried": getattr(guard, "retried", 0)}
 

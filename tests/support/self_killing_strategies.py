@@ -123,22 +123,24 @@ class Striking:
         self.come_to("evaluation")
         return super().forward(inputs)  # type: ignore[misc]
 
-    def sharded_state_dict(self) -> Any:
-        self.come_to("saving")
-        return super().sharded_state_dict()  # type: ignore[misc]
+    def make_state(self) -> Any:
+        state = super().make_state()  # type: ignore[misc]
+        own_part, load = state.sharded_state_dict, state.load_sharded_state_dict
+        state.sharded_state_dict = lambda: (self.come_to("saving"), own_part())[1]
+        state.load_sharded_state_dict = lambda saved: (self.come_to_joining(), load(saved))[1]
+        return state
 
     def attach_group(self) -> None:
         super().attach_group()  # type: ignore[misc]
         self.look(self.step if self.due >= 0 or hasattr(self, "step") else 0)
         self.come_to("meeting")
 
-    def load_sharded_state_dict(self, saved: Any) -> None:
+    def come_to_joining(self) -> None:
         strikes = json.loads(Path("strikes.json").read_text())
         number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
         if number >= 0 and strikes[number]["phase"] == "joining" and self.world.members.generation.number > 0:
             self.due, self.phase, self.step = number, "joining", -1
             self.come_to("joining")
-        super().load_sharded_state_dict(saved)  # type: ignore[misc]
 
 
 def _is_saved(step: int) -> bool:

@@ -19,7 +19,7 @@ def steps_of(world: World, run: Run, steps: int = 6) -> dict[str, Any]:
     _, strategy, feed = build_with_feed(run, world)
     rates = [learning_rate(run.optim, t, steps) for t in range(steps)]
     results = [strategy.train_step(feed.make(t).to(world.device), rate) for t, rate in enumerate(rates)]
-    parameters, state = list(strategy.model.parameters()), strategy.state_dict()
+    parameters, state = list(strategy.model.parameters()), strategy.state.state_dict()
     found = {
         "digest": digest(state),
         "loss": [float(r.loss) for r in results],

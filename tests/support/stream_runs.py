@@ -131,7 +131,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     """Steps of two epochs, and the model's weights."""
     _, strategy, feed = build_with_feed(run, world)
     losses = [float(strategy.train_step(batch, 5e-3).loss) for batch in feed.steps(0)]
-    weights = strategy.export()
+    weights = strategy.state.export()
     return {"losses": losses, "weights": digest(weights) if weights is not None else None}
 
 

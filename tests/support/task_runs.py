@@ -155,6 +155,6 @@ def trained(world: World, run: Run) -> dict[str, Any]:
         "counts": counts,
         "targets": [b.targets for b in batches],
     }
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     strategy.close()
     return found | {"digest": digest(state) if world.is_main else None}

@@ -53,10 +53,10 @@ def run_of(folder: Path, kind: str, *overrides: str) -> Run:
 
 def trained(world: World, run: Run) -> dict[str, Any]:
     task, strategy = build(run, world)
-    before = {k: v.clone() for k, v in strategy.state_dict().items() if k.startswith("model.")}
+    before = {k: v.clone() for k, v in strategy.state.state_dict().items() if k.startswith("model.")}
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     results = [strategy.train_step(feed.make(t), 1e-2) for t in range(3)]
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     moved = [k for k in before if world.is_main and not torch.equal(before[k], state[k])]
     found = {"loss": [float(r.loss) for r in results], "norm": [float(r.grad_norm) for r in results], "moved": moved}
     strategy.close()

@@ -38,7 +38,7 @@ def trained(world: World, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
             "counted": counted,
             "targets": [batch.targets for batch in batches],
         }
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         strategy.close()
         found[kind]["digest"] = digest(state) if world.is_main else None
     return found

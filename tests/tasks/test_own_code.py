@@ -85,9 +85,9 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     untouched = before == digest(dict(strategy.model.named_buffers()))
     results = [strategy.train_step(batch, 1e-3) for batch in feed.steps(after=0)]
     scores = evaluate(world, task, strategy, task.splits["validation"])
-    exported = strategy.export()
+    exported = strategy.state.export()
     found = {
-        "digest": digest(strategy.state_dict()),
+        "digest": digest(strategy.state.state_dict()),
         "buffers": digest(dict(strategy.model.named_buffers())),
         "norm": [float(r.grad_norm) for r in results],
         "loss": [float(r.loss) for r in results],

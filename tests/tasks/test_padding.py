@@ -234,7 +234,7 @@ def test_padding_is_part_of_the_arithmetic() -> None:
 def two_steps(world: World, run: Run) -> tuple[str, list[float], list[float]]:
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(step), 1e-2) for step in range(2)]
-    found = digest(strategy.state_dict()), [float(r.loss) for r in results], [float(r.grad_norm) for r in results]
+    found = digest(strategy.state.state_dict()), [float(r.loss) for r in results], [float(r.grad_norm) for r in results]
     strategy.close()
     return found
 

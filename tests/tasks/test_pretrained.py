@@ -136,7 +136,7 @@ def steps_of(world: World, run: Run) -> tuple[list[float], dict[str, torch.Tenso
     task, strategy = built(run, world)
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     norms = [float(strategy.train_step(feed.make(step), 1e-2).grad_norm) for step in range(3)]
-    state = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    state = {name: tensor.clone() for name, tensor in strategy.state.state_dict().items()}
     strategy.close()
     return norms, state
 

@@ -55,13 +55,13 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     """Two steps, and two more: as they are, and gone on with by another strategy from the state between them."""
     _, strategy, feed = build_with_feed(run, world)
     results = [strategy.train_step(feed.make(t), 1e-2) for t in range(2)]
-    between = world.broadcast({k: v.clone() for k, v in strategy.state_dict().items()})
+    between = world.broadcast({k: v.clone() for k, v in strategy.state.state_dict().items()})
     other = build(run, world)[1]
-    other.load_state_dict(between)
+    other.state.load_state_dict(between)
     ends = []
     for each in (strategy, other):
         results += [each.train_step(feed.make(t), 1e-2) for t in range(2, 4)]
-        state = each.state_dict()
+        state = each.state.state_dict()
         ends.append(digest(state) if world.is_main else "")
     dtypes = {n: t.dtype for n, t in between.items() if n.startswith("model.")}
     found = {"ends": ends, "loss": [float(r.loss) for r in results], "norm": [float(r.grad_norm) for r in results]}

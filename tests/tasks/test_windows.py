@@ -291,7 +291,7 @@ def test_an_evaluation_is_that_of_plain_transformers(
         strategy.train_step(feed.make(step), 1e-2)
     columns = task.splits["validation"]
     said = evaluate(world, task, strategy, columns)["loss"]
-    task.write(tmp_path / "export", strategy.export() or {})
+    task.write(tmp_path / "export", strategy.state.export() or {})
     strategy.close()
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
     texts = []

@@ -101,7 +101,7 @@ def state_after(world: World, run: Run) -> list[dict[str, str]]:
     feed, hash_of, found = StepLoader(task, strategy.own_micro_batches(), world.device), StateHash(world), []
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-3)
-        found.append(hash_of.of(strategy.sharded_state_dict()))
+        found.append(hash_of.of(strategy.state.sharded_state_dict()))
     strategy.close()
     return found
 

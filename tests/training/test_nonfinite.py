@@ -154,7 +154,7 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
             strategy.dry_run(longest)
         for t in range(2):
             strategy.train_step(feed.make(t), 1e-3)
-        digests.append(digest(strategy.state_dict()))
+        digests.append(digest(strategy.state.state_dict()))
         strategy.close()
     return digests[0], digests[1]
 
@@ -211,7 +211,7 @@ def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[boo
     for t in range(steps):
         task.loss_sum = lambda outputs, targets, t=t: real(outputs, targets) * (float("nan") if t == 1 else 1.0)
         used.append(strategy.train_step(feed.make(t), 1e-3).used)
-        digests.append(digest(strategy.state_dict()))
+        digests.append(digest(strategy.state.state_dict()))
     strategy.update.settle()
     return digests, [bool(each) for each in used]
 

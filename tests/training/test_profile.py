@@ -80,7 +80,7 @@ def weights(world: World, run: Run) -> str:
     """Return the weights of a job after the full training loop."""
     session = build_session(for_rank(run, world), world)
     train(session, session.new_state())
-    found = digest(session.strategy.state_dict())
+    found = digest(session.strategy.state.state_dict())
     session.strategy.close()
     return found
 

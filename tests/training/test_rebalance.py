@@ -198,7 +198,7 @@ def trained(world: World, run: Run, slow: int) -> dict[str, Any]:
         clock.step = batch.step
         ran.append([micro.index for micro in batch.micro_batches])
         strategy.train_step(batch, 1e-3)
-    state = strategy.state_dict()
+    state = strategy.state.state_dict()
     strategy.close()
     return {"digest": digest(state) if world.is_main else None, "ran": ran, "events": events, "said": said}
 

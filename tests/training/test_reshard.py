@@ -104,7 +104,7 @@ def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> N
         job=Job.of(run),
         run=run,
         world=world,
-        strategy=SimpleNamespace(state_needs_all_ranks=torn, sharded_state_dict=lambda: state),
+        strategy=SimpleNamespace(state=SimpleNamespace(needs_all_ranks=torn, sharded_state_dict=lambda: state)),
     )
     copies, state_of_training = PeerCheckpoints(session), TrainState(session.job, 20, step=9)
     copies.form(session, state_of_training)

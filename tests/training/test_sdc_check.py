@@ -94,10 +94,10 @@ def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_t
         return gradient if len(seen) == 1 else gradient * (1 + 2**-22)
 
     strategy.weights.named["transformer.h.1.mlp.c_fc.weight"].register_hook(hear)
-    before = digest(strategy.state_dict())
+    before = digest(strategy.state.state_dict())
     with raises("LS5152", error=CorruptionDetected):
         guard.train_step(feed.make(1), 1e-3)
-    assert digest(strategy.state_dict()) == before
+    assert digest(strategy.state.state_dict()) == before
     strategy.close()
 
 

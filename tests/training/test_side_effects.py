@@ -96,7 +96,7 @@ def after_steps(run: Run, tried: bool) -> str:
         strategy.dry_run(feed.longest())
     for step in range(3):
         strategy.train_step(feed.make(step), 1e-2)
-    found = digest(strategy.state_dict())
+    found = digest(strategy.state.state_dict())
     strategy.close()
     return found
 

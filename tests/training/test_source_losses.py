@@ -95,7 +95,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
             assert (result.loss_sums_of is not None) is told
             if result.loss_sums_of is not None:
                 assert float(result.loss_sums_of.sum()) == pytest.approx(float(result.loss) * batch.targets, rel=1e-6)
-        weights.append(digest(strategy.export() or {}))
+        weights.append(digest(strategy.state.export() or {}))
     assert weights[0] == weights[1]
 
 

@@ -99,7 +99,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        strategy: ShardedState,
+        sharded: ShardedState,
         scores: Mapping[str, float] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class Checkpoints:
         from lockstep.checkpoint.shard_files import Background
 
         self.settle()
-        parts = strategy.sharded_state_dict()
+        parts = sharded.sharded_state_dict()
         if faults := self._lay_out(parts):
             self._failed(step, faults)
             return
@@ -126,7 +126,7 @@ class Checkpoints:
             hosts=self.world.hosts,
             launch=launched_by(self.run.launch),
             code=self.code,
-            bits=strategy.gives_bits(self.run.strategy),
+            bits=self.job.same_bits,
             scores={name: float(value) for name, value in (scores or {}).items()},
             trackers=dict(self.trackers),  # copied: a tracker's thread may add to it
             meter=state.get("meter", {}),
@@ -138,10 +138,10 @@ class Checkpoints:
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
         self._saving = _Saving(manifest, aside, Background(lambda: shard.write(aside)))
 
-    def dry_run(self, strategy: ShardedState) -> None:
+    def dry_run(self, sharded: ShardedState) -> None:
         """Allocate and fill this rank's buffer while optimizer state exists, so that a lack of memory shows before the
         first step. Collective. Errors: `RunError`, on every rank, if checkpoint.on_failure is `stop`."""
-        parts = strategy.sharded_state_dict()
+        parts = sharded.sharded_state_dict()
         if faults := self._lay_out(parts):
             text = f"no checkpoint can be written: {'; '.join(faults)}"
             if self.run.checkpoint.on_failure == "stop":
@@ -302,7 +302,7 @@ class Checkpoints:
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
-    def resume(self, strategy: ShardedState, state: Loads | None = None) -> tuple[int, list[str]]:
+    def resume(self, sharded: ShardedState, state: Loads | None = None) -> tuple[int, list[str]]:
         """Load the newest checkpoint that passes verification, and its training state into `state`. Returns the number
         of updates done (0: there is no checkpoint) and notes for the user. Collective. Errors: `RunError`, on every
         rank, if checkpoints exist and none passes."""
@@ -310,7 +310,7 @@ class Checkpoints:
         faults = list[str]()
         for name, manifest, away in checkpoints:
             where = f"{name} in {self.run.remote_dir}" if away else name
-            if (fault := self._loaded(strategy, name, manifest, away)) is not None:
+            if (fault := self._loaded(sharded, name, manifest, away)) is not None:
                 faults.append(f"{where}: {fault}")
                 notes.append(f"{where} is damaged ({fault}) and is not used")
                 continue
@@ -326,9 +326,7 @@ class Checkpoints:
             }
             self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
             notes += [f"{where} was downloaded and verified"] if away else []
-            notes += manifests.differences_of_saving_run(
-                self.run, self.world, name, manifest, strategy.gives_bits(self.run.strategy)
-            )
+            notes += manifests.differences_of_saving_run(self.run, self.world, name, manifest, self.job.same_bits)
             return manifest.step, notes
         if faults:
             raise manifests.none_usable(self.run, faults)
@@ -336,7 +334,7 @@ class Checkpoints:
             clear_away(self.run.folder)
         return 0, notes
 
-    def take_before(self, strategy: ShardedState, most: int) -> tuple[int, list[str]]:
+    def take_before(self, sharded: ShardedState, most: int) -> tuple[int, list[str]]:
         """Load the newest verified checkpoint of at most `most` updates. Every rank must see the folder; nothing is
         written to it. Returns its step (0: no such checkpoint) and notes for the user. Collective."""
         self._sees = True
@@ -345,14 +343,14 @@ class Checkpoints:
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
         checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
         for name, manifest in self.world.broadcast(checkpoints):
-            if (fault := self._loaded(strategy, name, manifest)) is None:
+            if (fault := self._loaded(sharded, name, manifest)) is None:
                 return manifest.step, notes + manifests.differences_of_saving_run(
-                    self.run, self.world, name, manifest, strategy.gives_bits(self.run.strategy)
+                    self.run, self.world, name, manifest, self.job.same_bits
                 )
             notes.append(f"{name} is not used: {fault}")
         return 0, notes
 
-    def take_best(self, strategy: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
+    def take_best(self, sharded: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:
         """Load the best evaluated checkpoint if it beats the state after `step`, whose score is `last`. Returns the
         step of the weights now in use (`step` if nothing was loaded) and notes for the user. Collective."""
         every, notes = self.catalog.list_checkpoints()
@@ -365,12 +363,12 @@ class Checkpoints:
                 break
             name = name_of(best.step)
             for manifest, away in places[best.step]:
-                if (fault := self._loaded(strategy, name, manifest, away)) is None:
+                if (fault := self._loaded(sharded, name, manifest, away)) is None:
                     return best.step, notes
                 notes.append(f"{name}, the best checkpoint, is damaged ({fault}) and is not used")
         return step, notes
 
-    def take_mean(self, strategy: ShardedState, step: int) -> list[int]:
+    def take_mean(self, sharded: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
         steps. Collective. Errors: `CheckpointError` on every rank, if a checkpoint cannot be read."""
         from lockstep.checkpoint.shard_files import Mean
@@ -390,15 +388,15 @@ class Checkpoints:
                     f"average.last: it needs the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
                     f"cannot be used: {fault}. Set average.last=null to export the last model",
                 )
-        strategy.load_sharded_state_dict(Mean(saved))
+        sharded.load_sharded_state_dict(Mean(saved))
         return steps
 
-    def _loaded(self, strategy: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
+    def _loaded(self, sharded: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
         """Load a checkpoint, downloading it from the mirror if it is `away`. Returns the reason if it cannot be loaded,
         else None. Collective. Errors: `RunError`."""
         if (fault := self.catalog.fetched(name, manifest, away) or self._fault(name, manifest)) is None:
             assert isinstance(manifest, Manifest)
-            strategy.load_sharded_state_dict(self._open(self.folder / name, manifest))
+            sharded.load_sharded_state_dict(self._open(self.folder / name, manifest))
         return fault
 
     def _open(self, path: Path, manifest: Manifest) -> Saved:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.errors import CodedError
-from lockstep.config.sections import StrategySection
 from lockstep.distributed.torch_internals import by_host, is_dtensor
 from lockstep.distributed.world import World
 
@@ -52,11 +51,7 @@ class WholeState(Saved):
 
 
 class ShardedState(Protocol):
-    """A state whose tensors are sharded over the ranks, such as a strategy's. Every method but `gives_bits` is
-    collective."""
-
-    def gives_bits(self, section: StrategySection) -> bool:
-        """Whether the run is bitwise equal to a run on one process."""
+    """A state whose tensors are sharded over the ranks, such as a strategy's. Every method is collective."""
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return this rank's part."""

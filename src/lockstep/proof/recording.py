@@ -143,7 +143,7 @@ class _Writer:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole weights, in rank 0's host memory. Collective."""
-        state = {k: v for k, v in self.strategy.state_dict().items() if k.startswith("model.")}
+        state = {k: v for k, v in self.strategy.state.state_dict().items() if k.startswith("model.")}
         return {k.removeprefix("model."): v.detach().cpu().clone() for k, v in state.items()}
 
     def step(self, number: int, batch: StepBatch, loss: float, norm: float, rate: float) -> None:
@@ -193,7 +193,7 @@ class _Writer:
 
     def dtypes(self) -> dict[str, list[str]]:
         """Dtypes of weights, gradients and optimizer state."""
-        state = self.strategy.state_dict()
+        state = self.strategy.state.state_dict()
         moments = {str(v.dtype) for k, v in state.items() if k.startswith("optimizer.") and v.dim()}
         return {
             "weights": sorted({str(p.dtype) for p in self.strategy.model.parameters()}),

@@ -61,12 +61,12 @@ def replay(job: Job, world: World, output: str, target_step: str, begin: str) ->
         raise RunError("LS5120", f"--step: {step} is not a step of this run; expected 1 to {feed.total}")
     checkpoints = Checkpoints(job.into(output), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
-    done, notes = checkpoints.take_before(strategy, min(int(begin), step - 1))
+    done, notes = checkpoints.take_before(strategy.state, min(int(begin), step - 1))
     trained_steps = by_step(fingerprints.recorded(Path(output)))
     hashes = StateHash(world)
 
     def hashed(record: StepRecord) -> StepRecord:
-        of_state = hashes.of(strategy.sharded_state_dict())
+        of_state = hashes.of(strategy.state.sharded_state_dict())
         weights, optimizer = of_state["weights"], of_state["optimizer"]
         return replace(record, weights=weights, optimizer=optimizer, finite=finite(strategy, world))
 
@@ -111,7 +111,7 @@ class _StepInspector:
         self._session = session
         self._losses = _losses(session, batch.ids)
         strategy, world = session.strategy, session.world
-        state = strategy.state_dict()
+        state = strategy.state.state_dict()
         weights = {n.removeprefix("model."): t for n, t in state.items() if n.startswith("model.")}
         save_on_main(session.run.folder / WEIGHTS, weights, world)
         strategy.observer = self._recorder = GradientRecorder(world)
@@ -172,7 +172,7 @@ def record_modules(job: Job, world: World, output: str, target_step: str) -> int
     strategy, feed = session.strategy, session.feed
     checkpoints = Checkpoints(job.into(output), world, feed.total)
     ACTIVITY.set("looking for a checkpoint")
-    done, notes = checkpoints.take_before(strategy, step - 1)
+    done, notes = checkpoints.take_before(strategy.state, step - 1)
     record: StepRecord | None = None
     for batch in feed.steps(after=done):
         ACTIVITY.set(f"replaying step {batch.step + 1}")
@@ -209,7 +209,7 @@ def _recorded(strategy: Strategy, world: World, batch: StepBatch, rate: float) -
 
 def _weights(strategy: Strategy, world: World) -> dict[str, TensorPrint]:
     """Weights and buffers, then optimizer state, by name, on rank 0. Collective."""
-    whole = strategy.state_dict()
+    whole = strategy.state.state_dict()
     state = whole if world.size > 1 else {n: local(t) for n, t in whole.items()}
     names = sorted(state, key=lambda name: (not name.startswith("model."), name))
     return prints_of({name.removeprefix("model."): state[name] for name in names})

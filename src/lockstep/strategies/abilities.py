@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
-from torch import Tensor
 from typing_extensions import override
 
 from lockstep.config.run import Run
@@ -35,13 +34,12 @@ class WholeStateRecovery(Strategy):
 
 class ShardedRecovery(Strategy):
     """A strategy with sharded state that surviving ranks can reshard after a failure: `launch.on_rank_failure:
-    continue`. It tells which state this rank holds after an interrupted step: the one before the update or the one
+    continue`. Its `state` tells what this rank holds after an interrupted step: the state before the update or the one
     after it. `training/recovery/reshard.py` does the rest.
     """
 
     plugin = "strategies"  # a base: it has no name in a run file
     supports_reshard: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
-    state_needs_all_ranks: ClassVar[bool] = False  # whether reading a rank's own state is collective
     build_empty = False  # whether to build it without weights, because a state is loaded next
 
     @classmethod
@@ -54,32 +52,15 @@ class ShardedRecovery(Strategy):
         """Whether the state of the surviving ranks is consistent."""
         return cls.gives_bits(section)
 
-    @property
-    def part_of_state(self) -> tuple[int, int]:
-        """Index of this rank's shard of the state, and the number of shards; ranks with the same index hold the same
-        shard."""
-        return self.world.rank, self.world.size
-
-    @property
-    def keeps_copies(self) -> bool:
-        """Whether several ranks hold each shard and update it independently."""
-        stepper = self.update.stepper
-        whole = any(stepper.rule.whole(group) for group in stepper.param_groups)
-        return self.world.size > self.part_of_state[1] and not whole
-
     def axis(self, name: str) -> str:
         """Return a mesh axis name that is unique to this process group. Torch caches by mesh and treats equal-looking
         meshes as one, although this rank's index may differ between them."""
         return name if self.world.members is None else f"{name}_{self.world.members.generation.number}"
 
-    def own_state(self) -> dict[str, Tensor]:
-        """Return `sharded_state_dict`, also after an interrupted step. Not collective."""
-        return self.sharded_state_dict()
-
     @override
     def set_optimizer(self, optimizer: Stepper) -> None:
         super().set_optimizer(optimizer)
-        if self.world.members is not None and self.keeps_copies:
+        if self.world.members is not None and self.state.has_copies:
             self.update.barrier = lambda: self.world.barrier()
 
     def discard(self) -> None:

@@ -48,6 +48,7 @@ from lockstep.strategies.engines.side_effects import SideEffects, first_few, ref
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
 from lockstep.strategies.exact.exchange import Scatter, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
@@ -290,6 +291,38 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
         return rows_between(gradient, first, first + len(mine))
 
 
+class ShardedTensors(TrainingState):
+    """The shards of a rank."""
+
+    def __init__(self, strategy: FSDP2) -> None:
+        super().__init__(strategy.weights, strategy.update.stepper, strategy.precision.loss_scale, strategy.world)
+        self.model, self.narrow = strategy.model, strategy.run.model.trained_in_bfloat16
+        self.parts = dict(strategy.model.named_parameters())  # the shards; a gathered block shows whole ones
+        self.count = strategy.shards * strategy.tensor
+
+    @override
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.world.rank % self.count, self.count
+
+    @override
+    def own(self) -> dict[str, Tensor]:
+        tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
+        return held_state.tensors_to_save(tensors, self.stepper, self.scaling)
+
+    @override
+    def export(self) -> dict[str, Tensor] | None:
+        weights: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():  # one whole tensor at a time, to rank 0's host memory
+            gathered = whole(tensor.detach())
+            if self.world.is_main:
+                weights[name] = gathered.cpu()
+        if not self.world.is_main:
+            return None
+        low = {n for n, _ in self.model.named_parameters(remove_duplicate=False)} if self.narrow else set()
+        return {name: tensor.bfloat16() if name in low else tensor for name, tensor in weights.items()}
+
+
 class FSDP2(ShardedRecovery):
     """`strategy.options`: `gather` (`step`: `ShardedOptimizer`; `micro_batch`: this class; default: depends on memory),
     `replicate` (replicas of the sharded model: hybrid sharding), `tensor_parallel` (ranks per matrix product, for
@@ -302,6 +335,7 @@ class FSDP2(ShardedRecovery):
     weight_formats = WeightFormats.BFLOAT16
     memory: ClassVar[MemoryEstimate] = ChoosesShards()
     statistics: Statistics
+    state: ShardedTensors
     waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @override
@@ -389,7 +423,6 @@ class FSDP2(ShardedRecovery):
                 if self.in_tree_order and self.shards > 1:
                     self.scatters.append(TreeScatter(self))
                     part.set_custom_reduce_scatter(self.scatters[-1])
-        self.parts = dict(self.model.named_parameters())  # the shards; a gathered block shows whole ones
         self.uses = Uses(self.model, self.parameters)
         if not self.build_empty:
             self.receive(source)
@@ -523,7 +556,8 @@ class FSDP2(ShardedRecovery):
     @override
     def check_side_effects(self, effects: SideEffects) -> SideEffects:
         agreed = effects.together(self.world.all_gather)
-        names = sorted(agreed.new_memory | agreed.hooked | ((agreed.written | agreed.evaluated) & self.parts.keys()))
+        written = (agreed.written | agreed.evaluated) & self.state.parts.keys()
+        names = sorted(agreed.new_memory | agreed.hooked | written)
         if names and (self.world.size == 1 or not self.weights.named.keys().isdisjoint(names)):
             raise RunError(
                 "LS4191",
@@ -602,33 +636,13 @@ class FSDP2(ShardedRecovery):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @override
-    @property
-    def part_of_state(self) -> tuple[int, int]:
-        return self.world.rank % (self.shards * self.tensor), self.shards * self.tensor
-
-    @override
-    def own_state(self) -> dict[str, Tensor]:
-        tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
-        return held_state.tensors_to_save(tensors, self.update.stepper, self.precision.loss_scale)
-
-    def on_main(self, tensor: Tensor) -> Tensor | None:
-        """Return a whole tensor in rank 0's host memory, None elsewhere. Collective."""
-        gathered = whole(tensor.detach())
-        return gathered.cpu() if self.world.is_main else None
-
-    @override
-    def export(self) -> dict[str, Tensor] | None:
-        weights = {name: self.on_main(tensor) for name, tensor in self.model.state_dict().items()}
-        if not self.world.is_main:
-            return None
-        low = {n for n, _ in self.model.named_parameters(remove_duplicate=False)}
-        low = low if self.run.model.trained_in_bfloat16 else set()
-        return {n: t.bfloat16() if n in low else t for n, t in weights.items() if t is not None}
+    def make_state(self) -> ShardedTensors:
+        return ShardedTensors(self)
 
     @override
     def close(self) -> None:
         self.scatters.clear()
-        del self.model, self.update, self.weights, self.parts
+        del self.model, self.update, self.state, self.weights
 
 
 # -- parts of tensors ------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
+from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import most_held, share
@@ -78,6 +79,38 @@ class HeldStages(TrainedWeights):
         """Return weights and buffers of which this rank has the first stage."""
         tensors = [(part, name) for part in self._parts for name in part.names]
         return {n: part.tensor(n).detach() for part, n in tensors if part.stage == self._cut.holders[n][0]}
+
+
+class StageState(TrainingState):
+    """The stages of a rank. A tied weight is saved by the first stage that has it, and loaded by all."""
+
+    def __init__(self, strategy: Pipeline) -> None:
+        super().__init__(strategy.weights, strategy.update.stepper, strategy.precision.loss_scale, strategy.world)
+        self.stages, self.cut = list(zip(strategy.cut_parts, strategy.stage_weights, strict=True)), strategy.cut
+        self.place = strategy.stage_rank, strategy.ranks
+
+    @override
+    @property
+    def part(self) -> tuple[int, int]:
+        return self.place
+
+    @override
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        owned = {name for _, weights in self.stages for name in weights.owned}
+        return held_state.tensors_to_save(self.weights.to_save(), self.stepper, self.scaling, owned)
+
+    @override
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        for part, weights in self.stages:
+            tensors = {name: part.tensor(name).detach() for name in part.names}
+            held_state.load(saved, tensors, self.stepper, self.scaling, weights.parameters)
+
+    @override
+    def export(self) -> dict[str, Tensor] | None:
+        weights = gather(self.weights.to_save(), self.world)
+        if not self.world.is_main:
+            return None
+        return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
 
 
 class StageMemory(MemoryEstimate):
@@ -370,31 +403,13 @@ class Pipeline(ShardedRecovery):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
     @override
-    @property
-    def part_of_state(self) -> tuple[int, int]:
-        return self.stage_rank, self.ranks
-
-    @override
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        owned = {name for weights in self.stage_weights for name in weights.owned}
-        return held_state.tensors_to_save(self.weights.to_save(), self.update.stepper, self.precision.loss_scale, owned)
-
-    @override
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        for part, weights in zip(self.cut_parts, self.stage_weights, strict=True):
-            tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, self.update.stepper, self.precision.loss_scale, weights.parameters)
-
-    @override
-    def export(self) -> dict[str, Tensor] | None:
-        weights = gather(self.weights.to_save(), self.world)
-        if not self.world.is_main:
-            return None
-        return {key: weights[self.cut.canonical[key]] for key in self.cut.whole.state_dict()}
+    def make_state(self) -> TrainingState:
+        return StageState(self)
 
     @override
     def close(self) -> None:
-        del self.model, self.update, self.weights, self.schedule, self.engine, self.stage_weights, self.cut_parts
+        del self.model, self.update, self.state, self.weights
+        del self.schedule, self.engine, self.stage_weights, self.cut_parts
         for group in (self.pipe, self.side, self.across):
             dist.destroy_process_group(group)
 

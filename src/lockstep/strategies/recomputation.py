@@ -73,5 +73,5 @@ class ReplicatedRecomputation(Recomputation):
 
     @override
     def replicated_state(self) -> list[Tensor]:
-        state = sorted(self.strategy.sharded_state_dict().items())
+        state = sorted(self.strategy.state.sharded_state_dict().items())
         return [tensor.detach() for _, tensor in state if local(tensor) is tensor]

@@ -169,7 +169,7 @@ class ReplicatedStrategy(Strategy):
     def reduce(self) -> list[Tensor]:
         """Return the gradient sum over all micro-batches of all ranks, in the order of `self.parameters`."""
 
-    # -- evaluation and export ---------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------------------------
 
     @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -184,12 +184,8 @@ class ReplicatedStrategy(Strategy):
             return inference.by_transformers(self.model, inputs, how)
 
     @override
-    def export(self) -> dict[str, Tensor] | None:
-        return {k: v.detach() for k, v in self.model.state_dict().items()} if self.world.is_main else None
-
-    @override
     def close(self) -> None:
-        del self.model, self.wrapped, self.update, self.parameters, self.weights, self.leaves
+        del self.model, self.wrapped, self.update, self.state, self.parameters, self.weights, self.leaves
 
 
 class Single(ReplicatedStrategy):

@@ -3,8 +3,9 @@
 In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a `StepResult`, and weights that are the
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
-It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`. Read
-`single.py` first, from beginning to end; `abilities.py` holds one class per optional ability.
+It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`, `TrainingState`
+(what is saved), `MemoryEstimate` and `Recomputation`. Read `single.py` first, from beginning to end; `abilities.py` has
+how a strategy survives the loss of a rank.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, StrategyRules
 from lockstep.data.job import WeightFormats as WeightFormats
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World, all_reduce
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
-from lockstep.strategies.exact import held_state
 from lockstep.strategies.exact.finite_check import NotFinite as NotFinite
 from lockstep.strategies.exact.gradient import Gradient
+from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics
@@ -74,8 +74,9 @@ class Strategy(StrategyRules):
 
     task: Task
     model: nn.Module  # this rank's part of the model, with the task's parameter names
-    weights: TrainedWeights  # the tensors that this rank updates; created by `build`, like `update`
+    weights: TrainedWeights  # the tensors that this rank updates; created by `build`, like `update` and `state`
     update: WeightUpdate
+    state: TrainingState  # what is saved, loaded and exported
     data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
     effects: SideEffects = SideEffects()  # side effects of forward, recorded by `dry_run`
@@ -99,8 +100,13 @@ class Strategy(StrategyRules):
         """Build the model, its wrapper and the optimizer."""
 
     def set_optimizer(self, optimizer: Stepper) -> None:
-        """Create the update that uses this optimizer."""
+        """Create the update that uses this optimizer, and the state that is saved."""
         self.update = WeightUpdate(self.job, self.model, self.precision, optimizer, self.weights.changed)
+        self.state = self.make_state()
+
+    def make_state(self) -> TrainingState:
+        """Return what this rank saves and loads."""
+        return TrainingState(self.weights, self.update.stepper, self.precision.loss_scale, self.world)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -194,36 +200,6 @@ class Strategy(StrategyRules):
         return inference.by_forward(
             self.forward, lambda count: self.data_parallel.all_reduce(count.float()), inputs, how
         )
-
-    @abstractmethod
-    def export(self) -> dict[str, Tensor] | None:
-        """Return the full weights under the model's own names on rank 0, None elsewhere."""
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`) under
-        the task's parameter names, without copies where possible.
-
-        A sharded tensor is a DTensor: each rank of its mesh has its shard. Any other tensor is whole: replicated
-        (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
-        state, with the same names and shapes after every step.
-        """
-        return held_state.tensors_to_save(self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
-
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Load a state that `sharded_state_dict` returned on all ranks, under any strategy and any number of processes.
-        Each rank reads only its own part."""
-        held_state.load(saved, self.weights.to_save(), self.update.stepper, self.precision.loss_scale)
-        self.weights.loaded()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the full state on rank 0; other ranks return what they hold without gathering."""
-        return gather(self.sharded_state_dict(), self.world)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what rank 0's `state_dict` returned; every rank needs all of it. For small models and tests."""
-        self.load_sharded_state_dict(WholeState(state))
 
     def close(self) -> None:
         """Release all resources."""

@@ -84,7 +84,7 @@ class Fingerprints:
         lines = self._waiting or self._written  # _written: a repetition after a rank failure
         if self._hash is not None and lines:
             step, loss, norm, _ = lines[-1]
-            lines[-1] = (step, loss, norm, dict(self._hash.of(strategy.sharded_state_dict())))
+            lines[-1] = (step, loss, norm, dict(self._hash.of(strategy.state.sharded_state_dict())))
             self.write()
 
     def write(self) -> None:

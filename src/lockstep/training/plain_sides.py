@@ -330,7 +330,7 @@ def record_plain(job: Job, world: World, count: str = "2") -> int:
 def save_untrained(session: Session) -> None:
     """Write the initial weights to OUTPUT/plain, for a task whose loss needs them. Collective."""
     if isinstance(session.task, UsesReference):
-        save_on_main(session.run.folder / FOLDER / UNTRAINED, session.strategy.state_dict(), session.world)
+        save_on_main(session.run.folder / FOLDER / UNTRAINED, session.strategy.state.state_dict(), session.world)
 
 
 def record_session(session: Session, count: int = 2) -> None:
@@ -338,7 +338,7 @@ def record_session(session: Session, count: int = 2) -> None:
     files. Collective."""
     strategy, feed, world = session.strategy, session.feed, session.world
     folder, recorder = session.run.folder / FOLDER, GradientRecorder(world)
-    save_on_main(folder / "start.safetensors", strategy.state_dict(), world)
+    save_on_main(folder / "start.safetensors", strategy.state.state_dict(), world)
     held_out = session.task.splits["validation"]
     rows = np.arange(min(EVALUATED, len(held_out)))
     rows = rows[np.argsort(-held_out.lengths[rows], kind="stable")]  # in the order that evaluations use
@@ -358,7 +358,7 @@ def record_session(session: Session, count: int = 2) -> None:
             micro_batches = [group.tolist() for group in groups]
             steps.append(PlainStep(number, float(result.loss), float(result.grad_norm), micro_batches, masked))
             gradients = {f"gradient.{name}": tensor for name, tensor in recorder.gradients.items()}
-            save_on_main(folder / f"step-{place}.safetensors", gradients | strategy.state_dict(), world)
+            save_on_main(folder / f"step-{place}.safetensors", gradients | strategy.state.state_dict(), world)
     if world.is_main:
         tokenizer = session.task.prepared.tokenizer
         record = PlainRecord(tokenizer, feed.total, steps, rows.tolist(), scores, masked_ids)

@@ -47,7 +47,7 @@ def difference(session: Session) -> str | None:
     run, world, strategy = session.run, session.world, session.strategy
     if run.model.source is None or skipped(session):
         return None
-    parts = {n: t for n, t in strategy.sharded_state_dict().items() if n.startswith("model.")}
+    parts = {n: t for n, t in strategy.state.sharded_state_dict().items() if n.startswith("model.")}
     layouts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for each in world.all_gather({n: (t.dtype, tuple(t.shape)) for n, t in parts.items()}):
         layouts |= each

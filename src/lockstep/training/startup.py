@@ -140,7 +140,7 @@ def try_before_training(session: Session) -> None:
         bound = MemoryBound()
 
         def then() -> None:
-            state = (local(t) for n, t in strategy.sharded_state_dict().items() if n.startswith("optimizer."))
+            state = (local(t) for n, t in strategy.state.sharded_state_dict().items() if n.startswith("optimizer."))
             bound.end(run.batch_size / few, sum(tensor.nbytes for tensor in state))
             try_the_end(session, bound)
 

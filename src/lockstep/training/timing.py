@@ -65,7 +65,7 @@ class Timing:
 class _NoCheckpoints(Checkpoints):
     """Checkpoints that are never written."""
 
-    def save(self, step: int, strategy: ShardedState, scores: Any = None, state: Any = None) -> None:
+    def save(self, step: int, sharded: ShardedState, scores: Any = None, state: Any = None) -> None:
         """Do nothing."""
 
 

@@ -27,7 +27,6 @@ from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
@@ -38,6 +37,7 @@ from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import parameter_groups, stepper
 from lockstep.strategies.exact.gradient import Part
+from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
@@ -113,7 +113,6 @@ class DeepSpeedStrategy(ShardedRecovery):
     exact = True
     chooses_links = False
     flat_parts = True
-    state_needs_all_ranks = True  # its flat shards are not slices of tensors
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
     memory = StageShards()
@@ -474,21 +473,13 @@ class DeepSpeedStrategy(ShardedRecovery):
         return logits
 
     @override
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        return self.weights.to_checkpoint()
-
-    @override
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        self.weights.load(saved)
-
-    @override
-    def export(self) -> dict[str, Tensor] | None:
-        return self.weights.export()
+    def make_state(self) -> TrainingState:
+        return self.weights  # its engine keeps weights and state together
 
     @override
     def close(self) -> None:
         self.engine.destroy()
-        del self.engine, self.model, self.update, self.weights, self.named
+        del self.engine, self.model, self.update, self.state, self.weights, self.named
 
 
 class Zero(DeepSpeedStrategy):

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.zero_sums import FlatCuts
+from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.trained_weights import TrainedWeights
 
@@ -27,8 +28,10 @@ def flat_weights(engine: Any) -> list[Tensor]:
     return inner.fp32_partitioned_groups_flat if stage == 3 else inner.single_partition_of_fp32_groups
 
 
-class EngineState(TrainedWeights):
+class EngineState(TrainedWeights, TrainingState):
     """The weights and the optimizer state of a rank, held by its engine."""
+
+    needs_all_ranks = True  # its flat shards are not slices of tensors
 
     def __init__(
         self,
@@ -108,7 +111,8 @@ class EngineState(TrainedWeights):
                 weights[name] = weight.to("cpu", copy=True)
         return weights
 
-    def to_checkpoint(self) -> dict[str, Tensor]:
+    @override
+    def sharded_state_dict(self) -> dict[str, Tensor]:
         """Return whole tensors: DeepSpeed gathers each on every rank, and one rank keeps it."""
         load = [0] * self.world.size  # elements that each rank keeps
         tensors = {f"model.{n}": w for n, w in self._whole_weights(self._keepers(load)).items()}
@@ -141,7 +145,8 @@ class EngineState(TrainedWeights):
             load[keepers[name]] += shape.numel()
         return keepers
 
-    def load(self, saved: Saved) -> None:
+    @override
+    def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load a state: rank 0 reads and broadcasts every tensor; each rank keeps its shard."""
         names = list(self.trained)
         fresh = self.stepper.rule.begin(self.stepper.param_groups[0], self._first())
@@ -240,6 +245,7 @@ class EngineState(TrainedWeights):
         if inner.persistent_parameters:
             inner.persistent_parameters[0].all_gather(inner.persistent_parameters)
 
+    @override
     def export(self) -> dict[str, Tensor] | None:
         whole = self._whole_weights()
         if not self.world.is_main:

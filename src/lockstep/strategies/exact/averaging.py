@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lockstep.config.run import RunError
-from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.sharded import Saved, local
 
@@ -68,15 +67,12 @@ class Averaged:
 
     # -- for checkpoints ---------------------------------------------------------------------------------------------
 
-    def gives_bits(self, section: StrategySection) -> bool:
-        return self.strategy.gives_bits(section)
-
     def sharded_state_dict(self) -> dict[str, Tensor]:
-        return self.strategy.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
+        return self.strategy.state.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
 
     def load_sharded_state_dict(self, saved: Saved) -> None:
         """Load weights and average."""
-        self.strategy.load_sharded_state_dict(saved)
+        self.strategy.state.load_sharded_state_dict(saved)
         if self.section.ema is not None:
             saved.read({f"ema.{name}": mean for name, _, mean in self.averages})
             first = {name: mean for name, _, mean in reversed(self.averages)}  # a tied weight may be held twice
@@ -94,7 +90,7 @@ def optimizer_average(strategy: Strategy) -> AbstractContextManager[bool]:
 def exported(strategy: Strategy) -> dict[str, Tensor] | None:
     """Return `export()` of the evaluated weights. Collective."""
     with optimizer_average(strategy) as other:
-        weights = strategy.export()
+        weights = strategy.state.export()
         return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
 
 

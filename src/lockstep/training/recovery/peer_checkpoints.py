@@ -103,7 +103,7 @@ class PeerCheckpoints:
         """Copy the present state before other ranks join, if a rank's part can be read only with all ranks of this
         group; waits for its arrival. Collective. Errors: as `after_step`."""
         strategy: Any = self._session.strategy
-        if self.every and strategy.state_needs_all_ranks:
+        if self.every and strategy.state.needs_all_ranks:
             self._take(state)
             self._land()
 
@@ -122,7 +122,7 @@ class PeerCheckpoints:
         """Start a copy, after waiting for the previous one. Collective."""
         self._land()
         session, world = self._session, self._session.world
-        parts = session.strategy.sharded_state_dict()
+        parts = session.strategy.state.sharded_state_dict()
         self._lay_out(parts)
         buffer, own = self._own.room()
         with torch.no_grad():

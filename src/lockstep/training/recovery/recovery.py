@@ -283,7 +283,7 @@ def unsupported_reason(session: Session) -> str | None:
     if (why := ends_with_a_rank(replace(session.job, strategy=type(strategy)))) is not None:
         return why
     if reshards(strategy) and strategy.survives_rank_failure(run.strategy):
-        if not run.launch.replicate_every and not strategy.keeps_copies:
+        if not run.launch.replicate_every and not strategy.state.has_copies:
             return (
                 f"strategy {run.strategy.name} keeps neither the whole state on every rank nor a copy of each shard "
                 "on another: set launch.replicate_every"

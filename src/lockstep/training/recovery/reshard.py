@@ -53,9 +53,9 @@ class Resharder:
         copied = self.copies.detach_group()
         strategy: Any = session.strategy
         trains = self._live is None and state.step >= 0  # a rank that joins has no update yet
-        if trains and not (strategy.state_needs_all_ranks or strategy.update.incomplete):
-            number, count = strategy.part_of_state
-            shares = {number: held_here(strategy.own_state())}
+        if trains and not (strategy.state.needs_all_ranks or strategy.update.incomplete):
+            number, count = strategy.state.part
+            shares = {number: held_here(strategy.state.own())}
             self._live = Version((state.step, self._formed, "live"), shares, count, state.state_dict())
         self._versions = [*copied, *(each for each in (self._before, self._live) if each is not None)]
 
@@ -86,8 +86,8 @@ class Resharder:
         except Incomplete as caught:
             raise TrainingFailed(caught.code, caught.message) from None
         expected = _hash_of_held(saved, mine, session)
-        strategy.load_sharded_state_dict(saved)
-        if StateHash(world).of(strategy.sharded_state_dict()) != expected:
+        strategy.state.load_sharded_state_dict(saved)
+        if StateHash(world).of(strategy.state.sharded_state_dict()) != expected:
             raise TrainingFailed(
                 "LS5040", f"the restored state after step {key[0]} differs from the state of the surviving ranks"
             )
@@ -109,7 +109,7 @@ class Resharder:
             theirs = next(each for each in newest if each is not None)
             state.load_state_dict(theirs)
             assert self._live is not None
-            tensors = strategy.own_state()
+            tensors = strategy.state.own()
             for share in self._live.shares.values():
                 share.update({place: local(tensors[place.name]) for place in share})
             self._live.key, self._live.train_state = (state.step, *self._live.key[1:]), theirs
@@ -160,7 +160,7 @@ def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
 def _compare(strategy: Any, world: World) -> None:
     """Check that all copies of each slice have the same bits, and that none is missing. Collective. Errors:
     `TrainingFailed`."""
-    state = strategy.own_state()
+    state = strategy.state.own()
     cut = {place: t for place, t in held_here(state).items() if isinstance(state[place.name], DTensor)}
     every = world.all_gather({place: int(hash_sum(t, place.whole, place.offsets)) for place, t in cut.items()})
     for place in {place for each in every for place in each}:
