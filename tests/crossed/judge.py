@@ -289,7 +289,7 @@ def _rounding(words: list[str]) -> float:
     from lockstep.data.job import strategy_class
 
     run = load("run.yaml", words)
-    return max(strategy_class(run).rounding(run), LOW_ROUNDING if run.precision != "fp32" else 1e-4)
+    return max(strategy_class(run).rounding(Job.of(run)), LOW_ROUNDING if run.precision != "fp32" else 1e-4)
 
 
 def _near(folder: Path, rounding: float) -> None:

@@ -103,7 +103,7 @@ def test_python_and_numpy_draw_the_same_again() -> None:
     for more in ((), (AGAIN,)):
         torch.manual_seed(0)
         model = nn.ModuleDict({"layers": nn.ModuleList(Drawing() for _ in range(3))})
-        blocks.prepare(tiny(*more), model)
+        blocks.prepare(tiny(*more).model, model)
         random.seed(0)
         np.random.seed(0)
         hidden = torch.ones(4, 8)
@@ -120,7 +120,7 @@ def most_memory(*overrides: str) -> int:
     config = {"n_layer": 8, "n_head": 4, "n_embd": 32, "n_positions": 512, "vocab_size": 64}
     ends = {"bos_token_id": 1, "eos_token_id": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **config, **ends), attn_implementation="sdpa")
-    blocks.prepare(tiny(*overrides), model)
+    blocks.prepare(tiny(*overrides).model, model)
     with Written() as written:
         model(input_ids=torch.ones(2, 512, dtype=torch.int64)).logits.sum().backward()
     return written.most
@@ -181,7 +181,7 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
             "gpt2", n_layer=48, n_head=8, n_embd=256, n_positions=32, vocab_size=64, use_cache=False
         )
         model = AutoModelForCausalLM.from_config(config).cuda()
-        blocks.prepare(tiny("launch.device=cuda", *keys), model)
+        blocks.prepare(tiny("launch.device=cuda", *keys).model, model)
         gc.collect()  # so that memory that another test left is not freed during the measurement
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -219,7 +219,7 @@ def test_what_cannot_be(overrides: tuple[str, ...], said: tuple[str, ...]) -> No
 def test_running_statistics_would_move_twice() -> None:
     model = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
     with raises("LS4044"):
-        blocks.prepare(tiny(AGAIN), model)
+        blocks.prepare(tiny(AGAIN).model, model)
 
 
 def test_before_a_process_starts(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,11 +120,11 @@ def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
     """`gather` decides; without it, an option of FSDP or `exact: false` chooses FSDP, without looking at memory."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
     assert resolve_strategy(run, 2) is (found or FSDP2)
-    assert not strategy_class(run).memory.needs_choice(run)
+    assert not strategy_class(run).memory.needs_choice(Job.of(run))
 
 
 def decided(run: Run, processes: int, memory: int) -> str:
-    assert strategy_class(run).memory.needs_choice(run)
+    assert strategy_class(run).memory.needs_choice(Job.of(run))
     return FSDP2.memory.choose(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
 
 

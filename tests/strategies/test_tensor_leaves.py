@@ -335,7 +335,7 @@ def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: 
 def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate: int, wanted: tuple[int, int]) -> None:
     options = {"tensor_parallel": 4, "replicate": replicate}
     run = tiny(strategy={"name": "fsdp2", "tensor_leaves": 4, "options": options})
-    left = FSDP2.fit_options(run, processes).strategy.options
+    left = FSDP2.fit_options(run.strategy, processes)
     assert (left["tensor_parallel"], left["replicate"]) == wanted
 
 
@@ -351,7 +351,7 @@ def test_modules_keep_their_weights_names() -> None:
 
     model: nn.Module = transformers.BertModel(tensor_plans.load_config(run.model))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensor_plans.install(run, model)
+    tensor_plans.install(run.model, model, 2)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -158,7 +158,7 @@ class MemoryEstimate:
         micro-batches over the tree."""
         return 0.0
 
-    def needs_choice(self, run: Run) -> bool:
+    def needs_choice(self, job: Job) -> bool:
         """Whether the run leaves an option open that depends on the memory of the machines."""
         return False
 
@@ -209,7 +209,7 @@ class StrategyRules(ABC):
         return []
 
     @classmethod
-    def rounding(cls, run: Run) -> float:
+    def rounding(cls, job: Job) -> float:
         """Return the relative tolerance of loss, norm and gradients against `single`, for runs that are not bitwise
         reproducible. float32 sums in two different orders differ by much less."""
         return 1e-4

@@ -95,7 +95,7 @@ def record(job: Job, world: World, steps: str, timed: str = "0", plain: str = "0
         plain_sides.record_session(session, int(plain))
     seconds, bytes_held = _cost(session, int(timed))
     per_second = run.batch_size / seconds if seconds else None
-    bits, rounding = strategy.gives_bits(run.strategy), strategy.rounding(run)
+    bits, rounding = session.job.same_bits, strategy.rounding(session.job)
     recording = Recording(
         run.strategy.name,
         world.size,

@@ -6,11 +6,11 @@ In: a strategy or its class. Out: how its state survives the loss of a rank; tes
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from lockstep.config.run import Run
 from lockstep.config.sections import StrategySection
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.strategy import Strategy
@@ -43,9 +43,9 @@ class ShardedRecovery(Strategy):
     build_empty = False  # whether to build it without weights, because a state is loaded next
 
     @classmethod
-    def fit_options(cls, run: Run, processes: int) -> Run:
-        """Return the run with options that fit this number of processes."""
-        return run
+    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
+        """Return `strategy.options` that fit this number of processes."""
+        return section.options
 
     @classmethod
     def survives_rank_failure(cls, section: StrategySection) -> bool:

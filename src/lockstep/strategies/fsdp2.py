@@ -163,8 +163,8 @@ class ChoosesShards(EngineShards):
     """Chooses `gather` if the run leaves it open."""
 
     @override
-    def needs_choice(self, run: Run) -> bool:
-        return fsdp.gather_option(run) is None
+    def needs_choice(self, job: Job) -> bool:
+        return fsdp.gather_option(job.run.strategy, job.run.launch) is None
 
     @override
     def choose(self, job: Job, parameters: int, trained: int, memory: int) -> Run:
@@ -342,14 +342,14 @@ class FSDP2(ShardedRecovery):
     @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
-        if not cls.memory.needs_choice(job.run):
+        if not cls.memory.needs_choice(job):
             layers.check_writes(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
             layers.check_scalars(job, "strategy.options.gather", "FSDP", fsdp.INSTEAD)
 
     @override
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:
-        return ShardedOptimizer if fsdp.gather_option(run) == fsdp.STEP else cls
+        return ShardedOptimizer if fsdp.gather_option(run.strategy, run.launch) == fsdp.STEP else cls
 
     @override
     @classmethod
@@ -358,7 +358,8 @@ class FSDP2(ShardedRecovery):
 
     @override
     @classmethod
-    def rounding(cls, run: Run) -> float:
+    def rounding(cls, job: Job) -> float:
+        run = job.run
         return (
             0.1
             if fsdp.low_dtypes(run.strategy) or (run.precision != "fp32" and tensor_ranks(run.strategy) > 1)
@@ -403,7 +404,7 @@ class FSDP2(ShardedRecovery):
         if (named := self.run.strategy.options.get("blocks")) is not None:
             self.blocks = layers.named_blocks(self.model, named)
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
-        blocks.prepare(self.run, self.model, self.leaf_ranks())
+        blocks.prepare(self.run.model, self.model, self.run.strategy.tensor_leaves, self.leaf_ranks())
         self.apply_shards(parameter_groups.assigned(self.run.optim, self.model))
         if hasattr(self.model, "config"):  # of transformers: unlike a user's loss, none here writes into outputs
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
@@ -456,7 +457,8 @@ class FSDP2(ShardedRecovery):
         the optimizer."""
         options = self.run.strategy.options
         if self.tensor > 1 and self.in_tree_order:
-            tensor_plans.share_out(self.run, self.model, self.mesh[self.axis("tensor")])
+            leaves = self.run.strategy.tensor_leaves
+            tensor_plans.share_out(self.run.model, leaves, self.model, self.mesh[self.axis("tensor")])
         elif self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
@@ -472,7 +474,7 @@ class FSDP2(ShardedRecovery):
             if options.get("cpu_offload")
             else OffloadPolicy(),
         }
-        of_block, of_root = fsdp.policies(self.run)
+        of_block, of_root = fsdp.policies(self.run.strategy, self.run.model)
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
@@ -621,19 +623,19 @@ class FSDP2(ShardedRecovery):
 
     @override
     @classmethod
-    def fit_options(cls, run: Run, processes: int) -> Run:
-        """Return the run with the tensor ranks and replicas of its file, or the largest numbers that divide the
+    def fit_options(cls, section: StrategySection, processes: int) -> dict[str, Any]:
+        """Return the options with the tensor ranks and replicas of the run file, or the largest numbers that divide the
         processes: leaves are bitwise equal on fewer ranks."""
-        options, tensor = dict(run.strategy.options), tensor_ranks(run.strategy)
-        if run.strategy.exact and tensor > 1:
-            shared = math.gcd(processes, run.strategy.tensor_leaves)
+        options, tensor = dict(section.options), tensor_ranks(section)
+        if section.exact and tensor > 1:
+            shared = math.gcd(processes, section.tensor_leaves)
             tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
         able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
         if "replicate" in options:
             options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
         if "reshard_after_forward" in options:  # a number would create meshes equal to earlier ones
             options["reshard_after_forward"] = bool(options["reshard_after_forward"])
-        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+        return options
 
     @override
     def make_state(self) -> ShardedTensors:

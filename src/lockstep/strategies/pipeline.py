@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
@@ -183,7 +183,7 @@ class Pipeline(ShardedRecovery):
                 f"strategy.options.stages: {ranks} stages do not divide {processes} processes; choose a number "
                 "of stages that does",
             )
-        layers = cuts.count_sequential_layers(run) if job.task.own_model else cuts.layers_of(job)
+        layers = cuts.count_sequential_layers(job) if job.task.own_model else cuts.layers_of(job)
         if ranks * each > layers:
             raise _too_many(run.strategy, ranks, each, layers)
         pipelines = processes // ranks
@@ -225,7 +225,7 @@ class Pipeline(ShardedRecovery):
         del model
         models_held = [part.model for part in self.cut_parts]
         for each in models_held:
-            blocks.prepare(self.run, each)
+            blocks.prepare(self.run.model, each, self.run.strategy.tensor_leaves)
         self.model = models_held[0] if len(models_held) == 1 else nn.ModuleList(models_held)
         self.model.train()
         self.order = [n for n, p in self.cut.whole.named_parameters() if p.requires_grad]
@@ -394,13 +394,11 @@ class Pipeline(ShardedRecovery):
 
     @override
     @classmethod
-    def fit_options(cls, run: Run, processes: int) -> Run:
-        """Return the run with the stages of its file, or with one pipeline of all processes."""
-        stages = run.strategy.options.get("stages")
-        if stages is None or not processes % stages:
-            return run
-        options = {**run.strategy.options, "stages": processes}
-        return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
+        """Return the options with the stages of the run file, or with one pipeline of all processes."""
+        stages = section.options.get("stages")
+        divides = stages is None or not processes % stages
+        return section.options if divides else {**section.options, "stages": processes}
 
     @override
     def make_state(self) -> TrainingState:

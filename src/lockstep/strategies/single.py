@@ -78,12 +78,12 @@ class ReplicatedStrategy(Strategy):
         whole = run.model.compile == "whole"  # its code returns dense gradients
         plain = exact and not run.model.trained_in_bfloat16 and not whole
         sparse = row_sparse(self.model, self.world.device, uses) if plain else set()
-        blocks.prepare(run, self.model)
+        blocks.prepare(run.model, self.model, run.strategy.tensor_leaves)
         if whole:
             from lockstep.strategies.engines.region import Region
 
             self.region = Region(self, task, self.model)
-        self.weights = self.make_weights(held_state.keeps_masters(run))
+        self.weights = self.make_weights(masters=run.model.trained_in_bfloat16 and run.optim.master_weights)
         if run.model.trained_in_bfloat16:
             held_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
         self.rows = [i for i, name in enumerate(self.weights.named) if name in sparse]  # row-sparse gradients

@@ -128,7 +128,7 @@ def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
     """Return the job with the strategy options that depend on the machines' memory filled in; equal on every rank.
     Collective."""
     run, estimate = job.run, job.strategy.memory
-    if not estimate.needs_choice(run):
+    if not estimate.needs_choice(job):
         return job
     memory = min(world.all_gather(capacity(world.device, world.local_size)))
     here = replace(job, processes=world.size)
@@ -268,7 +268,7 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
     run, strategy, notes = job.run, job.strategy, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} are after the last step, {total}")
-    sharded = strategy.memory.needs_choice(run) or issubclass(strategy, ShardedRecovery)
+    sharded = strategy.memory.needs_choice(job) or issubclass(strategy, ShardedRecovery)
     whole = f"under {run.strategy.name}, where each rank has a whole copy"
     idle = {
         "launch.replicate_every": None if sharded else whole,
@@ -345,7 +345,7 @@ def memory(job: Job, every: int, trained: int, packed: int = 0, state: float | N
 def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float | None) -> tuple[dict[str, float], str]:
     """Estimated bytes by kind, and a note on options chosen for them."""
     run, estimate, note = job.run, job.strategy.memory, ""
-    if estimate.needs_choice(run):
+    if estimate.needs_choice(job):
         run = estimate.choose(job, every, trained, capacity(pick_device(run, 0), job.processes))
         job = job.having(run)
         note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"

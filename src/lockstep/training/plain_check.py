@@ -133,7 +133,7 @@ def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
     else:
         model = task.model(empty=True)
         plain_sides.with_tensors_of(model, sides.model)
-    blocks.prepare(run, model)
+    blocks.prepare(run.model, model, run.strategy.tensor_leaves)
     job = plain_sides.job_of(task)
     plain = plain_sides.plain_model(job, model.train()) if key in _NEW_WEIGHTS else sides.plain
     job.reference = plain

@@ -230,7 +230,7 @@ def whole_model(task: Task, strategy: Strategy) -> nn.Module:
             "memory"
         )
     model = make_model(task).to(strategy.world.device)
-    blocks.prepare(run, model)
+    blocks.prepare(run.model, model, run.strategy.tensor_leaves)
     return model.train()
 
 

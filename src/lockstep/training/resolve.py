@@ -270,7 +270,7 @@ def _refuse_features(job: Job) -> None:
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
-    later = strategy.memory.needs_choice(run)
+    later = strategy.memory.needs_choice(job)
     parts = not later and not issubclass(strategy, ReplicatedStrategy)
     if check.every and check.on_difference == "evict":
         launcher = launcher_class(run.launch)
@@ -315,7 +315,7 @@ def ends_with_a_rank(job: Job) -> str | None:
     from lockstep.strategies.abilities import ShardedRecovery, WholeStateRecovery
 
     run, strategy = job.run, job.strategy
-    later = strategy.memory.needs_choice(run)
+    later = strategy.memory.needs_choice(job)
     shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
     shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run.strategy)
     if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
@@ -340,7 +340,7 @@ def _refuse_sharding(job: Job) -> None:
     run, strategy = job.run, job.strategy
     if not run.sdc_check.every or not job.processes or gpus_of(run.launch):
         return
-    if not strategy.memory.needs_choice(run):
+    if not strategy.memory.needs_choice(job):
         return
     from torch import device
 

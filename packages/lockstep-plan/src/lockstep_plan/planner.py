@@ -74,7 +74,7 @@ def plan(run: Run, processes: int, device: Device, say: Say = lambda text: None)
     task = make_task(job)
     model = freeze(run.model, task.model(empty=True))
     sizes = counts(model)
-    if job.strategy.memory.needs_choice(run):
+    if job.strategy.memory.needs_choice(job):
         run = job.strategy.memory.choose(job, *sizes, int(device.memory_bytes))
         job = job.having(run)
     resolve_strategy(run, processes)

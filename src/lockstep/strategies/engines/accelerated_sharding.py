@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from lockstep.config.plugins import require
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job
 from lockstep.strategies.engines import fsdp, layers, zero_config
@@ -82,8 +82,8 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
 
     @override
     @classmethod
-    def rounding(cls, run: Run) -> float:
-        return 0.1 if run.precision == "bf16" else 1e-4
+    def rounding(cls, job: Job) -> float:
+        return 0.1 if job.run.precision == "bf16" else 1e-4
 
     @override
     def apply_shards(self, treated: Mapping[str, ParamGroupSpec]) -> None:
@@ -127,7 +127,7 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
     @override
     @classmethod
     def check(cls, job: Job) -> None:
-        run, processes = job.run, job.processes
+        run = job.run
         key = cls.options_key
         section = only(run.strategy, "deepspeed")
         require(cls.needs, key)
@@ -139,7 +139,7 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
         if section["zero_stage"] == 3:
             layers.check_gathered(job)
             layers.check_writes(job, f"{key}.zero_stage", "ZeRO-3", "stage 2")
-        zero_config.check(run, processes, section["zero_stage"], cls.options_of(run.strategy), key)
+        zero_config.check(job, section["zero_stage"], cls.options_of(run.strategy), key)
 
     @override
     @classmethod

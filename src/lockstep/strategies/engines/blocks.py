@@ -34,7 +34,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
@@ -87,7 +87,7 @@ def check(job: Job, here: bool) -> None:
     if task.built_in():
         _check_model(run.model, layer_options)
         if run.model.compiles_layers and here:
-            _check_traced(run, task.head)
+            _check_traced(job)
 
 
 def _layer_options(section: ModelSection) -> list[str]:
@@ -101,10 +101,11 @@ def _check_model(section: ModelSection, layer_options: list[str]) -> None:
         _layers_of(model, layer_options)
 
 
-def _check_traced(run: Run, head: str | None) -> None:
+def _check_traced(job: Job) -> None:
     """Refuse layers that torch.compile cannot trace, by trying a small model. Errors: `RunError`."""
     from lockstep.tasks.models import padding
 
+    run, head = job.run, job.task.head
     if head is None or not heads.of(head).reads_texts:
         return
     laid = padding.unsupported_reason(run, head) is None
@@ -184,20 +185,21 @@ def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
     return blocks
 
 
-def prepare(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
-    """Replace the layers' `forward` as configured, in place. `ranks`: the tensor-parallel ranks. Errors: `RunError`."""
-    if run.strategy.tensor_leaves > 1:
+def prepare(section: ModelSection, model: nn.Module, leaves: int = 1, ranks: LeafRanks | None = None) -> None:
+    """Replace the layers' `forward` as configured, in place. `leaves`: `strategy.tensor_leaves`; `ranks`: the
+    tensor-parallel ranks. Errors: `RunError`."""
+    if leaves > 1:
         from lockstep.strategies.engines import tensor_plans
 
-        tensor_plans.install(run, model, ranks)
-    layer_options = _layer_options(run.model)
+        tensor_plans.install(section, model, leaves, ranks)
+    layer_options = _layer_options(section)
     for block in _layers_of(model, layer_options) if layer_options else ():
         forward: Forward = block.forward
-        if run.model.compiles_layers and not _looks_up_tokens(block):
+        if section.compiles_layers and not _looks_up_tokens(block):
             forward = in_training(block, forward)
-        if run.model.checkpoint_activations:
+        if section.checkpoint_activations:
             forward = partial(_again, block, forward)
-        if run.model.offload_activations:
+        if section.offload_activations:
             forward = partial(_on_host, block, forward)
         block.forward = forward
 

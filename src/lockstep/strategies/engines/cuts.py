@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.strategies.engines.layers import StandIn
 from lockstep.strategies.exact.reduction_tree import share
@@ -310,9 +310,10 @@ class StagePart(nn.Module):
         return tuple(tensor.contiguous() for tensor in (*encoded, hidden))
 
 
-def count_sequential_layers(run: Run) -> int:
+def count_sequential_layers(job: Job) -> int:
     """Return the number of layers between which the user's model can be split. Errors: `RunError` if it cannot be
     split."""
+    run = job.run
     model = dataset.model(run, empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(

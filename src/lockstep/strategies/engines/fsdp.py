@@ -27,7 +27,7 @@ from torch.utils import _pytree
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import LaunchSection, StrategySection
+from lockstep.config.sections import LaunchSection, ModelSection, StrategySection
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
@@ -56,15 +56,15 @@ _FSDP = {  # options of FSDP itself
 }
 
 
-def gather_option(run: Run) -> str | None:
+def gather_option(strategy: StrategySection, launch: LaunchSection) -> str | None:
     """Return `step` or `micro_batch`; None if it depends on the memory of the machines. FSDP options imply FSDP;
     without `exact` the two sum in different orders, so memory may not decide."""
-    options = run.strategy.options
+    options = strategy.options
     if "gather" in options:
         return _GATHER.get(str(options["gather"]), MICRO_BATCH)  # `check_options` refuses other values
-    if _FSDP & set(options) or not run.strategy.exact:
+    if _FSDP & set(options) or not strategy.exact:
         return MICRO_BATCH
-    return STEP if share_gpus(run.launch) else None
+    return STEP if share_gpus(launch) else None
 
 
 def check_not_shared(launch: LaunchSection) -> None:
@@ -92,14 +92,15 @@ def check_options(job: Job) -> None:
         raise RunError(
             "LS4071", f"strategy.options.gather: invalid value {options['gather']!r}; expected {STEP} or {MICRO_BATCH}"
         )
-    if gather_option(run) == STEP and (others := sorted(_FSDP & set(options))):
+    gather = gather_option(run.strategy, run.launch)
+    if gather == STEP and (others := sorted(_FSDP & set(options))):
         raise RunError(
             "LS4072",
             f"strategy.options.{others[0]}: applies to FSDP's gather for every micro-batch, but under gather: "
             f"{STEP} every rank has the whole weights during a step. Remove it, or set "
             f"strategy.options.gather={MICRO_BATCH}",
         )
-    if gather_option(run) == MICRO_BATCH:
+    if gather == MICRO_BATCH:
         check_not_shared(run.launch)
     own = {"tensor_parallel", "param_dtype", "reduce_dtype"} & set(options)
     if own and run.model.trained_in_bfloat16:
@@ -120,13 +121,13 @@ def low_dtypes(strategy: StrategySection) -> list[str]:
     return [f"strategy.options.{key}" for key in ("param_dtype", "reduce_dtype") if options.get(key) == "bf16"]
 
 
-def policies(run: Run) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+def policies(strategy: StrategySection, model: ModelSection) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """Return FSDP's mixed precision policies: of a block, and of the root, which returns logits."""
-    if run.model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, summed in float32
+    if model.trained_in_bfloat16:  # shards are the masters; leaves are bfloat16, summed in float32
         return (MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False),) * 2
-    if not low_dtypes(run.strategy):  # weights and gradients are float32 already
+    if not low_dtypes(strategy):  # weights and gradients are float32 already
         return (MixedPrecisionPolicy(),) * 2
-    param, reduce = (DTYPES.get(str(run.strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
+    param, reduce = (DTYPES.get(str(strategy.options.get(key))) for key in ("param_dtype", "reduce_dtype"))
     logits = torch.float32 if param or reduce else None
     return MixedPrecisionPolicy(param, reduce), MixedPrecisionPolicy(param, reduce, logits)
 

@@ -86,7 +86,7 @@ def refusal(job: Job) -> str | None:
     run, strategy, task = job.run, job.strategy, job.task
     if not task.built_in() or task.own_model:
         return "a custom model decides itself what to compile (torch.compile in its own code)"
-    if not strategy.memory.needs_choice(run) and not strategy.runs_whole_model:
+    if not strategy.memory.needs_choice(job) and not strategy.runs_whole_model:
         return f"{IN_PARTS}{run.strategy.name}"
     if engine := next((key for key in ("torch_compile", "static_graph") if run.strategy.options.get(key)), None):
         return f"strategy.options.{engine} changes how the model is called"

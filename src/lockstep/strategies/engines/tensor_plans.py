@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
 from lockstep.strategies.engines import layers
@@ -250,10 +250,10 @@ def _entry(patterns: Mapping[str, Any], name: str) -> Any:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def install(run: Run, model: nn.Module, ranks: LeafRanks | None = None) -> None:
+def install(section: ModelSection, model: nn.Module, leaves: int, ranks: LeafRanks | None = None) -> None:
     """Replace the `forward` of split products, in place. `ranks`: the tensor-parallel ranks; None: this rank has all
     leaves. Errors: `RunError`."""
-    install_leaves(model, load_config(run.model), ranks or LeafRanks(run.strategy.tensor_leaves))
+    install_leaves(model, load_config(section), ranks or LeafRanks(leaves))
 
 
 def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
@@ -273,15 +273,14 @@ def install_leaves(model: nn.Module, config: Any, ranks: LeafRanks) -> None:
             setattr(part, attribute, getattr(part, attribute) // leaves)
 
 
-def share_out(run: Run, model: nn.Module, mesh: DeviceMesh) -> None:
+def share_out(section: ModelSection, leaves: int, model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard each split weight over the mesh by leaves; a fused weight, whose leaves are not contiguous, by equal shares
     of rows."""
     # Gathering such weights for a checkpoint warns about the order of sums, but sums nothing.
     from torch.distributed.tensor import Shard, distribute_tensor
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    leaves = run.strategy.tensor_leaves
-    for product in _products(plan_of(load_config(run.model), leaves), leaves, model):
+    for product in _products(plan_of(load_config(section), leaves), leaves, model):
         module: Any = product.module
         dims = {"weight": 0 if product.fused > 1 else product.dim}
         if product.column and product.fused == 1 and getattr(module, "bias", None) is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.config.plugins import require
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
@@ -123,7 +123,8 @@ class DeepSpeedStrategy(ShardedRecovery):
 
     @override
     @classmethod
-    def rounding(cls, run: Run) -> float:
+    def rounding(cls, job: Job) -> float:
+        run = job.run
         if keeps_bf16_weights(cls.options_of(run.strategy)):
             return 0.1
         return 1e-4 if run.precision == "fp32" else 1e-3
@@ -200,7 +201,7 @@ class DeepSpeedStrategy(ShardedRecovery):
             partition(self.model, self.world, self.config, dtype)
         else:
             self.model.to(self.world.device)
-        blocks.prepare(self.run, self.model)
+        blocks.prepare(self.run.model, self.model, self.run.strategy.tensor_leaves)
         if self.run.precision == "bf16" and not self.low_precision:
             # Inside the engine, which disables an autocast around itself. Stage 3 frees the bf16 copy of a weight with
             # the weight; but the gradient of a weight that is used twice differs in its bits if each use has its own
@@ -488,13 +489,13 @@ class Zero(DeepSpeedStrategy):
     @override
     @classmethod
     def check(cls, job: Job) -> None:
-        run, processes = job.run, job.processes
+        run = job.run
         require(cls.needs, f"strategy.name: zero{cls.stage}")
         layers.check_layers(job, "DeepSpeed")
         if cls.stage == 3:
             layers.check_gathered(job)
             layers.check_writes(job, "strategy.name", "ZeRO-3", "strategy.name=zero2 or ddp")
-        zero_config.check(run, processes, cls.stage, run.strategy.options)
+        zero_config.check(job, cls.stage, run.strategy.options)
 
     @override
     def start_engine(self, optimizer: stepper.Stepper) -> Any:

@@ -71,7 +71,8 @@ def differing(run: Run, processes: int, stage: int, options: Mapping[str, Any], 
             continue
         value = options[name]
         if name in ("optimizer", "scheduler"):
-            wrong = list(_optimizer(run.optim, value) if name == "optimizer" else _scheduler(run, value))
+            optim = run.optim
+            wrong = list(_optimizer(optim, value) if name == "optimizer" else _scheduler(optim, run.steps, value))
             rows += [f"{key}.{name}{inner}: set this by the run file's own key {ours}" for inner in wrong]
         elif value not in (AUTO, agreed.get(name)) and not _off(value):
             rows.append(f"{key}.{name}: set this by the run file's own key {ours}{_as_it_is(agreed.get(name))}")
@@ -137,25 +138,25 @@ def _optimizer(optim: OptimSection, value: Any) -> Iterator[str]:
     yield from _parameters(value, same)
 
 
-def _scheduler(run: Run, value: Any) -> Iterator[str]:
+def _scheduler(optim: OptimSection, steps: int | None, value: Any) -> Iterator[str]:
     """Yield the entries of DeepSpeed's scheduler that differ from `optim.schedule`. DeepSpeed's default warmup is
     logarithmic; lockstep's is linear."""
     if value == AUTO:
         return
-    if not isinstance(value, Mapping) or _SCHEDULES.get(value.get("type", "")) != run.optim.schedule:
+    if not isinstance(value, Mapping) or _SCHEDULES.get(value.get("type", "")) != optim.schedule:
         yield ""
         return
-    if run.optim.warmup_steps or run.optim.warmup_fraction:
+    if optim.warmup_steps or optim.warmup_fraction:
         parameters = value.get("params") or {}
-        if run.optim.schedule != "cosine" and parameters.get("warmup_type") != "linear":
+        if optim.schedule != "cosine" and parameters.get("warmup_type") != "linear":
             yield ".params.warmup_type (linear)"
     same = {
         "warmup_min_lr": 0,
-        "warmup_max_lr": run.optim.learning_rate,
-        "warmup_num_steps": run.optim.warmup_steps,
-        "total_num_steps": run.steps,
+        "warmup_max_lr": optim.learning_rate,
+        "warmup_num_steps": optim.warmup_steps,
+        "total_num_steps": steps,
         "warmup_type": "linear",
-        "cos_min_ratio": run.optim.min_lr_ratio,
+        "cos_min_ratio": optim.min_lr_ratio,
     }
     yield from _parameters(value, same)
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import LaunchSection, OptimSection
+from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import zero_agreement
 from lockstep.strategies.engines.zero_agreement import OURS, differing, refuse, remaining
@@ -68,9 +69,10 @@ def config(optim: OptimSection, stage: int, parameters: int, options: Mapping[st
     return ours | theirs | {"zero_optimization": section}
 
 
-def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
+def check(job: Job, stage: int, options: Mapping[str, Any], key: str = "strategy.options") -> None:
     """Refuse, before any process starts, options that have their own key in the run file, unknown options, and invalid
     values. `key`: the options' place in the run file. Errors: `RunError`, listing all faults."""
+    run = job.run
     device = _device(run.launch)
     if isinstance(options.get("zero_optimization", {}), Mapping):
         zero_agreement.refuse_known_bad(stage, options, run.strategy.name, device)
@@ -109,7 +111,7 @@ def check(run: Run, processes: int, stage: int, options: Mapping[str, Any], key:
             "model.dtype: DeepSpeed supports one dtype of weights only, and here the model is bfloat16 and "
             "the adapter float32; set model.dtype=float32, or strategy.name=fsdp2",
         )
-    rows = differing(run, processes, stage, options, key)
+    rows = differing(run, job.processes, stage, options, key)
     if options and isinstance(options.get("zero_optimization", {}), Mapping):
         prepare_import(device)
         rest = remaining(options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.job import Job, WeightFormats
 from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.world import World
@@ -105,10 +105,6 @@ class TrainingState:
         """Whether several ranks hold each shard and update it independently."""
         whole = any(self.stepper.rule.whole(group) for group in self.stepper.param_groups)
         return self.world.size > self.part[1] and not whole
-
-
-def keeps_masters(run: Run) -> bool:
-    return run.model.trained_in_bfloat16 and run.optim.master_weights
 
 
 def sums_in_float32(parameters: Iterable[Tensor]) -> None:

@@ -119,8 +119,9 @@ def build_strategy(session: Session, run: Run) -> Any:
     """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
     world, job = session.world, session.job.having(run)
     assert issubclass(job.strategy, ShardedRecovery), job.strategy
-    fitted = job.strategy.fit_options(run, world.size)
-    job = replace(job.having(fitted), processes=world.size)
+    options = dict(job.strategy.fit_options(run.strategy, world.size))
+    run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
+    job = replace(job.having(run), processes=world.size)
     try:
         job.strategy.check(job)
     except RunError as caught:
