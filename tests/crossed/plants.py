@@ -52,7 +52,7 @@ def pieces_by_threads() -> None:
 
 def forgotten_moments() -> None:
     """A resumed optimizer begins with moments of zero."""
-    from lockstep.strategies.exact.held_state import TrainingState
+    from lockstep.strategies.exact.training_state import TrainingState
 
     right = TrainingState.load_sharded_state_dict
 

@@ -48,7 +48,6 @@ from lockstep.strategies.engines.side_effects import SideEffects, first_few, ref
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
 from lockstep.strategies.exact.exchange import Scatter, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
@@ -57,6 +56,7 @@ from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy, first_inputs
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in

@@ -44,11 +44,11 @@ from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_
 from lockstep.strategies.exact import held_state, parameter_groups, stepper
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.gradient import Gradient, Part
-from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, all_reduce_in
 from lockstep.tasks.task import Task

@@ -7,7 +7,7 @@ and the tensors to compare between ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from typing_extensions import override
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.distributed.sharded import local
-
-if TYPE_CHECKING:
-    from lockstep.strategies.single import ReplicatedStrategy
 
 
 class Recomputation(ABC):
@@ -49,9 +46,7 @@ class Recomputation(ABC):
 
 
 class ReplicatedRecomputation(Recomputation):
-    """Each rank has the whole model, so one rank computes alone."""
-
-    strategy: ReplicatedStrategy
+    """Of a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
 
     @override
     def compute(self, step: int, micro: MicroBatch, targets: float) -> None:

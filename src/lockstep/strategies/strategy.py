@@ -31,19 +31,19 @@ from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact.finite_check import NotFinite as NotFinite
 from lockstep.strategies.exact.gradient import Gradient
-from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.step_totals import StepTotals
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.exact.update import WeightUpdate
 from lockstep.strategies.observer import StepObserver
+from lockstep.strategies.recomputation import Recomputation
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
-    from lockstep.strategies.recomputation import Recomputation
     from lockstep.tasks.models.inference import Decoding
 
 

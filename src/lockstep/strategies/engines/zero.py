@@ -37,10 +37,10 @@ from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import parameter_groups, stepper
 from lockstep.strategies.exact.gradient import Part
-from lockstep.strategies.exact.held_state import TrainingState
 from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recomputation import Recomputation
 from lockstep.strategies.single import call_on_cpu

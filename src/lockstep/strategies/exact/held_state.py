@@ -8,20 +8,15 @@ weight, and the weight is the rounded master: an update is often smaller than a 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
 from lockstep.data.job import Job, WeightFormats
-from lockstep.distributed.sharded import Saved, WholeState, gather
-from lockstep.distributed.world import World
+from lockstep.distributed.sharded import Saved
 from lockstep.strategies.exact.loss_scale import LossScale
 from lockstep.strategies.exact.stepper import Stepper
-
-if TYPE_CHECKING:
-    from lockstep.strategies.exact.trained_weights import TrainedWeights
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -51,60 +46,6 @@ def load(
     """Read into the tensors, and create the optimizer state from what is saved. Collective."""
     targets = {f"model.{name}": tensor for name, tensor in tensors.items()}
     saved.read(targets | stepper.places(saved, names) | dict(scaling.state() if scaling else {}))
-
-
-class TrainingState:
-    """What a rank saves, loads and exports: weights and the optimizer's state, under the task's parameter names. Every
-    method but `own` is collective."""
-
-    needs_all_ranks: ClassVar[bool] = False  # whether `own` is collective, too
-
-    def __init__(self, weights: TrainedWeights, stepper: Stepper, scaling: LossScale | None, world: World) -> None:
-        self.weights, self.stepper, self.scaling, self.world = weights, stepper, scaling, world
-
-    def sharded_state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's part of the weights (`model.NAME`) and the optimizer state (`optimizer.KEY.NAME`), without
-        copies where possible.
-
-        A sharded tensor is a DTensor: each rank of its mesh has its shard. Any other tensor is whole: replicated
-        (bitwise equal on every rank), or on the only rank that holds or gathered it. All ranks together have the full
-        state, with the same names and shapes after every step.
-        """
-        return tensors_to_save(self.weights.to_save(), self.stepper, self.scaling)
-
-    def load_sharded_state_dict(self, saved: Saved) -> None:
-        """Load a state that `sharded_state_dict` returned on all ranks, under any strategy and any number of processes.
-        Each rank reads only its own part."""
-        load(saved, self.weights.to_save(), self.stepper, self.scaling)
-        self.weights.loaded()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the full state on rank 0; other ranks return what they hold without gathering."""
-        return gather(self.sharded_state_dict(), self.world)
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what rank 0's `state_dict` returned; every rank needs all of it. For small models and tests."""
-        self.load_sharded_state_dict(WholeState(state))
-
-    def export(self) -> dict[str, Tensor] | None:
-        """Return the full weights under the model's own names on rank 0, None elsewhere."""
-        weights = self.weights.model.state_dict()
-        return {name: tensor.detach() for name, tensor in weights.items()} if self.world.is_main else None
-
-    def own(self) -> dict[str, Tensor]:
-        """Return `sharded_state_dict`, also after an interrupted step."""
-        return self.sharded_state_dict()
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Index of this rank's shard, and the number of shards; ranks with the same index hold the same shard."""
-        return self.world.rank, self.world.size
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether several ranks hold each shard and update it independently."""
-        whole = any(self.stepper.rule.whole(group) for group in self.stepper.param_groups)
-        return self.world.size > self.part[1] and not whole
 
 
 def sums_in_float32(parameters: Iterable[Tensor]) -> None:
