@@ -136,7 +136,7 @@ def _parse(name: str, modules: Sequence[ModuleType], words: list[str], known: ar
     if hasattr(known, "words") and not any(word.startswith("-") for word in rest):
         known.words, rest = [*known.words, *rest], []  # same for these
     if rest:
-        raise RunError("LS0010", commands.unknown_option(name, rest[0]))
+        raise RunError("LS0010", commands.unknown_option(name, rest[0], takes_run_file(parser)))
 
 
 def _drop_leftovers(name: str) -> None:

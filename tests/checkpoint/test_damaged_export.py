@@ -176,8 +176,10 @@ def test_an_edited_card_or_config_is_used_and_noted(
     for name in ("README.md", "config.json"):
         with open(output / "export" / name, "a") as file:
             file.write("\n")
+    (output / "export" / "adapter_config.json").write_text("{}")  # `from_pretrained` reads it where it is
     finished(output, [])
-    wanted = f"changed since the run wrote them: config.json in {output / 'export'}"
+    added = "not written by the run: adapter_config.json"
+    wanted = f"changed since the run wrote them: config.json; {added} in {output / 'export'}"
     for where in (output, output / "export"):
         assert wanted in fetch(tiny(model={"source": str(where)}))[0]
     for words in (["status", str(output), "--verify"], ["attest", str(output)]):

@@ -233,6 +233,17 @@ def test_weights_to_begin_with_are_found_by_the_words_that_people_have(name: str
 def test_deepspeed_and_resume_are_told_what_they_are_here(capfd: pytest.CaptureFixture[str]) -> None:
     with raises("LS1121", "'zero1' or 'zero2' or 'zero3'"):
         load(None, ["strategy=deepspeed"], {"data": "x.csv", "model": "y"})
+    for name, nearest in {
+        "strategy=DeepSpeed_Zero-2": "'zero2'? ",
+        "strategy=tp": "'fsdp2'? ",
+        "launch=k8s": "'kubernetes'? ",
+        "task=Reward-Modeling": "'reward'? ",
+    }.items():
+        with raises("LS1121" if name.startswith("strategy") else "LS1098", f"did you mean {nearest}known are"):
+            load(None, [name], {"data": "x.csv", "model": "y"})
+    for flag, hint in {"--fp16": "'precision'", "--data.deduplicate": "data.deduplicate=VALUE"}.items():
+        assert main(["train", "run.yaml", flag]) == 2
+        assert mentions(capfd.readouterr().err, "LS0010", hint)
     with raises("LS1000", "newest checkpoint", "lockstep branch OUTPUT@N"):
         load(None, ["resume=true"], {"data": "x.csv", "model": "y"})
     for word, wanted in {"resume": "resumes", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():

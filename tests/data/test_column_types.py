@@ -396,15 +396,15 @@ def test_a_column_that_is_read_is_asked_for_in_every_file(tmp_path: Path) -> Non
         assert facts({"train": some, "drop_missing": True})["left_out"] == {"train": 24}
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_optional_keys_of_messages_are_read_in_either_order(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("endings", [("jsonl", "jsonl"), ("parquet", "parquet"), ("parquet", "jsonl")])
+def test_optional_keys_of_messages_are_read_in_either_order(endings: tuple[str, str], tmp_path: Path) -> None:
     def talk(number: int, **more: Any) -> dict[str, Any]:
         turns = [{"role": "user", "content": sentence(number)} | more, {"role": "assistant", "content": "null"}]
         return {"messages": turns}
 
     files = [
-        save(tmp_path / f"a.{ending}", [talk(i) for i in range(24)]),
-        save(tmp_path / f"b.{ending}", [talk(i, name="bob") for i in range(24)]),
+        save(tmp_path / f"a.{endings[0]}", [talk(i) for i in range(24)]),
+        save(tmp_path / f"b.{endings[1]}", [talk(i, name="bob") for i in range(24)]),
     ]
     columns, seen = {"task.messages": "messages"}, []
     for some in (files, files[::-1]):

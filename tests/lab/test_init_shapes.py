@@ -132,7 +132,10 @@ def test_conversations_get_a_template(here: Path) -> None:
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]} for i in range(60)
     ]
     jsonl(here / "chat", rows)
-    assert "assistant" in written("--data", "chat").task.options["chat_template"]
+    template = written("--data", "chat").task.options["chat_template"]
+    assert "assistant" in template
+    assert "{{ eos_token }}" in template  # so that the model learns to stop
+    assert "does not learn to stop" not in (here / "run.yaml").read_text()
     check_arithmetic(here / "run.yaml")
 
 

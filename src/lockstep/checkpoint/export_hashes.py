@@ -100,19 +100,18 @@ def _editable(name: str) -> bool:
 
 
 def note_of_edits(output: Path) -> str | None:
-    """Name the JSON files of a whole export that differ from what the run wrote, or return None. The user may edit
-    them, but they hold the labels, the tokens, and sizes and scales of the model."""
-    names = [
-        name
-        for name, known in _recorded(output).items()
-        if _editable(name) and sha256_of(output / "export" / name) != known
-    ]
-    if not names:
+    """Name the JSON files of a whole export that differ from what the run wrote, and the files that it did not write,
+    or return None. The user may edit and add them, but the loaders of transformers read labels, tokens, sizes and
+    scales, or an adapter, from them."""
+    export, hashes = output / "export", _recorded(output)
+    edited = [name for name, known in hashes.items() if _editable(name) and sha256_of(export / name) != known]
+    files = [path.relative_to(export) for path in sorted(export.rglob("*")) if path.is_file()]
+    added = [path.as_posix() for path in files if path.as_posix() not in hashes and not path.parts[0].startswith(".")]
+    notes = [f"changed since the run wrote them: {', '.join(edited)}"] if edited else []
+    notes += [f"not written by the run: {', '.join(added)}"] if added else []
+    if not notes:
         return None
-    return (
-        f"changed since the run wrote them: {', '.join(names)} in {output / 'export'}; labels, tokens or predictions "
-        "may differ from the run's"
-    )
+    return f"{'; '.join(notes)} in {export}; labels, tokens or predictions may differ from the run's"
 
 
 def require_whole(output: Path) -> None:

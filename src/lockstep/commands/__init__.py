@@ -137,9 +137,15 @@ ELSEWHERE = {
 }
 
 
-def unknown_option(command: str, option: str) -> str:
-    """Message for an unknown option of a command."""
-    hint = f"{_GOES_ON}; " if option.lstrip("-").startswith("resume") else ""
+def unknown_option(command: str, option: str, takes_keys: bool = False) -> str:
+    """Message for an unknown option of a command. `takes_keys`: the command reads a run file and keys of it."""
+    name = option.lstrip("-")
+    hint = f"{_GOES_ON}; " if name.startswith("resume") else ""
+    if takes_keys and not hint and option.startswith("--"):
+        from lockstep.config.key_aliases import place
+
+        home = place(name, {})
+        hint = f"{home}; " if home is not None else f"a key of the run file takes a value: {name}=VALUE; "
     return f"unknown argument {option!r}; {hint}see lockstep {command} --help"
 
 

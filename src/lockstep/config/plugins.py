@@ -284,22 +284,31 @@ def _of_distribution(entry: EntryPoint, kind: str) -> type:
     return plugin_class
 
 
-# Names in other systems, mainly the pipelines of transformers.
+# Names in other systems, mainly the pipelines of transformers, in lower case with underscores.
 OTHER_NAMES = {
-    "classification": ("text_classification", "text-classification", "sequence_classification", "sentiment-analysis"),
-    "language_modeling": ("causal_lm", "text-generation", "text_generation", "clm", "sft"),
-    "masked_language_modeling": ("masked_lm", "fill-mask", "fill_mask", "mlm"),
-    "token_classification": ("ner", "token-classification"),
-    "question_answering": ("qa", "question-answering"),
-    "preference": ("dpo",),
+    "classification": ("text_classification", "sequence_classification", "sentiment_analysis", "sentiment"),
+    "language_modeling": ("causal_lm", "text_generation", "clm", "sft", "chat", "pretraining"),
+    "masked_language_modeling": ("masked_lm", "fill_mask", "mlm"),
+    "token_classification": ("ner", "tagging"),
+    "question_answering": ("qa", "extractive_qa"),
+    "preference": ("dpo", "simpo", "ipo"),
+    "reward": ("reward_model", "reward_modeling", "rm"),
+    "embedding": ("sentence_transformers", "sentence_similarity", "feature_extraction"),
     "zero1": ("deepspeed",),
     "zero2": ("deepspeed",),
     "zero3": ("deepspeed",),
-    "fsdp2": ("fsdp", "fully_shard"),
+    "fsdp2": ("fsdp", "fully_shard", "tp", "tensor_parallel"),
     "ddp": ("dp", "data_parallel", "horovod", "mirrored"),
+    "pipeline": ("pp", "gpipe", "pipeline_parallel"),
+    "single": ("none", "no"),
     "adamw_8bit": ("adamw_bnb_8bit", "paged_adamw_8bit"),
-    "adamw": ("adam", "adamw_torch", "adamw_torch_fused"),
+    "adamw": ("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf"),
+    "kubernetes": ("k8s", "kubeflow"),
+    "slurm": ("srun", "sbatch"),
+    "sagemaker": ("aws",),
+    "tensorboard": ("tb",),
 }
+_STAGE = re.compile(r"(?:deepspeed|zero|stage|ds).*([123])")  # deepspeed_zero2, zero-3, deepspeed_stage_1
 
 
 def unknown(kind: str, name: str) -> str:
@@ -307,7 +316,11 @@ def unknown(kind: str, name: str) -> str:
     if (what := entry_points.missing(kind, name)) is not None:
         return f"{name} needs {what}"
     known = names(kind)
-    near = [other for other in known if name in OTHER_NAMES.get(other, ())] or difflib.get_close_matches(name, known, 1)
+    plain = re.sub(r"[-. ]+", "_", name.lower())
+    if kind == "strategies" and (stage := _STAGE.fullmatch(plain)) is not None:
+        plain = f"zero{stage[1]}"
+    near = [other for other in known if plain == other or plain in OTHER_NAMES.get(other, ())]
+    near = near or difflib.get_close_matches(plain, known, 1)
     hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
     return f"unknown {_SINGULAR[kind]} {name!r}; {hint}known are {', '.join(known)}"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.config.run import RunError
 from lockstep.data import usable_rows
-from lockstep.data.value_types import LARGEST, Shape, in_memory
+from lockstep.data.value_types import LARGEST, Shape, in_memory, is_json
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +37,7 @@ def is_text(rows: Dataset, column: str) -> bool:
 
 def common(features: Sequence[Any]) -> Any:
     """The type that represents all of these, or None. Integers beside floats become float64; casting to it fails for an
-    integer that it cannot represent."""
+    integer that it cannot represent. Mappings of one type beside mappings with different keys become JSON."""
     import datasets
 
     typed = [feature for feature in features if getattr(feature, "dtype", None) != "null"]
@@ -47,6 +47,8 @@ def common(features: Sequence[Any]) -> Any:
         names = dict.fromkeys(name for feature in typed for name in feature)
         inner = {name: common([feature[name] for feature in typed if name in feature]) for name in names}
         return None if None in inner.values() else inner
+    if any(map(is_json, typed)) and all(isinstance(feature, Mapping) or is_json(feature) for feature in typed):
+        return datasets.Json()
     lists = ("List", "LargeList")
     if all(type(feature).__name__ in lists and getattr(feature, "length", -1) == -1 for feature in typed):
         item = common([feature.feature for feature in typed])

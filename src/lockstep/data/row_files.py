@@ -345,10 +345,24 @@ def together(
 
 def _cast(part: Dataset, features: Features, what: str, file: Any) -> Dataset:
     """Give a part these columns and types. Errors: `RunError` for a number that the common type cannot represent."""
+    import datasets
     import pyarrow as pa
 
+    part = _with_columns(part, list(features))
+    mapped = [
+        name for name in features if value_types.has_json(features[name]) and part.features[name] != features[name]
+    ]
     try:
-        return _with_columns(part, list(features)).cast(features)
+        if mapped:  # `datasets` cannot cast mappings to JSON
+            written = value_types.in_memory(
+                {name: list(part[name]) for name in mapped},
+                datasets.Features({name: features[name] for name in mapped}),
+            )
+            rest = part.remove_columns(mapped)
+            others = datasets.Features({name: features[name] for name in rest.column_names})
+            parts = [*([rest.cast(others)] if others else []), written]
+            return datasets.concatenate_datasets(parts, axis=1).select_columns(list(features))
+        return part.cast(features)
     except pa.ArrowInvalid as error:
         raise RunError(
             "LS2410",
@@ -367,6 +381,12 @@ def _with_columns(part: Dataset, names: list[str]) -> Dataset:
 
 def _kind(feature: Any) -> str:
     """Readable name of a type."""
+    if isinstance(feature, Mapping):
+        return f"mappings of {', '.join(feature)}"
+    if value_types.is_json(feature):
+        return "values of several types"
+    if (items := getattr(feature, "feature", None)) is not None:
+        return f"lists of {_kind(items)}"
     dtype = str(getattr(feature, "dtype", ""))
     descriptions = {"string": "texts", "large_string": "texts", "bool": "true and false"}
     starts = {"int": "whole numbers", "uint": "whole numbers", "float": "numbers with decimals"}

@@ -157,7 +157,7 @@ def _written(value: Any, feature: Any) -> Any:
             raise ValueError(f"the whole number {str(value)[:40]} has more than 64 bits; write it as a text")
         return json.dumps(value, ensure_ascii=False)
     if isinstance(feature, Mapping):
-        return {name: _written(value[name], inner) for name, inner in feature.items()}
+        return {name: _written(value.get(name), inner) for name, inner in feature.items()}
     inner = getattr(feature, "feature", None)
     return value if inner is None else [_written(item, inner) for item in value]
 

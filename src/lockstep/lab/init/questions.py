@@ -29,7 +29,8 @@ from lockstep_trace.plurals import quantity
 SCRATCH = "scratch"  # the answer for a small model, trained from scratch
 # Chat template for tokenizers without one.
 CHAT = (
-    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 _T5 = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}  # languages of its pretrained prompts
