@@ -257,7 +257,7 @@ def train_on(batches, accelerator, net, optimizer) -> None:
 
 
 def swift_sampler() -> type:
-    """Of the file that holds it, as swift itself imports a great deal."""
+    """Load the sampler's file alone: importing swift would import a great deal more."""
     root = next(p for p in sys.path if os.path.exists(os.path.join(p, "swift", "dataloader", "shard.py")))
     sys.modules["swift.utils"] = types.SimpleNamespace(to_device=None)  # type: ignore[assignment]
     sys.modules["swift"] = types.ModuleType("swift")

@@ -1,5 +1,4 @@
-"""What the museum shows: a script with a fault, what it looks like, and what `lockstep trace` or `diff` has to say of
-it."""
+"""The museum's exhibits: a faulty script, its symptom, and the finding that `lockstep trace` or `diff` must report."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Training:
-    """What a step needs."""
+    """Model, data, optimizer and schedule of a training step."""
 
     def __init__(self) -> None:
         self.plain = start_model()
@@ -326,7 +326,7 @@ class Training:
             nn.utils.clip_grad_norm_(parameters, limit)
 
     def spoil(self) -> None:
-        """What some faults do to a model between two steps."""
+        """Apply the faults that change model or optimizer between two steps."""
         if fault("reset-state"):
             self.optimizer.state.clear()
         self.plain.overflows = fault("overflow-in-one-shard") and self.steps == 3

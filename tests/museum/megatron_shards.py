@@ -31,7 +31,7 @@ class Queue:
 
 
 def without_cuda() -> None:
-    """What Megatron-FSDP asks of CUDA, on a CPU."""
+    """Replace the CUDA functions that Megatron-FSDP calls, so that it runs on a CPU."""
     torch.cuda.Stream = torch.cuda.Event = lambda *args, **options: Queue()  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda *args: Queue()  # type: ignore[assignment,return-value]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment,return-value]

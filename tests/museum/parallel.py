@@ -1,4 +1,4 @@
-"""Training of one small model that is cut over processes by layers or by tensors, or whose optimizer is, on the same
+"""Training of one small model in pipeline stages, with tensor parallelism, or with a sharded optimizer, on the same
 batches as one process.
 
     python parallel.py [--cut tensor|tensor-data|stages|optimizer] [--batch N] [--micro N] [--fault NAME]

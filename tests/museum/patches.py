@@ -1,7 +1,7 @@
-"""Faults that a library had once, put back into the installed one by a few lines: what its repair changed.
+"""Reintroduce faults that a library had once: each patch reverts the few lines of its repair.
 
 In: the name of a patch. Out: the library's functions in this process compute as they did before the repair; no file is
-written. `old` has to stand in the library's source, else it has changed, and nothing is patched.
+written. If `old` is not in the library's source, that source has changed, and nothing is patched.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def apply(name: str) -> None:
 
 
 def _words(code: types.CodeType) -> tuple[object, ...]:
-    """What code does, without where it stands."""
+    """Return bytecode, names and constants of a code object, without file and line numbers."""
     inner = tuple(_words(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts)
     return code.co_code, code.co_names, code.co_varnames, inner
 

@@ -1,4 +1,4 @@
-"""Public reports of silent faults: where they are, and exhibits that were made from them.
+"""Addresses of public reports of silent faults, and the exhibits made from them.
 
 The expected causes of `FROM_REPORTS` were written down before the first run.
 """

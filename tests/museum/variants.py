@@ -1,4 +1,4 @@
-"""Healthy training of unusual form, on one process: what a check that is too simple would take for a fault.
+"""Healthy training of unusual form, on one process. A check that is too simple would report a fault.
 
     python variants.py gan|frozen|lbfgs|sparse|average|groups|own-schedule|streamed|second-model|skipped-layers
 
@@ -110,7 +110,7 @@ def groups() -> None:
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """One that does all by itself."""
+    """A scheduler that replaces `step` and sets the rates itself."""
 
     def step(self, *_: object) -> None:
         self.last_epoch += 1

@@ -21,7 +21,7 @@ Y = X[..., :3].argmax(-1)
 
 
 class Labelled(nn.Module):
-    """Computes its loss by itself, as models of transformers do."""
+    """A model that computes its loss from labels, as those of transformers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,8 +201,8 @@ def test_packed_rows_are_proved_by_positions_and_the_mask_of_attention(tmp_path:
 def test_packed_rows_of_a_model_of_transformers_are_proved_unless_it_cuts_them(
     tmp_path: Path, cut: bool, masks: str | None
 ) -> None:
-    """transformers cuts rows where positions begin anew if use_cache is False and no mask is given; a mask of ones
-    hides nothing. What a mask does that numbers the texts is up to the model."""
+    """transformers separates the texts of a row where positions restart, if use_cache is False and no mask is given; a
+    mask of ones separates nothing. A mask that numbers the texts has an effect only if the model reads it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -101,7 +101,7 @@ def test_the_first_difference_is_the_first_in_the_order_of_computation() -> None
 
 
 def test_what_a_micro_batch_computes_comes_before_the_sum_of_the_losses() -> None:
-    """Whose order of summation may differ: it is no cause of what differs elsewhere."""
+    """The sum of the losses comes last, because its order of summation may differ without changing a weight."""
     results = {"loss": 0.25, "grad_norm": 2.5, "hash": "0"}
     assert [d.kind for d in record_differences(record(), record(**results))] == ["norm", "loss sum"]
     leaf = replace(record().computed[3], print=print_of(torch.zeros(2)))

@@ -1,4 +1,4 @@
-"""What tracing may cost: no wait for a device, no copy of a model, and no more than a full disk has room for."""
+"""Limits of what tracing costs: no wait for a device, no copy of a model, and no more than a full disk has room for."""
 
 import json
 import subprocess

@@ -90,8 +90,8 @@ def test_a_traced_run_has_the_bits_of_an_untraced_one(tmp_path: Path, precision:
 
 @pytest.mark.parametrize("level", ["losses", "gradients", "modules"])
 def test_no_step_waits_for_the_device(tmp_path: Path, level: str) -> None:
-    """CUDA's own watch over operations that wait makes each of them an error; the control is one. Gradients that nobody
-    zeroes are looked for in the first five steps alone."""
+    """torch.cuda.set_sync_debug_mode makes each operation that waits an error, as a control shows. Only the first
+    five steps are searched for gradients that are never zeroed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,5 +1,5 @@
-"""Scripts that meet surprises of libraries (`tests/assumptions/`), traced: none is accused of what is right, and a
-comparison names what they change."""
+"""Traced scripts in which a library behaves unexpectedly (`tests/assumptions/`): no correct one has a finding, and a
+comparison names what the library changed."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

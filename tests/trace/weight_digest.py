@@ -1,5 +1,5 @@
-"""Runs a script and prints, at its end, a checksum of what its optimizers' steps made of the weights: the judge of
-whether a traced run has the bits of an untraced one.
+"""Run a script, and print a checksum of the weights after each optimizer's steps: equal for a traced and an untraced
+run if tracing changes no bit.
 
     python weight_digest.py SCRIPT ARGUMENTS ...
 
