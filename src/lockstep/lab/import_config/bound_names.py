@@ -157,3 +157,14 @@ def is_set_again(kind: ast.ClassDef, name: str, value: Any, passed: bool) -> boo
 def _loads(method: ast.AST) -> set[int]:
     nodes = (each for each in ast.walk(method) if isinstance(each, ast.Attribute))
     return {id(each) for each in nodes if isinstance(each.ctx, ast.Load)}
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def root_of(node: ast.AST) -> str:
+    """Return the first name of a dotted expression."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -184,6 +184,11 @@ def mapped(call: Call, at: Reading) -> None:
     if function is None:
         at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
         return
+    if getattr(function, "decorator_list", None):
+        by = function.decorator_list[0]  # type: ignore[union-attr]
+        why = f"its decorator {code_of(by)} may change the rows: {_WHOLE}"
+        at.draft.unclear(str(call), why, "data.source", "data.train")
+        return
     nodes = {id(node) for node in ast.walk(function)}
     inside = [call for call in at.script.calls if id(call.node) in nodes]
     tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]

@@ -246,3 +246,35 @@ class DecayGroups:
         if not plain or not self.by_name or not self.words:
             return {}, set()
         return dict.fromkeys((_WEIGHT, *self.words), 1), set(self.words)
+
+
+def all_weights(script: Script, node: ast.expr | None) -> bool:
+    """Return whether an argument is `model.parameters()`, also of a wrapped model, but not of a part of one, nor a
+    condition on anything but `requires_grad`: weights without it are frozen elsewhere, or refused there."""
+    if isinstance(value := script.bound(node) if isinstance(node, ast.Name) else None, ast.ListComp):
+        node = value  # a list; a generator or filter that has a name may be used up
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and len(node.args) == 1 and not node.keywords:
+        node = node.args[0]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "filter" and len(node.args) == 2:
+        test = node.args[0]
+        name = test.args.args[0].arg if isinstance(test, ast.Lambda) and len(test.args.args) == 1 else ""
+        trained = isinstance(test, ast.Lambda) and ast.unparse(test.body) == f"{name}.requires_grad"
+        return trained and all_weights(script, node.args[1])
+    if isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
+        source, name = node.generators[0], ast.unparse(node.elt)
+        tests = {ast.unparse(each) for each in source.ifs}
+        alike = ast.unparse(source.target) == name and tests <= {f"{name}.requires_grad"}
+        return alike and all_weights(script, source.iter)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
+        return False
+    owner: ast.expr | None = node.func.value
+    for _ in range(20):  # head = model.classifier
+        if isinstance(owner, ast.Attribute):
+            return owner.attr == "module"
+        if not isinstance(owner, ast.Name):
+            break
+        owner = script.bound(owner, last=True)
+    if not isinstance(owner, ast.Call):
+        return owner is None
+    name, part = script.origin_of(owner.func).rpartition(".")[2], isinstance(owner.func, ast.Attribute)
+    return name != "getattr" and not (part and name.startswith("get_") and name != "get_peft_model")

@@ -93,6 +93,8 @@ def move(
     if draft.keys.get("model.source") == questions.SCRATCH:
         _from_scratch(draft, looked)
     _settle(path, draft, looked, talk)
+    if draft.unread and (partial or not draft.deciding()):
+        talk.note(f"not read: {', '.join(draft.unread)}, which may change what the script does")
     text = _text(path, origin, source.called, draft, talk)
     refused = [] if partial else draft.deciding()  # which the error lists
     for gap in draft.gaps:
@@ -463,6 +465,7 @@ class Read:
     mover: Mover
     unread: Sequence[str] = ()  # files that a script imports
     rebound: Sequence[str] = ()  # statements that may set any name anew
+    shadowed: Sequence[str] = ()  # definitions of functions that Python has
     rounded: Sequence[str] = ()  # statements that let products of float32 be rounded
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
@@ -472,6 +475,8 @@ class Read:
         draft.notes += [f"{each}: {why}" for each in self.rounded]
         for each in self.rebound:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
+        for each in self.shadowed:
+            draft.unclear(each, "it replaces a function of Python that init reads by its name: give it another one")
         self.mover(draft, processes)
 
 
@@ -506,7 +511,7 @@ def script(of: Script) -> Read:
     unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread, rebound, model_defaults.rounded(of))
+            return Read(*result, unread, rebound, project_files.shadowed(of), model_defaults.rounded(of))
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",

@@ -11,7 +11,7 @@ import builtins
 import sys
 from typing import Any
 
-from lockstep.lab.import_config.quiet_code import root_of
+from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.table import NAMES
 
 PROGRESS = ("tqdm", "track", "trange")

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in
-from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
+from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
@@ -217,6 +217,19 @@ class Around:
         self.classes = {each.name for each in modules(self.script)}
         self.names: set[str] = set()  # of the module, its Trainer and their parts
         self.quiet = QuietCode(self.script, self._gap, self._is_read)
+        for call in (each for each in ast.walk(self.script.tree) if isinstance(each, ast.Call)):
+            if self.script.origin_of(call.func) in self.classes:
+                self._add_sources(ast.Tuple([*call.args, *(word.value for word in call.keywords)], ast.Load()))
+
+    def _add_sources(self, node: ast.AST) -> None:
+        """Add the names of objects that a value is made of: the network that a module is created with."""
+        for name in (each for each in ast.walk(node) if isinstance(each, ast.Name)):
+            values = self.script.bindings.get((id(None), name.id), [])
+            objects = [each for each in values if each is not None and self.script.known(each, Unknown) is Unknown]
+            if objects and name.id not in self.names and kind_of(self.script, objects[0]) != "rows":
+                self.names.add(name.id)
+                for each in objects:
+                    self._add_sources(each)
 
     def body(self, lines: list[Any]) -> None:
         for line in lines:

@@ -326,6 +326,11 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
     if (side := arguments.unknown.pop("padding_side", None)) is not None:
         pads(at, None, f"line {call.line}: padding_side={side}")
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "tokenizer.source"))
+    earlier = at.draft.keys.get("tokenizer.source", source)
+    if source is not None and earlier != source and not at.draft.is_given("tokenizer.source"):
+        why = f"tokenizer.source is {earlier} by an earlier line"
+        at.draft.unclear(str(call), why, "tokenizer.source", decides=_precedes_training(call, at))
+        return
     if source is not None:
         at.draft.set("tokenizer.source", source, f"{call.name}, line {call.line}")
     at.read(call, "tokenizer.source")

@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config.batch_counts import BatchCounts
 from lockstep.lab.import_config.library_names import is_own, is_progress
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.model_inputs import ModelInputs
@@ -21,6 +22,9 @@ from lockstep_trace.plurals import quantity
 
 _UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
+_COMPUTED = (
+    "this computation of the loss is not understood: read are model(**batch), and arguments of the batch by name"
+)
 _NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader: no line of it is read"
 _ELSEWHERE = (
     "it is not inside a loop over the batches of a DataLoader. init follows methods of classes with one instance, "
@@ -77,7 +81,7 @@ class Statements:
             if not backward:
                 return
         self._drivers(backward[0].node)
-        loops = [n for n in self._around(backward[0].node) if isinstance(n, ast.For | ast.While)]
+        loops = [n for n in self.around(backward[0].node) if isinstance(n, ast.For | ast.While)]
         if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
             if not loops:
                 self._gap(backward[0].node, _ELSEWHERE)
@@ -123,7 +127,7 @@ class Statements:
                 self._gap(call.node, "a second call of the function that trains")
             waiting += [self.script.scopes.get(id(call.node)) for call in calls]
 
-    def _around(self, node: ast.AST) -> list[ast.AST]:
+    def around(self, node: ast.AST) -> list[ast.AST]:
         enclosing = []
         above = self.parents.get(id(node))
         while above is not None and not isinstance(above, ast.FunctionDef | ast.Lambda | ast.ClassDef):
@@ -205,8 +209,10 @@ class Statements:
                 for item in node.items:
                     self._context(item)
                 self._around_loop(node.body)
-            elif isinstance(node, ast.Try) and not node.handlers:
-                self._around_loop([*node.body, *node.finalbody])
+            elif isinstance(node, ast.Try) and all(map(_is_of_interrupts, node.handlers)):
+                self._around_loop([*node.body, *node.orelse, *node.finalbody])
+                for line in (line for handler in node.handlers for line in handler.body):
+                    self.quiet.statement(line, frozenset())
             elif isinstance(node, ast.Expr | ast.Assign | ast.AugAssign | ast.Return):
                 self.quiet.statement(node, frozenset({getattr(f, "name", "") for f in self.drivers.values()}))
                 self.trained = True
@@ -393,10 +399,9 @@ class Statements:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale":
             node = node.args[0] if node.args else node
         role = self._role(node)
-        if call.keywords or role is None or role[0] != "loss":
-            self._gap(
-                call, "backward() is not called on the loss alone" if not call.keywords else _UNKNOWN, "task.loss"
-            )
+        words = [word for word in call.keywords if word.arg != "retain_graph"]
+        if words or role is None or role[0] != "loss":
+            self._gap(call, "backward() is not called on the loss alone" if not words else _UNKNOWN, "task.loss")
         else:
             self.divisor, self.loss_is_known = role[1], True
 
@@ -408,7 +413,7 @@ class Statements:
         if text.endswith(".sync_gradients"):
             self._body(node.body, depth)
             return
-        every = self._every(node.test)
+        every = BatchCounts(self.script, self).every(node.test)
         if every is None or self.accumulated not in (None, every):
             why = "the batches per step are unknown; read is `(i + 1) % N == 0` with i counted from 0"
             self._gap(node.test, why, "micro_batches")
@@ -418,74 +423,6 @@ class Statements:
             self.guard = f"line {node.lineno}: if {code_of(node.test)}", isinstance(node.test, ast.BoolOp)
             self.draft.read.append(f"line {node.lineno}: if {code_of(node.test)} -> micro_batches")
         self._body(node.body, depth + 1)
-
-    def _every(self, test: ast.expr) -> int | None:
-        """Return N of `(i + 1) % N == 0`, optionally with `or i + 1 == len(loader)`. The counter must start so that the
-        first step is whole."""
-        if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) and len(test.values) == 2:
-            return self._every(test.values[0]) if self._is_last(test.values[1]) else None
-        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or len(test.ops) != 1:
-            return None
-        if self.script.known(test.comparators[0]) != 0 or not isinstance(test.left, ast.BinOp):
-            return None
-        if not isinstance(test.left.op, ast.Mod) or not isinstance(every := self.script.known(test.left.right), int):
-            return None
-        count, added = test.left.left, 0
-        if isinstance(count, ast.BinOp) and isinstance(count.op, ast.Add):
-            count, more = (count.left, count.right) if isinstance(count.left, ast.Name) else (count.right, count.left)
-            added = self.script.known(more, -1)
-        first = self.counters.get(ast.unparse(count))
-        if first is None and isinstance(count, ast.Name):
-            first = self._counted(count)
-        return every if every > 0 and first is not None and first + added == 1 else None
-
-    def _counted(self, count: ast.Name) -> int | None:
-        """Return the first value that a counter kept by hand has here: one that is set to 0 before the loop over the
-        batches, incremented once in its body, and set nowhere else. None for any other name."""
-        stores = [
-            each
-            for each in ast.walk(self.script.tree)
-            if isinstance(each, ast.Name) and each.id == count.id and not isinstance(each.ctx, ast.Load)
-        ]
-        writes = sorted((self.parents[id(each)] for each in stores), key=lambda node: getattr(node, "lineno", 0))
-        if len(writes) != 2 or self.batch_loop is None:
-            return None
-        start, step = writes
-        if not isinstance(start, ast.Assign) or len(start.targets) != 1 or self.script.known(start.value) != 0:
-            return None
-        if not isinstance(step, ast.AugAssign) or not isinstance(step.op, ast.Add):
-            return None
-        body, loop = self.batch_loop.body, self._around(self.batch_loop)
-        place = next((i for i, each in enumerate(body) if count in ast.walk(each)), None)
-        above = self._around(start)
-        if step not in body or place is None or self.script.known(step.value) != 1:
-            return None
-        if not all(each in (*loop, self.script.tree) for each in above) or start.lineno > self.batch_loop.lineno:
-            return None
-        if self.script.scopes.get(id(start)) is not self.script.scopes.get(id(self.batch_loop)):
-            return None
-        return 1 if body.index(step) < place else 0
-
-    def _is_last(self, test: ast.expr) -> bool:
-        """Return whether a test is `i + 1 == len(loader)`: the last batch of an epoch."""
-        if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq):
-            return False
-        sides = dict(self._shifted(each) for each in (test.left, test.comparators[0]))
-        count = next((name for name in sides if name in self.counters), None)
-        length = next((name for name in sides if name.startswith("len(")), None)
-        if count is None or length is None:
-            return False
-        loader: Any = ast.parse(length, mode="eval").body
-        return sides[length] - sides[count] == self.counters[count] - 1 and ast.unparse(loader.args[0]) in self.loaders
-
-    def _shifted(self, node: ast.expr) -> tuple[str, int]:
-        """Split an expression into the part without an added or subtracted number, and that number."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-            for part, other in ((node.left, node.right), (node.right, node.left)):
-                value = self.script.known(other)
-                if isinstance(value, int) and (part is node.left or isinstance(node.op, ast.Add)):
-                    return ast.unparse(part), value if isinstance(node.op, ast.Add) else -value
-        return ast.unparse(node), 0
 
     # -- the loss ------------------------------------------------------------------------------------------------------
 
@@ -501,6 +438,11 @@ class Statements:
         role = self._role(node.value) if node.value is not None else None
         if role is not None and (isinstance(node, ast.AnnAssign) or len(node.targets) == 1):
             self._unpack(target, role, node)
+            return
+        calls = [each for each in ast.walk(node.value or target) if isinstance(each, ast.Call)]
+        if names_in(target) <= self.path and any(root_of(each.func) in self._models() for each in calls):
+            self._gap(node, _COMPUTED, "task.loss")
+            self.roles |= dict.fromkeys(names_in(target), ("out", None))
             return
         self.quiet.statement(node, frozenset(self.path))
         for name in names_in(target):
@@ -685,6 +627,11 @@ class Statements:
             name = self.divisor if self.divisor is not Unknown else "an unknown number"
             why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
             self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
+
+
+def _is_of_interrupts(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler is of Ctrl-C alone, which ends the training anyway."""
+    return handler.type is not None and ast.unparse(handler.type) == "KeyboardInterrupt"
 
 
 def _of_one(call: ast.Call) -> bool:

@@ -12,14 +12,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import attributes, lightning, loading, loop_module, loss_means, trainer_script
-from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
+from lockstep.lab.import_config import (
+    attributes,
+    lightning,
+    loading,
+    loop_module,
+    loss_means,
+    resuming,
+    trainer_script,
+)
+from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.library_names import is_own
+from lockstep.lab.import_config.loader_calls import draws_again, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
-from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
+from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
 from lockstep.lab.import_config.table import (
     ADAFACTOR,
     NAMES,
@@ -48,10 +57,13 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
     elif needs_inlining(script.tree):
         tree = written_out(script.tree)
     script = script if tree is None else Script(script.path, script.text, script.options, tree)
-    return name, lambda draft, processes: _move(script, draft, processes)
+    script, notes = resuming.without_resuming(script)
+    notes += resuming.best_saved(script)
+    return name, lambda draft, processes: _move(script, draft, processes, notes)
 
 
-def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
+def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[str]) -> None:
+    draft.notes += notes
     at = Loop(script, draft, processes=processes, lightning=bool(lightning.modules(script)))
     for call in script.calls:
         if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
@@ -65,6 +77,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         statements = Statements(script, draft, at.is_transformers(), nodes, created)
         statements.read()
         at.contexts(statements)
+        at.loaders(statements)
     at.constants(statements)
     at.settle()
     at.ends(statements)
@@ -173,7 +186,7 @@ class Loop(Reading):
 
     def _clipping(self, call: Call) -> None:
         arguments = self.script.arguments(call, ("parameters", "max_norm", "norm_type"))
-        if not _all_weights(self.script, arguments.nodes.get("parameters")):
+        if not all_weights(self.script, arguments.nodes.get("parameters")):
             why = "optim.max_grad_norm is the largest norm of all gradients together"
             self.draft.lacks(str(call), why, "optim.max_grad_norm")
         elif "norm_type" in arguments.nodes and arguments.known.get("norm_type") != 2:
@@ -229,7 +242,7 @@ class Loop(Reading):
     def _weights(self, call: Call, arguments: Arguments, rate: float | None, decay: float) -> None:
         """Read which weights an optimizer has: all of them, or groups with and without decay."""
         node = arguments.nodes.get("params")
-        if node is None or _all_weights(self.script, node):
+        if node is None or all_weights(self.script, node):
             decays_all(self.draft, decay)
             return
         try:
@@ -306,7 +319,7 @@ class Loop(Reading):
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             return
         sampler = next((c for c in self.script.calls if c.node is node), None)
-        once = sampler is not None and sampler.name == "RandomSampler" and not _draws_again(sampler.node)
+        once = sampler is not None and sampler.name == "RandomSampler" and not draws_again(sampler.node)
         if not once and not (sampler is not None and sampler.name == "DistributedSampler"):
             why = "in lockstep each epoch has every example once, in an order from the seed"
             self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
@@ -362,6 +375,18 @@ class Loop(Reading):
         if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
             why = "it is not a context around what the loop does to a batch, so its scope is unknown"
             self.draft.unclear(str(autocasts[0]), why, "precision")
+
+    def loaders(self, statements: Statements) -> None:
+        """Check that the loop goes through the loader that was read, and through no other one."""
+        loop = statements.batch_loop
+        made = loaders_of(self.script, loop.iter) if loop is not None and statements.walked else {}
+        if self.loader is None or not made:
+            return
+        usual = without_order(self.loader.node)
+        for node in made.values():
+            if without_order(node) != usual:
+                why = f"the loop may go through this loader, and through that of line {self.loader.line}"
+                self.draft.unclear(f"line {node.lineno}: {code_of(node)}", why, "batch_size")
 
     def _schedule(self, call: Call) -> None:
         self.scheduled = True
@@ -596,8 +621,16 @@ class Loop(Reading):
         endings = tuple(f"{ending}.from_pretrained" for ending in loading.TASKS)
         loaded = any(c.origin.startswith("transformers.") and c.origin.endswith(endings) for c in self.script.calls)
         has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
-        by_model = any(isinstance(n, ast.Attribute) and n.attr == "loss" for n in ast.walk(self.script.tree))
+        by_model = any(map(self._is_loss, ast.walk(self.script.tree)))
         return loaded and by_model and not has_loss
+
+    def _is_loss(self, node: ast.AST) -> bool:
+        """Return whether code is `outputs.loss`, or `outputs[0]` of a model."""
+        if not isinstance(node, ast.Subscript):
+            return isinstance(node, ast.Attribute) and node.attr == "loss"
+        value = self.script.bound(node.value, last=True) if isinstance(node.value, ast.Name) else node.value
+        of_model = isinstance(value, ast.Call) and kind_of(self.script, value.func) == "model"
+        return of_model and getattr(node.slice, "value", None) in (0, "loss")
 
     def library_task(self) -> None:
         """Set model, tokenizer and rows, as for a script with a Trainer."""
@@ -618,43 +651,6 @@ class Loop(Reading):
         node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
         if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
             self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "the task makes the batches")
-
-
-def _all_weights(script: Script, node: ast.expr | None) -> bool:
-    """Return whether an argument is `model.parameters()`, also of a wrapped model, but not of a part of one, nor a
-    condition on anything but `requires_grad`: weights without it are frozen elsewhere, or refused there."""
-    if isinstance(value := script.bound(node) if isinstance(node, ast.Name) else None, ast.ListComp):
-        node = value  # a list; a generator or filter that has a name may be used up
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and len(node.args) == 1 and not node.keywords:
-        node = node.args[0]
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "filter" and len(node.args) == 2:
-        test = node.args[0]
-        name = test.args.args[0].arg if isinstance(test, ast.Lambda) and len(test.args.args) == 1 else ""
-        trained = isinstance(test, ast.Lambda) and ast.unparse(test.body) == f"{name}.requires_grad"
-        return trained and _all_weights(script, node.args[1])
-    if isinstance(node, ast.ListComp | ast.GeneratorExp) and len(node.generators) == 1:
-        source, name = node.generators[0], ast.unparse(node.elt)
-        tests = {ast.unparse(each) for each in source.ifs}
-        alike = ast.unparse(source.target) == name and tests <= {f"{name}.requires_grad"}
-        return alike and _all_weights(script, source.iter)
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"):
-        return False
-    owner: ast.expr | None = node.func.value
-    for _ in range(20):  # head = model.classifier
-        if isinstance(owner, ast.Attribute):
-            return owner.attr == "module"
-        if not isinstance(owner, ast.Name):
-            break
-        owner = script.bound(owner, last=True)
-    if not isinstance(owner, ast.Call):
-        return owner is None
-    name, part = script.origin_of(owner.func).rpartition(".")[2], isinstance(owner.func, ast.Attribute)
-    return name != "getattr" and not (part and name.startswith("get_") and name != "get_peft_model")
-
-
-def _draws_again(sampler: ast.Call) -> bool:
-    """Return whether a RandomSampler may repeat or skip examples."""
-    return len(sampler.args) > 1 or any(word.arg not in ("data_source", "generator") for word in sampler.keywords)
 
 
 def _assignments(script: Script) -> list[ast.Assign]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.script import Script, code_of
 from lockstep.lab.import_config.table import NAMES
 
@@ -38,6 +39,31 @@ def rebound(script: Script) -> list[str]:
     late: dict[int, Any] = {id(each): each for line in body[before:] for each in ast.walk(line)}
     late |= {id(each): each for line in body[:before] if isinstance(line, _FUNCTION) for each in ast.walk(line)}
     return [f"line {each.lineno}: {code_of(each)}" for each in late.values() if _sets_names(each)]
+
+
+_READ_BY_NAME = (
+    "len",
+    "range",
+    "enumerate",
+    "zip",
+    "int",
+    "float",
+    "str",
+    "min",
+    "max",
+    "dict",
+    "list",
+    "bool",
+    "iter",
+)
+
+
+def shadowed(script: Script) -> list[str]:
+    """Return `line N: def len(...)` and the like: names of Python itself that a script defines anew."""
+    own = [each for each in ast.walk(script.tree) if isinstance(each, _FUNCTION | ast.ClassDef | ast.ImportFrom)]
+    methods = {id(line) for kind in script.classes.values() for line in kind.body}
+    lines = [each for each in own if id(each) not in methods and bound_names.of_node(each) & set(_READ_BY_NAME)]
+    return [f"line {each.lineno}: {', '.join(sorted(bound_names.of_node(each)))}" for each in lines]
 
 
 def _sets_names(node: Any) -> bool:

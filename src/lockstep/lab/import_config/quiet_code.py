@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import bound_names
+from lockstep.lab.import_config.bound_names import names_in as names_in
+from lockstep.lab.import_config.bound_names import root_of as root_of
 from lockstep.lab.import_config.created_data import computes_alone
+from lockstep.lab.import_config.library_names import is_library
 from lockstep.lab.import_config.script import Script, Unknown, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES
 
@@ -192,14 +195,12 @@ class QuietCode:
             return False
         if self.is_read(call):
             return True
-        if isinstance(call.func, ast.Name):
-            if call.func.id in self.script.functions:
-                alone = id(call) in self.created and computes_alone(self.script, call.func.id)
-                return alone or self._function(call.func.id)
-            if call.func.id in self.script.classes:
-                return id(call) in self.created or self._object(call, call.func.id)
+        if isinstance(call.func, ast.Name) and call.func.id in {**self.script.functions, **self.script.classes}:
+            return self._of_script(call, call.func.id)
         if origin.startswith("random.") and origin in NAMES["quiet_draws"]:
             return True  # of Python's own generator, from which no step draws
+        if origin == "next":
+            return bool(call.args) and isinstance(call.args[0], ast.Call) and _last(call.args[0]) == "iter"
         if any(word.arg in ("out", "inplace") for word in call.keywords):
             return False
         if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):
@@ -216,10 +217,19 @@ class QuietCode:
                 return True  # likewise
             if (method := self.own_method(call.func)) is not None:
                 return self._quiet_body(f"{method.name}, line {method.lineno}", method, method.args.args[:1])
+            if not is_library(self.script.imports.get(root_of(call.func), "os")):
+                return False  # of a module that is not read
             if name in NAMES["changing_methods"]:
                 return self._is_of_others(call.func.value)
             return name in NAMES["quiet_methods"]
         return self._is_value(call.func)
+
+    def _of_script(self, call: ast.Call, name: str) -> bool:
+        """Return whether a call of a function or class of the script is quiet."""
+        if name in self.script.functions:
+            alone = id(call) in self.created and computes_alone(self.script, name)
+            return alone or self._function(name)
+        return id(call) in self.created or self._object(call, name)
 
     def _is_of_others(self, holder: ast.expr) -> bool:
         """Return whether an object may be changed: a list, a progress bar, a metric, but not a dataset or optimizer."""
@@ -242,9 +252,9 @@ class QuietCode:
             return function.id in NAMES["quiet_names"]
         if not isinstance(value, ast.Call):
             return False
-        held = value.args[0] if _last(value) == "partial" and value.args else value.func
-        name = held.id if isinstance(held, ast.Name) else ""
-        if held is not value.func:
+        maker = value.args[0] if _last(value) == "partial" and value.args else value.func
+        name = maker.id if isinstance(maker, ast.Name) else ""
+        if maker is not value.func:
             return name in self.script.functions and self._function(name)
         inner = [
             each
@@ -257,13 +267,13 @@ class QuietCode:
     def _object(self, call: ast.Call, name: str) -> bool:
         """Return whether creating an object of the script's class, and what Python itself calls of it later, changes
         nothing. A module or data set does not, unless it is given another module or an optimizer."""
-        given = [*call.args, *(word.value for word in call.keywords)]
-        if any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in given):
+        arguments = [*call.args, *(word.value for word in call.keywords)]
+        if any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in arguments):
             return False
         kinds = self._lineage(self.script.classes[name])
         bases = {ast.unparse(base).rpartition(".")[2] for kind in kinds for base in kind.bases}
         inert = bases & {"Module", "Dataset", "IterableDataset"} or any(kind.decorator_list for kind in kinds)
-        if inert and not any(self._holds_module(each) for each in given):
+        if inert and not any(self._holds_module(each) for each in arguments):
             return True
         own = [line for kind in kinds for line in kind.body if isinstance(line, ast.FunctionDef)]
         implicit = [each for each in own if each.name.startswith("__")]
@@ -352,14 +362,3 @@ def _ends_program(node: ast.expr | None) -> bool:
 
 def _last(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
-
-
-def names_in(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
-def root_of(node: ast.AST) -> str:
-    """Return the first name of a dotted expression."""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""

@@ -316,7 +316,7 @@ class Script:
 
     def _computed(self, node: ast.Call) -> Any:
         """Evaluate a call of a plain function, or of a method of a text."""
-        if (name := ast.unparse(node.func)) in FUNCTIONS:
+        if (name := ast.unparse(node.func)) in FUNCTIONS and name not in self.functions:
             keywords = {word.arg: self.value(word.value) for word in node.keywords if word.arg}
             return FUNCTIONS[name](*(self.value(each) for each in node.args), **keywords)
         if isinstance(node.func, ast.Attribute) and node.func.attr in _OF_TEXTS:

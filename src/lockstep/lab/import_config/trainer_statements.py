@@ -117,6 +117,9 @@ class TrainerStatements:
             if isinstance(function, ast.FunctionDef) and function.name not in self.looked_at:
                 self.looked_at.add(function.name)
                 if any(isinstance(each, ast.Call) and self._takes_part(each) for each in ast.walk(function)):
+                    quiet = QuietCode(self.script, lambda *_: None, self._is_quiet)
+                    if (by := quiet.replaced(function, "training_decorators")) is not None:
+                        self._unclear(by, f"this decorator may replace {function.name} by another function")
                     self._body(function.body)
 
     def _takes_part(self, call: ast.Call) -> bool:
