@@ -348,6 +348,25 @@ LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
 }
 
 
+AGAIN = 'train = DataLoader(data["train"], shuffle=True, batch_size=4)'
+LOST_IN_LOOPS |= {
+    (LOOP, f"{AGAIN}\n{LOOP}"): "the loop may go through this loader, and through that of line",
+    (LOOP, f"other = {AGAIN[8:]}\ntrain = other\n{LOOP}"): "the loop may go through this loader",
+    (LOOP, f"def again():\n    global train\n    {AGAIN}\nagain()\n{LOOP}"): "the loop may go through this loader",
+    (LOOP, f"import mine as wandb\nwandb.log(model)\n{LOOP}"): ": wandb.log(model) (its effect",
+    (LOOP, f"def len(n):\n    return 5\n{LOOP}"): "len (it replaces a function of Python",
+    (LOOP, f"best = 0\nif score > best:\n    torch.save(1, 'a')\n{LOOP}"): "the original keeps its best model",
+    (
+        "train = D",
+        'tokenizer = AutoTokenizer.from_pretrained("b")\ntrain = D',
+    ): "tokenizer.source is encoder by an earlier",
+    ("data = raw.map(lambda rows:", "@neg\ndef f(rows):\n    return 0\ndata = raw.map(f)\nraw.map(lambda rows:"): (
+        "its decorator neg may change the rows"
+    ),
+    ("loss = model(**batch)", "loss = model(batch)"): "how the loss is computed is not understood",
+}
+
+
 def test_settings_of_a_loop_that_were_lost_in_silence() -> None:
     usual = set(in_loop(STEPPED).splitlines())
     for pair, part in LOST_IN_LOOPS.items():
@@ -358,6 +377,8 @@ def test_settings_of_a_loop_that_were_lost_in_silence() -> None:
     assert set(in_loop(f"from tqdm.auto import tqdm\n{bar}").splitlines()) == usual
     moved_model = changed((MODE, ""), ('("encoder")\nopt', '("encoder").to(device)\nopt'), text=STEPPED)
     assert "no model.train() is called before it" in in_loop(moved_model)
+    for loss in ("model(**batch)[0]", "model(**batch)['loss']"):
+        assert set(in_loop(changed(("model(**batch).loss", loss), text=STEPPED)).splitlines()) == usual, loss
     cosine = "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(train) * 3)"
     for schedule in (cosine, "get_scheduler('cosine_with_min_lr', optimizer, 50, len(train) * 3)"):
         assert "optim.schedule" not in in_loop(STEPPED.replace(RATE, schedule)), schedule
@@ -398,3 +419,58 @@ def test_settings_of_a_trainer_that_were_lost_in_silence() -> None:
     plain = "    def evaluate(self, *a):\n        m = super().evaluate(*a)\n        m['x'] = 1\n        self.log(m)"
     log = "    def log(self, logs):\n        logs['x'] = 1\n        super().log(logs)"
     assert ": T" not in more(("trainer = Trainer(", f"class T(Trainer):\n{INIT}{plain}\n{log}\ntrainer = T("))
+
+
+def test_a_loop_of_accelerate_steps_as_it_prepares_and_accumulates() -> None:
+    def draft(text: str, processes: int = 4) -> RunDraft:
+        new = RunDraft()
+        import_config.script(Script(Path("train.py"), text)).move(new, processes)
+        return new
+
+    for count, steps in (("100", 25), ("30 * accelerator.num_processes", 30)):
+        assert draft(changed(("=100", f"={count}"), text=ACCELERATE)).keys["optim.warmup_steps"] == steps
+    assert "num_warmup_steps=102 (the schedule advances 4 times" in str(
+        draft(ACCELERATE.replace("=100", "=102")).gaps[0]
+    )
+    plain = changed(
+        (', mixed_precision="bf16"', ""),
+        ("loss = model(", "with accelerator.autocast():\n                loss = model("),
+        text=ACCELERATE,
+    )
+    assert "precision" not in draft(plain).keys
+    alone = draft(changed(("with accelerator.accumulate(model):", "if True:"), text=ACCELERATE))
+    assert "without accumulate() it only divides the loss" in str(alone.gaps[0])
+    out = changed(
+        ("model, optimizer, train, dev, schedule = ", "x = "),
+        ("(model, optimizer, train", "(model, train"),
+        text=ACCELERATE,
+    )
+    assert "prepare() does not have it" in str(draft(out).gaps[0])
+
+
+SNAPSHOT = """
+    start = 0
+    if os.path.exists("a.pt"):
+        saved = torch.load("a.pt")
+        model.load_state_dict(saved["model"])
+        start = saved["epoch"]
+    for epoch in range(start, args.epochs):
+        torch.save({"model": model.state_dict(), "epoch": epoch}, "a.pt")
+"""
+
+
+def test_a_snapshot_that_a_script_goes_on_from_is_told() -> None:
+    text = changed(("    for epoch in range(args.epochs):\n", SNAPSHOT[1:]), text=f"import os\n{DDP}")
+    assert "if os.path.exists('a.pt'): ... is left out" in in_loop(text)
+    assert "not understood" not in in_loop(text)
+    for other in (('"epoch": epoch}, "a.pt"', '"epoch": epoch}, "b.pt"'), ("start = saved", "args.lr = saved")):
+        assert "load_state_dict(saved" in in_loop(changed(other, text=text)), other
+
+
+def test_a_network_that_a_module_of_lightning_is_created_with_is_looked_at() -> None:
+    net = 'AutoModelForSequenceClassification.from_pretrained("acme/encoder")'
+    text = changed(("self, lr", "self, net, lr"), (f"self.model = {net}", "self.model = net"), text=LIT)
+    text = changed(("trainer.fit(Lit(", f"net = {net}\nNEXT\ntrainer.fit(Lit(net, "), text=text)
+    usual = in_loop(text.replace("NEXT", "pass"))
+    for line in ("torch.nn.init.zeros_(net.classifier.bias)", "for p in net.parameters():\n    p.data.zero_()"):
+        assert "zero" in in_loop(text.replace("NEXT", line)).replace(usual, ""), line

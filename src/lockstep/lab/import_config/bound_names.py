@@ -58,7 +58,8 @@ def record_elsewhere(script: Any) -> None:
     for node in ast.walk(script.tree):
         scope, names = script.scopes.get(id(node)), of_node(node) if id(node) not in methods else set()
         if isinstance(node, ast.Global | ast.Nonlocal):
-            names, scope = {each for each in node.names if (id(scope), each) in script.bindings}, None
+            names = {each for each in node.names if (id(scope), each) in script.bindings}
+            scope = None if isinstance(node, ast.Global) else _enclosing(script, scope, names)
         if isinstance(node, _FUNCTION) and id(node) not in methods:
             script.namesakes.setdefault(node.name, []).append(node)
             defined[id(scope), node.name] += 1
@@ -70,6 +71,15 @@ def record_elsewhere(script: Any) -> None:
     for values in (values for (_, name), values in script.bindings.items() if name in shared):
         values.append(None)
     script.ambiguous |= {name for (of, name), n in defined.items() if n > 1 or (of, name) in script.bindings}
+
+
+def _enclosing(script: Any, scope: Any, names: set[str]) -> Any:
+    """Return the function around another one that has the names which `nonlocal` declares."""
+    while scope is not None:
+        scope = script.scopes.get(id(scope))
+        if any((id(scope), each) in script.bindings for each in names):
+            break
+    return scope
 
 
 def _is_container(node: Any) -> bool:

@@ -185,7 +185,8 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | No
     except ValidationError as error:
         explained = messages.explain(error, Run, "in the file", {}, {}, "data", (DataSection,))
         raise RunError(explained.code, f"--from: {explained.message}") from None
-    section = detect_layout.recognised(given_section, talk)
+    whole = given_section.model_copy(update={"stream": False})  # so that its rows are counted
+    section = detect_layout.recognised(whole, talk)
     looked = columns.look(section)
     for key in ("source", "train", "validation", "test", "layout", "columns", "separator", "quote"):
         value = getattr(section, key)

@@ -21,6 +21,7 @@ from lockstep.lab.import_config import (
     resuming,
     trainer_script,
 )
+from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
@@ -28,6 +29,7 @@ from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loader_calls import draws_again, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
+from lockstep.lab.import_config.schedule_calls import COSINE, of_cosine, per_process
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
 from lockstep.lab.import_config.table import (
     ADAFACTOR,
@@ -139,7 +141,7 @@ class Loop(Reading):
             self._set(call, "strategy.name", "ddp")
         elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
             self._set(call, "strategy.name", "fsdp2")
-        elif name in ("get_scheduler", _COSINE) or ("schedule" in name and name.startswith("get_")):
+        elif name in ("get_scheduler", COSINE) or ("schedule" in name and name.startswith("get_")):
             self._schedule(call)
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
@@ -336,6 +338,8 @@ class Loop(Reading):
         return values[0] if len(values) == 1 else node
 
     def _precision(self, call: Call) -> None:
+        if call.name == "autocast" and call.receiver is not None and root_of(call.receiver) not in self.script.imports:
+            return  # Accelerate's, of the precision that its Accelerator has
         arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
         kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
         if call.name == "GradScaler" and any("dtype" in self.script.arguments(c).nodes for c in self._autocasts()):
@@ -369,12 +373,27 @@ class Loop(Reading):
         return [call for call in self.script.calls if call.name == "autocast"]
 
     def contexts(self, statements: Statements) -> None:
-        """Check that each mixed-precision context is around the step."""
+        """Check that each mixed-precision context is around the step, and that Accelerate accumulates."""
+        self._accumulates()
         around = {id(each) for each in statements.contexts}
         autocasts = self._autocasts()
         if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
             why = "it is not a context around what the loop does to a batch, so its scope is unknown"
             self.draft.unclear(str(autocasts[0]), why, "precision")
+
+    def _accumulates(self) -> None:
+        """Check that `accumulate()` is there, and that the optimizer is prepared: else each batch makes a step."""
+        if not self.every_at or self.accumulated == 1:
+            return
+        by = ("micro_batches", "batch_size")
+        if not any(call.name == "accumulate" for call in self.script.calls):
+            self.draft.lacks(self.every_at, "without accumulate() it only divides the loss", *by)
+        prepared = [c.node for c in self.script.calls if c.name.startswith("prepare")]
+        codes = {ast.unparse(each) for node in prepared for each in node.args}
+        for call in self.optimizers[:1]:
+            names = {ast.unparse(t) for n in _assignments(self.script) if n.value is call.node for t in n.targets}
+            if names and not names & codes and not any(code.startswith("*") for code in codes):
+                self.draft.lacks(str(call), "prepare() does not have it: each batch makes a step", *by)
 
     def loaders(self, statements: Statements) -> None:
         """Check that the loop goes through the loader that was read, and through no other one."""
@@ -401,8 +420,8 @@ class Loop(Reading):
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
         arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
         name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
-        if call.name == _COSINE:
-            name, arguments = "cosine", _of_cosine(self.script, call)
+        if call.name == COSINE:
+            name, arguments = "cosine", of_cosine(self.script, call)
         name = {"polynomial_decay": "polynomial"}.get(name, name)
         if "constant" in call.name and "warmup" in call.name:
             name = "constant_with_warmup"
@@ -410,6 +429,8 @@ class Loop(Reading):
             self.draft.lacks(str(call), "optim.schedule has no such schedule", "optim.schedule")
             return
         self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
+        if self.every_at and not self.lightning:
+            self._per_process(call, arguments)
         if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
             self.schedule_end = f"line {call.line}: {call.name}", arguments.nodes.get("num_training_steps")
         if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
@@ -434,6 +455,13 @@ class Loop(Reading):
         others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
         self.unknown_values(call, arguments, others)
         self.read(call, "optim.schedule")
+
+    def _per_process(self, call: Call, arguments: Arguments) -> None:
+        processes = self.processes or 1
+        nodes = {name: self._assigned(arguments.nodes.get(name)) for name in ("num_warmup_steps", "num_training_steps")}
+        if rest := per_process(self.script, arguments, nodes, processes):
+            why = f"the schedule advances {processes} times in a step, once for each process"
+            self.draft.lacks(f"line {call.line}: num_warmup_steps={rest}", why, "optim.warmup_steps")
 
     def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:
         """Return the share of `int(0.1 * total)`, if `total` is the schedule's length."""
@@ -657,18 +685,6 @@ def _assignments(script: Script) -> list[ast.Assign]:
     return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
-def _of_cosine(script: Script, call: Call) -> Arguments:
-    """Return the arguments of torch's CosineAnnealingLR by the names of transformers' schedules."""
-    arguments = script.arguments(call, ("optimizer", "T_max", "eta_min", "last_epoch"))
-    parts: tuple[dict[str, Any], ...] = (arguments.known, arguments.nodes, arguments.unknown)
-    for part in parts:
-        for theirs, ours in (("T_max", "num_training_steps"), ("eta_min", "lr_end")):
-            if theirs in part:
-                part[ours] = part.pop(theirs)
-    return arguments
-
-
-_COSINE = "CosineAnnealingLR"
 _STEPWISE = "optim.schedule is the rate as a function of the step"
 _CLIPPING = "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
 _WITHOUT = {
