@@ -286,10 +286,11 @@ def _read(path: Path) -> Any:
 def _rounding(words: list[str]) -> float:
     """Return the relative tolerance against one process, according to the strategy."""
     from lockstep.config.run import load
-    from lockstep.data.job import strategy_class
+    from lockstep.data import job
 
     run = load("run.yaml", words)
-    return max(strategy_class(run).rounding(Job.of(run)), LOW_ROUNDING if run.precision != "fp32" else 1e-4)
+    named = job.Job.of(run)
+    return max(named.strategy.rounding(named), LOW_ROUNDING if run.precision != "fp32" else 1e-4)
 
 
 def _near(folder: Path, rounding: float) -> None:
