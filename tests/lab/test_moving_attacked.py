@@ -363,7 +363,7 @@ LOST_IN_LOOPS |= {
     ("data = raw.map(lambda rows:", "@neg\ndef f(rows):\n    return 0\ndata = raw.map(f)\nraw.map(lambda rows:"): (
         "its decorator neg may change the rows"
     ),
-    ("loss = model(**batch)", "loss = model(batch)"): "how the loss is computed is not understood",
+    ("loss = model(**batch)", "loss = model(batch)"): "this computation of the loss is not understood",
 }
 
 
