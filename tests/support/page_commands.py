@@ -67,7 +67,7 @@ LIMIT_S = 1200
 _SHELL = "pip() { :; }\n"
 NEED_A_MARK = ("sh", "bash", "console", "python", "text", "")
 # their number depends on time
-_PROGRESS = re.compile(r"(preparing|finishing) |checks made |step (PATH|0 validation)")
+_PROGRESS = re.compile(r"(preparing|finishing) |checks prepared |step (PATH|0 validation)")
 
 
 @dataclass(frozen=True)
@@ -349,7 +349,11 @@ def _tidy(printed: str) -> str:
     left_out = {
         *steps[1:],
         *scored[1:],
-        *(at for at, line in enumerate(lines) if re.match(r"(preparing|finishing) |checks made ", _plain_line(line))),
+        *(
+            at
+            for at, line in enumerate(lines)
+            if re.match(r"(preparing|finishing) |checks prepared ", _plain_line(line))
+        ),
     }
     return "\n".join(line for at, line in enumerate(lines) if at not in left_out) + "\n"
 
@@ -366,10 +370,11 @@ def _shortened(printed: str, before: str) -> str:
     parts = [part.strip("\n").splitlines() for part in re.split(r"^\.\.\.$", before, flags=re.M)]
     for place, part in enumerate(parts):
         kept += ["..."] if place else []
-        wanted = [_plain(line) for line in part if line.strip()]
-        at = next((at for at in range(len(lines)) if wanted and _plain(lines[at]).startswith(wanted[0][:12])), None)
-        if at is not None and place == len(parts) - 1:  # what a page shows last ends the output
-            at = max(at, len(lines) - len(part))
+        starts = [_plain(line)[:12] for line in part]
+        plain = [_plain(line) for line in lines]
+        whole = [at for at in range(len(lines) - len(part) + 1) if all(map(str.startswith, plain[at:], starts))]
+        first = [at for at, line in enumerate(plain) if starts and line.startswith(starts[0])]
+        at = next(iter(whole or first), None) if part else None
         if at is not None:
             kept += lines[at : at + len(part)]
             lines = lines[at + len(part) :]
