@@ -145,12 +145,12 @@ OWN = (
         extra="--batch 32",
     ),
     beside("scaled-rate", "scaled by the number of ranks", "the learning rate grows with the ranks, unasked"),
-    beside("one-cycle", "another learning rate", "another schedule"),
+    beside("one-cycle", "a different learning rate", "another schedule"),
     beside("weight-decay", "weight_decay", "another weight decay"),
     beside("other-seed", "initialized with different random numbers", "another seed"),
     beside("clip-limit", "another limit", "another limit of the norm"),
     beside("no-clip", "not at all", "no clipping"),
-    beside("clip-value", "in another way", "clipped by value"),
+    beside("clip-value", "clipped differently", "clipped by value"),
     beside("wrong-backward", "only a part", "a custom function whose gradient is wrong"),
     beside("smoothed", "label smoothing", "label smoothing on one side"),
     beside(
@@ -162,7 +162,7 @@ OWN = (
     beside(
         "batch-norm", "SyncBatchNorm", "statistics of each rank's own batch", "--norm batch", "--batch 32 --norm batch"
     ),
-    beside("mixed", "another precision", "autocast on one side alone", "--amp bfloat16 --epochs 1"),
+    beside("mixed", "different precisions", "autocast on one side alone", "--amp bfloat16 --epochs 1"),
     beside("reset-state", "optimizer's state", "the optimizer's state is cleared after each step"),
     beside(
         "other-optimizer",

@@ -14,6 +14,7 @@ from museum.reports import REPORTS
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED
 from support.command import Process, ended, start, start_anew
 from support.contradiction_cases import CONTRADICTIONS
+from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
 from support.forked import FORK_TRACED
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED
@@ -46,10 +47,12 @@ def test_every_finding_has_an_exhibit() -> None:
         "equal-masks",
         "parts-overlap",
         "best-is-worst",
+        "no-effect",
+        "split-by-rank",
     }  # tests/trace
-    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES
+    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE
     likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
-    likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED
+    likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED | EVIDENCE_SUSPECTED
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 

@@ -13,11 +13,13 @@ import lockstep_trace
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, noise, replicas, schedules
+from lockstep_trace.rules import data, gradients, inputs, losses, noise, observed, replicas, schedules
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
+from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
@@ -28,7 +30,7 @@ from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, batches, net, no_target_that_counts, sgd
 from support.update_cases import NEAR_UPDATES, UPDATES, UPDATES_SUSPECTED
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS | UPDATES
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE
 SUSPECTED = (
     SUSPECTED_CASES
     | LIKELY
@@ -37,6 +39,7 @@ SUSPECTED = (
     | STATE_SUSPECTED
     | ANSWERS_SUSPECTED
     | UPDATES_SUSPECTED
+    | EVIDENCE_SUSPECTED
 )
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
@@ -327,3 +330,30 @@ def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(
         rank.steps.setdefault(0, {})[number] = Step(about, layout)
     found = [*data.whole_stream(Trace(Path(), {}, (rank,), 0))]
     assert [(f.code, f.level) for f in found] == [("whole-stream", level)]
+
+
+@pytest.mark.parametrize(("rows", "codes"), [(([1, 7], [2, 7]), ["wrong"]), (([1, 7], [2, 8]), ["suspicious"])])
+def test_ranks_that_split_one_data_set_apart_are_a_finding(rows: tuple[list[int], list[int]], codes: list[str]) -> None:
+    """The controls: other data on each rank, and equal parts."""
+    ranks = []
+    for number, row in enumerate(rows):
+        rank = Rank({"rank": number, "world": 2}, Path())
+        rank.models.append({"name": "M", "group": {"ranks": 2, "hooked": False, "ignored": []}})
+        rank.loaders.extend({"split": [0, part], "rows": [row[0] + part, row[1]]} for part in (0, 1))
+        ranks.append(rank)
+    assert [f.level for f in observed.split_apart(Trace(Path(), {}, tuple(ranks), 0))] == codes
+    assert not [*observed.split_apart(Trace(Path(), {}, (ranks[0], ranks[0]), 0))]
+
+
+def test_statements_without_effect_are_named_and_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sets have `add`, and properties need no call."""
+    right = "for p in model.parameters():\n    p.data.clamp_(0, 1)\nseen.data.add(3)\ndata.train\nmodel.eval()\n"
+    wrong = "for p in model.parameters():\n    p.data.clamp(0, 1)\nmodel.eval\nopt.zero_grad\ntorch.no_grad()\n"
+    for text, count in ((right, 0), (wrong, 4)):
+        (tmp_path / "job.py").write_text(text)
+        monkeypatch.setattr("sys.argv", [str(tmp_path / "job.py")])
+        assert len(without_effect()) == count
+    rank = Rank({"rank": 0, "world": 1}, Path(), ended={"idle": without_effect()})
+    assert {f.level for f in observed.statements(Trace(Path(), {}, (rank,), 0))} == {"wrong"}

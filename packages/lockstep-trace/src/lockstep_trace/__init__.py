@@ -49,7 +49,6 @@ def traced(
 
 
 def _imported_by_script() -> bool:
-    """Return whether the running script imports this package by `import lockstep_trace`; not a module or notebook."""
     frame: Any = sys._getframe(1)
     while frame is not None and (
         "importlib" in frame.f_code.co_filename or frame.f_globals.get("__name__") == __name__

@@ -57,8 +57,6 @@ def _losses(trace: Trace, optimizer: int, steps: list[int]) -> float | None:
 def _change(
     a: tuple[Trace, list[int]], b: tuple[Trace, list[int]], optimizer: int, names: Mapping[str, str]
 ) -> float | None:
-    """Return the relative difference of the weights' changes over the window. Sketches are linear, so those of the
-    steps add up."""
     sums: list[dict[str, np.ndarray]] = []
     for trace, steps in (a, b):
         total: dict[str, np.ndarray] = {}

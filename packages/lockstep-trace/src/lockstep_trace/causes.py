@@ -193,13 +193,11 @@ def of_examples(
 
 
 def _unlabelled(trace: Trace, optimizer: int, step: int) -> Counter[str]:
-    """Return the hashes of a step's inputs without labels; empty if the model receives no labels."""
     records = [r.steps[optimizer][step] for r in data_ranks(trace, optimizer) if step in r.steps[optimizer]]
     return Counter(h for s in records for h in s.unlabelled or ())
 
 
 def _more_often(reference: Trace, trace: Trace, optimizer: int) -> int:
-    """Count the examples that occur more often here than any example does in the reference, over common steps."""
     steps = sorted(set(reference.steps(optimizer)) & set(trace.steps(optimizer)))
     one, other = (Counter(h for s in steps for h in examples_of(t, optimizer, s)) for t in (reference, trace))
     most = max(one.values(), default=0)
@@ -275,7 +273,6 @@ def of_loss_function(ranks: bool = False, uncounted: bool = False) -> str:
 
 
 def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
-    """Return a cause from different modes, masks, micro-batches or numbers of targets, or None."""
     modes = {s.training for s in ours} | {s.training for s in theirs}
     if modes >= {True, False}:
         side = "here" if any(s.training is False for s in theirs) else "in the reference"
@@ -297,8 +294,6 @@ def _of_records(other: Losses, ours: Sequence[Step], theirs: Sequence[Step]) -> 
 
 
 def _of_functions(ours: Sequence[Step], theirs: Sequence[Step]) -> str | None:
-    """Return a cause if the loss functions in the autograd graphs differ in kind, targets or inputs; None if they agree
-    or are unknown."""
     sides = [[each for s in records for each in s.objectives or ()] for records in (ours, theirs)]
     if not all(sides):
         return None
@@ -352,8 +347,6 @@ def _of_micro_batches(differing: Sequence[tuple[int, int, float, float]], stocha
 
 
 def _divided(targets: int | None, examples: int, ratio: float) -> tuple[int, int] | None:
-    """Return (number of targets, wrong divisor of the loss) for a mean that is `ratio` times the right one, or None if
-    the divisor is not an integer to five digits. Next-token models have one target less per example."""
     if not targets or not math.isfinite(ratio) or ratio <= 0:
         return None
     for count in (targets, targets - examples):

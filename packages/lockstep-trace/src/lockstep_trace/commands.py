@@ -85,7 +85,6 @@ def recording_settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _require_step(step: int | None, steps: int | None, level: str) -> None:
-    """Check the step whose operations are recorded. Errors: `TraceError`."""
     if step is None:
         return
     if level != "operations":
@@ -210,7 +209,6 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace) -> int:
-    """Follow a trace until its command or its recording ends; return the command's exit status, or 0."""
     from lockstep_trace.findings import findings, proved
     from lockstep_trace.read import about, is_trace, read
     from lockstep_trace.terminal import finding_lines

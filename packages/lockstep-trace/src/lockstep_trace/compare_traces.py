@@ -227,7 +227,6 @@ def _start(a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], limits:
 def _of_dtypes(
     a: Trace, b: Trace, optimizer: int, names: Mapping[str, str], differences: Mapping[str, float]
 ) -> str | None:
-    """Return the cause if weights are equal except for rounding to the dtype in which one side stores them."""
     starts = ([r.starts[optimizer][0] for r in t.ranks if optimizer in r.starts] for t in (a, b))
     one, other = ({p.name: p.dtype for layout in layouts for p in layout.parameters} for layouts in starts)
     pairs = {(one[name], other[names[name]]) for name in differences}
@@ -239,7 +238,6 @@ def _of_dtypes(
 
 
 def _scores(a: Trace, b: Trace, limit: float) -> None:
-    """Compare the scores before the first step, without dropout, if both traces have them."""
     one, other = (t.about.get("scores") or {} for t in (a, b))
     for name in (n for n in one if n in other):
         x, y = one[name], other[name]
@@ -251,13 +249,11 @@ def _scores(a: Trace, b: Trace, limit: float) -> None:
 
 
 def _ties(trace: Trace, optimizer: int) -> set[str]:
-    """Return the names of tied parameters."""
     steps = (s for rank in trace.ranks for s in list(rank.steps.get(optimizer, {}).values())[:1])
     return {name for step in steps for names in step.layout.ties for name in names}
 
 
 def _step(pair: _Pair, limits: Mapping[str, float], numbers: dict[str, Any]) -> None:
-    """Compare one step, filling `numbers`, the fields of its `StepDifferences`. Errors: `_Parted` at a difference."""
     _examples(pair)
     losses = _loss(pair, limits["loss"], numbers)
     measured = all(s.measured for side in pair.records() for s in side)
@@ -305,8 +301,6 @@ def _loss(pair: _Pair, limit: float, numbers: dict[str, Any]) -> tuple[Losses, L
 
 
 def _micro_batches(pair: _Pair, limit: float) -> list[tuple[int, int, float, float]] | None:
-    """Return (number, rank, reference loss, loss) of micro-batches whose losses differ, or None if the two traces may
-    split a step differently."""
     sides = []
     for trace in (pair.a, pair.b):
         losses: dict[int, tuple[int, float]] = {}
@@ -503,7 +497,6 @@ def _norm(tensors: Mapping[str, Whole]) -> float:
 
 
 def _worst(differences: Mapping[str, float]) -> str:
-    """Return the name with the largest difference, or an empty text if there is none."""
     name = max(differences, key=lambda n: math.inf if math.isnan(differences[n]) else differences[n], default="")
     return name if name and differences[name] else ""
 
@@ -525,7 +518,6 @@ def factor(one: Whole, other: Whole) -> tuple[float, float]:
 
 
 def _relative(x: float, y: float) -> float:
-    """Return the relative difference of two numbers; NaN if one is not finite."""
     if not (math.isfinite(x) and math.isfinite(y)):
         return math.nan
     scale = max(abs(x), abs(y))

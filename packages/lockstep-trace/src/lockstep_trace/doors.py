@@ -127,7 +127,6 @@ def LightningCallback(folder: str | Path | None = None, level: str = "gradients"
 
 @functools.cache
 def _lightning_class() -> Any:
-    """Return the class of Lightning's callback, derived from that of each library that is imported."""
     if not any(sys.modules.get(name) for name in LIGHTNING):
         for name in LIGHTNING:
             try:

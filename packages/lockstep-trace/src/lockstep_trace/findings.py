@@ -20,6 +20,7 @@ from lockstep_trace.rules import (
     losses,
     modes,
     noise,
+    observed,
     parameters,
     replicas,
     schedules,
@@ -29,7 +30,7 @@ from lockstep_trace.rules import (
 )
 from lockstep_trace.rules.finding import LEVELS, WRONG, Finding
 
-__all__ = ["Finding", "findings", "proved"]
+__all__ = ["LIKELY", "Finding", "findings", "proved"]
 
 LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     replicas.equal_shards,
@@ -46,6 +47,8 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     losses.contrastive,
     losses.handmade,
     answers.notes,
+    observed.notes,
+    observed.settings,
     schedules.direction,
     tokens.tokens,
     parameters.decay,
@@ -116,6 +119,24 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     data.trained_on,
     data.evaluations,
     data.workers,
+    observed.split_apart,
+    observed.statements,
+)
+LIKELY = (  # suspicions whose evidence is printed by default, in one line: no healthy script of five sets had one
+    "answer-in-input",
+    "attention-axis",
+    "examples-as-time",
+    "examples-mixed",
+    "gradients-cleared",
+    "loaded-nothing",
+    "loss-broadcast",
+    "noise-not-in-input",
+    "padding-is-data",
+    "padding-used",
+    "scheduler-unit",
+    "setting-unusual",
+    "split-by-rank",
+    "weights-reversed",
 )
 FOLLOWS = {  # finding -> its consequences, which are not reported beside it
     "stale-optimizer": ("in-no-optimizer", "no-gradient", "all-zero"),
@@ -134,6 +155,9 @@ FOLLOWS = {  # finding -> its consequences, which are not reported beside it
     "check-accumulation": ("accumulation-undivided",),
     "divided-twice": ("check-accumulation", "check-gradient"),
     "answer-in-input": ("labels-not-shifted",),
+    "padding-seen": ("padding-used",),
+    "padding-learned": ("padding-used",),
+    "mask-inverted": ("padding-used",),
 }
 
 
@@ -160,7 +184,6 @@ def findings(trace: Trace) -> list[Finding]:
 
 
 def _at_most(level: str) -> Sequence[str]:
-    """Return the levels that prove no more than this one."""
     return LEVELS[LEVELS.index(level) :]
 
 

@@ -208,8 +208,6 @@ class _Verdict:
                     return
 
     def _cause(self, x: Operation, y: Operation) -> Alone | None:
-        """Return the operations of one side alone that produced the differing inputs of a pair, or that directly
-        precede it."""
         for side, operation in ((0, x), (1, y)):
             makers = {of for of in operation.raw["of"] if isinstance(of, int)}
             for alone in self.alone:
@@ -231,7 +229,6 @@ class _Verdict:
         return all(self._distance(i, j) in (0.0, None) for i, j in pairs)
 
     def _distance(self, i: int, j: int) -> float | None:
-        """Return the relative difference of two values, 0 for equal bits; None if one is undefined."""
         u, v = self.a.value(i), self.b.value(j)
         if u is None or v is None:
             return None
@@ -340,8 +337,6 @@ class _Verdict:
         return _number(max((d for i, j in pairs if (d := self._distance(i, j)) is not None), default=None))
 
     def _beyond(self, culprit: Operation, side: str) -> list[str]:
-        """If the first difference is rounding, name the first later operation that amplifies it beyond rounding.
-        `side`: of the first, in or out."""
         x, y = self.culprit  # type: ignore[misc]
         if self._largest(x, y, side) > ROUNDING:
             return []

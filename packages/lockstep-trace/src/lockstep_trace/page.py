@@ -43,7 +43,6 @@ def values_of(trace: Trace, reference: Trace | None, verdicts: Sequence[Comparis
 
 
 def _part(trace: Trace, reference: Trace | None, verdict: Comparison | None, optimizer: int) -> dict[str, Any]:
-    """Return the values of one optimizer."""
     kind = next(s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()).layout.optimizer
     heat = _norms(trace, optimizer) if reference is None or verdict is None else None
     return {
@@ -58,7 +57,6 @@ def _part(trace: Trace, reference: Trace | None, verdict: Comparison | None, opt
 
 
 def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
-    """Return rows of the first rank's evaluations: steps before it, model or evaluator, examples and mode or scores."""
     rank, rows = trace.ranks[0], []
     for each in rank.evaluations:
         mode = "training mode" if each["training"] else "evaluation mode"
@@ -70,21 +68,17 @@ def _evaluations(trace: Trace) -> list[tuple[str, str, str]]:
 
 
 def _command(trace: Trace) -> str:
-    """Return the traced command, without the folder of its program."""
     words = redact_words(trace.about.get("command") or [])  # the folder may be a stranger's
     return " ".join([Path(words[0]).name, *words[1:]]) if words else trace.folder.name
 
 
 def _spread(values: Sequence[Any], count: int) -> list[Any]:
-    """Return at most `count` evenly spaced values, including the first and the last."""
     if len(values) <= count:
         return list(values)
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
 
 
 def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Return the heat map of relative gradient differences, 1e-8 (no colour) to 1 (full), also after the first
-    difference."""
     steps = [s for s in reference.steps(optimizer) if s in set(trace.steps(optimizer))]
     measured = [(s, gradient_differences(reference, trace, optimizer, s)) for s in _spread(steps, COLUMNS)]
     columns = [(step, values) for step, values in measured if values]
@@ -101,7 +95,6 @@ def _differences(reference: Trace, trace: Trace, optimizer: int) -> dict[str, An
 
 
 def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Return the heat map of gradient norms, scaled per parameter from its smallest to its largest."""
     steps = [s for s in trace.steps(optimizer) if all(r.measured for _, r in trace.at(optimizer, s))]
     by_step: list[tuple[int, Mapping[str, float]]] = []
     for step in _spread(steps, COLUMNS):
@@ -122,7 +115,6 @@ def _norms(trace: Trace, optimizer: int) -> dict[str, Any]:
 
 
 def _strength(value: float | None, low: float, high: float) -> int:
-    """Return a colour intensity in per cent, on a logarithmic scale."""
     if value is None or value == 0:
         return 0
     if not math.isfinite(value):
@@ -135,8 +127,6 @@ def _text(value: float | None) -> str:
 
 
 def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
-    """Return for each rank and step the number of examples, and whether one of them is shared with another rank in the
-    same step, or was seen before."""
     ranks = data_ranks(trace, optimizer)
     steps = trace.steps(optimizer)[:LANES]
     before: set[str] = set()
@@ -154,7 +144,6 @@ def _lanes(trace: Trace, optimizer: int) -> dict[str, Any]:
 
 
 def _steps(trace: Trace, optimizer: int) -> list[tuple[str, ...]]:
-    """Return table rows of some steps: step, first rank's loss, learning rate, examples, clipping limit, norm."""
     rows: list[tuple[str, ...]] = []
     for step in _spread(trace.steps(optimizer), 12):
         record = trace.at(optimizer, step)[0][1]

@@ -24,7 +24,6 @@ def pipelined(trace: Trace, optimizer: int) -> bool:
 
 
 def _sharded_optimizer(trace: Trace, optimizer: int) -> bool:
-    """Return whether every rank has trainable parameters that another rank's optimizer holds."""
     layouts = dict(_layouts(trace, optimizer))
     for number, layout in layouts.items():
         others = {p.name for n, other in layouts.items() if n != number for p in other.parameters}
@@ -78,8 +77,6 @@ def data_ranks(trace: Trace, optimizer: int) -> list[Rank]:
 
 
 def _examples(step: Step) -> list[str]:
-    """Return the hashes of a step's examples, without extra forward passes that have no backward: pipelines use those
-    to infer the shapes of a stage."""
     examples, micro = list(step.examples or []), list(step.micro or [])
     spare = len(micro) - (step.backwards or 0)
     if spare <= 0 or not step.backwards or sum(micro) != len(examples):

@@ -413,8 +413,6 @@ def clipping_factor(limit: float, norm: float) -> float:
 
 
 def _scaled(value: Value, factor: float) -> Value:
-    """Return the value of a tensor times a factor. Its fingerprint differs if the tensor's or the factor differs, and
-    those of shards add up. It equals a measured one only if the factor is 1."""
     if factor == 1.0:
         return value
     bits = int.from_bytes(np.float64(factor).tobytes(), "little")

@@ -153,8 +153,6 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def _hides(name: str, value: str) -> bool:
-    """Return whether the name of an option or variable of a command says that its value is a secret; a number of
-    passes is none."""
     return names_secret(name) or (_SIGNED_IN.search(name) is not None and not value.isdigit())
 
 

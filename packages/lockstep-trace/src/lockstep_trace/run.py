@@ -86,7 +86,6 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process, forwarding signals. The terminal sends Ctrl-C to the command directly."""
     passed = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -248,8 +248,6 @@ def _of_numbers(kind: str, step: int, one: float | None, other: float | None) ->
 
 
 def _of_results(a: StepRecord, b: StepRecord) -> list[Difference]:
-    """Return the differences of loss and norm. If the losses of micro-batches are compared, that of the step is their
-    sum, which no weight depends on."""
     if a.hash is None or b.hash is None:
         return []
     norms, losses = (a.grad_norm, b.grad_norm), (a.loss, b.loss)
@@ -268,8 +266,6 @@ def _of_names(
     other: Mapping[str, TensorPrint],
     shared: bool = False,
 ) -> Iterator[Difference]:
-    """Yield the first name that differs or that one side lacks. `shared`: names of both sides alone are compared, as of
-    optimizer state, which some strategies make in the first step."""
     if not one or not other:
         return
     if shared:
@@ -284,8 +280,6 @@ def _of_names(
 
 
 def _of_computed(a: StepRecord, b: StepRecord) -> Iterator[Difference]:
-    """Yield the first value that differs or that `b` lacks, whatever its kind: micro-batches are computed in turn.
-    Kinds that only one record holds are skipped, and so are values of modules that the other strategy does not call."""
     there: dict[tuple[str, str, int], list[MicroBatchValue]] = {}
     for each in b.computed:
         there.setdefault((each.kind, each.name, each.micro_batch), []).append(each)

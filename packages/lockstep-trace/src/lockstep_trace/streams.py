@@ -25,8 +25,6 @@ CLEAR = "\r\x1b[2K"  # clears a terminal's line, also what it has echoed of Ctrl
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Codec error handler: replace a character that the encoding lacks by a similar one, or its escape. Surrogates of
-    undecodable file names become their bytes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]
@@ -129,7 +127,6 @@ def encodes(stream: TextIO, text: str) -> bool:
 
 
 def _safe(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
-    """Return a safe replacement of a stream. The old one, which log handlers may hold, also gets the error handler."""
     with suppress(OSError):
         stream.flush()
     stream.reconfigure(errors=ERRORS)
@@ -152,7 +149,6 @@ def _number(stream: TextIO) -> int | None:
 
 
 def _file(stream: Any) -> _SafeFile | None:
-    """Return the `_SafeFile` under a stream, or None. rich's progress bars wrap the stream in a proxy."""
     stream = getattr(stream, "rich_proxied_file", stream)
     if not isinstance(stream, io.TextIOWrapper) or stream.closed:
         return None

@@ -19,7 +19,7 @@ from lockstep_trace.alignment import window
 from lockstep_trace.causes import few
 from lockstep_trace.compare_traces import COLUMNS, Comparison, compare_traces, row_cells
 from lockstep_trace.errors import TraceError
-from lockstep_trace.findings import Finding, findings, proved
+from lockstep_trace.findings import LIKELY, Finding, findings, proved
 from lockstep_trace.matching import match
 from lockstep_trace.merge import merged_start
 from lockstep_trace.plurals import quantity
@@ -108,7 +108,15 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
     lines += operations.summary_lines(trace)
     rows = findings(trace)
     printed = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
-    return [*lines, counted(rows, printed), *finding_lines(printed)]
+    return [*lines, counted(rows, printed), *finding_lines(printed), *suspected(rows, printed)]
+
+
+def suspected(rows: Sequence[Finding], printed: Sequence[Finding]) -> list[str]:
+    """Return one line of the likely suspicions that are not printed: what was observed, without an accusation."""
+    likely = [f"[{e.code}] {e.what}" for e in rows if e.level == SUSPICIOUS and e.code in LIKELY and e not in printed]
+    if not likely:
+        return []
+    return [f"{quantity(len(likely), 'suspicion')}: {'; '.join(likely)}. It may be meant: --verbose shows what decides"]
 
 
 def suspicious_check(finding: Finding) -> bool:
@@ -180,7 +188,6 @@ def compared(
 
 
 def _say_findings(traces: Sequence[Trace], output: Output, verbose: bool) -> None:
-    """Print the findings of each trace, equal ones once."""
     folders: dict[tuple[str, ...], list[str]] = {}
     for trace in traces:
         rows = findings(trace)
@@ -193,8 +200,6 @@ def _say_findings(traces: Sequence[Trace], output: Output, verbose: bool) -> Non
 
 
 def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> list[str]:
-    """Return the first operation that differs, or how to record operations where a step differs, and note that step in
-    both traces: it is the one whose operations are recorded into these folders by default."""
     step = next((v.step for v in verdicts if v.optimizer == 0 and v.first in operations.MADE_BY_OPERATIONS), None)
     if step is not None:
         for trace in (one, other):

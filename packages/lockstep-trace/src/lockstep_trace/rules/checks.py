@@ -65,8 +65,6 @@ def _differs_from(reference: Mapping[str, Any]) -> bool:
 
 
 def _loaded(rank: Rank, step: Step, reference: Mapping[str, Any]) -> bool:
-    """Return whether the first dimension is known to be examples: a loader gave batches of as many rows as the call
-    has, or the loss has a target for each row."""
     names = {name for name, _ in step.fed or ()}
     targets = any((o.get("shape") or [0])[0] == reference.get("rows") for o in step.objectives or ())
     return targets or any(r["loader"] in names and r.get("batch") == reference.get("rows") for r in rank.loaders)
@@ -90,7 +88,6 @@ def _joined(values: Values, names: list[str]) -> Any:
 
 
 def _mean(rows: list[Values], names: list[str]) -> Values:
-    """Return the mean of the sketches over ranks."""
     means = {}
     for name in names:
         sketch = np.mean([s for row in rows if (s := row[name].sketch) is not None], axis=0)
@@ -142,8 +139,6 @@ def _kind(
     names: list[str],
     limit: float,
 ) -> tuple[str, float]:
-    """Classify a gradient that differs from the reference: (`left`, share left from the step before), (`factor`,
-    factor), (`own`, 0) for one rank's own gradient, (`sum`, 0) or (`mean`, 0) over ranks, or (`other`, cosine)."""
     got, reference = vectors
     record, check = rows[rank]
     left = values_of(check.get("left"), check.get("left_of", []), record.layout)
@@ -234,7 +229,6 @@ def _differs(
 
 
 def _accumulated(record: Step, check: Mapping[str, Any], step: int) -> Iterator[Finding]:
-    """Report how the means of micro-batches are combined, if not by their mean over all targets."""
     factors, targets = check.get("factors"), check.get("targets", ())
     if not factors or not check.get("means") or len(factors) < 2:
         return
@@ -281,7 +275,6 @@ def _place(reference: Mapping[str, Any]) -> str:
 
 
 def _not_made(references: Sequence[Mapping[str, Any]], step: int) -> Iterator[Finding]:
-    """Report the references that could not be computed, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for reference in references:
         if reference["result"] == "not made":

@@ -69,7 +69,6 @@ def _same_order(rank: Rank, optimizer: int) -> Finding | None:
 
 
 def _taken_back(rank: Rank, optimizer: int, one: str, other: str) -> bool:
-    """Return whether a pass starts from the initial weights of an earlier one, so that it is repeated on purpose."""
     steps = rank.steps[optimizer]
     numbers = [first_step(rank, name, optimizer) for name in (one, other)]
     weights = [steps[n].before for n in numbers if n is not None]
@@ -78,7 +77,6 @@ def _taken_back(rank: Rank, optimizer: int, one: str, other: str) -> bool:
 
 
 def _resumed(rank: Rank, optimizer: int) -> Finding | None:
-    """Return a finding if a resumed partial pass is followed by a full epoch that ends in the same order."""
     passes, examples = passes_of(rank), examples_of_passes(rank, optimizer)
     trained = [name for name in passes if name in examples]
     ordered = sorted(trained, key=lambda name: first_step(rank, name, optimizer) or 0)
@@ -254,7 +252,6 @@ def _divided_twice(
 
 
 def _often(lists: Sequence[Sequence[str]], at: int | None) -> Finding | None:
-    """Return a finding if ranks see the same examples in an epoch, in different orders."""
     if len(lists) < 2:
         return None
     sets = [set(each) for each in lists]
@@ -307,7 +304,6 @@ def _twice(
 
 
 def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[str]) -> str:
-    """Describe the positions of an example that is seen more than once."""
     places: dict[str, list[str]] = {}
     for rank in ranks:
         for number, step in sorted(rank.steps[optimizer].items()):
@@ -321,7 +317,6 @@ def _seen_at(ranks: Sequence[Rank], optimizer: int, name: str, every: Counter[st
 def _part(
     trace: Trace, begins: Sequence[Mapping[str, Any]], lists: Sequence[Sequence[str]], at: int | None
 ) -> Finding | None:
-    """Return a finding if an epoch covers only a part of the loader's data set, which may be intended."""
     size, total = begins[0]["size"], sum(map(len, lists))
     if not size or begins[0]["sampler"] not in PLAIN or any(rank.skipped for rank in trace.ranks):
         return None
@@ -426,7 +421,6 @@ def _head(finding: Finding) -> tuple[str, str, str, int | None]:
 
 
 def _first_epoch(rank: Rank, optimizers: Sequence[int]) -> list[str]:
-    """Return the examples of the first pass over a training loader, or of the first steps until one repeats."""
     for optimizer in optimizers:
         rows: list[str] = []
         first = None

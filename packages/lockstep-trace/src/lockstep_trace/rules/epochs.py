@@ -5,6 +5,7 @@ In: one rank of a trace. Out: passes and their examples, used by the other rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -63,9 +64,13 @@ def repeats(rank: Rank, optimizer: int) -> bool:
 
 
 def rounds(rank: Rank, optimizer: int) -> int:
-    """Return the number of epochs of a rank: finished passes, or occurrences of the first step's examples."""
+    """Return the number of epochs of a rank: finished passes; without a loader, how often each example comes, or the
+    first step's examples."""
     if loaders := examples_of_passes(rank, optimizer).keys():
         return len(loaders & passes_of(rank).keys())
+    counts = Counter(h for s in rank.steps[optimizer].values() for h in s.examples or ())
+    if counts and len({*counts.values()}) == 1:
+        return next(iter(counts.values()))
     first, *later = [set(s.examples or ()) for _, s in sorted(rank.steps[optimizer].items())]
     return 1 + sum(first <= each for each in later) if first else 0
 

@@ -16,7 +16,6 @@ UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not m
 
 
 def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int = 1) -> tuple[Rank, Step] | None:
-    """Return the first (rank, step) that satisfies `of`, if at least `count` steps of that rank do, else None."""
     for rank in trace.ranks:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if of(s)]
         if len(steps) >= count:
@@ -128,8 +127,6 @@ def _by_hand(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _scales_by_hand(trace: Trace, optimizer: int, number: int) -> dict[int, float]:
-    """Return rank -> factor between the gradients after backward and those of the step; empty if a rank's parameters
-    have no common factor, as when experts are scaled separately."""
     scales: dict[int, float] = {}
     for rank, step in trace.at(optimizer, number):
         sharded = [p.name for p in step.layout.parameters if not p.whole and p.name in step.arrived]

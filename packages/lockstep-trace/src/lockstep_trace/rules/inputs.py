@@ -63,7 +63,6 @@ def scales(trace: Trace) -> Iterator[Finding]:
 
 
 def _come_again(rank: Rank, optimizers: Sequence[int]) -> bool:
-    """Return whether training repeats at least half as many examples as there are distinct ones."""
     rows = [h for o in optimizers for s in rank.steps[o].values() for h in known(s)]
     return len(rows) >= 1.5 * len(set(rows)) > 0
 
@@ -109,7 +108,6 @@ def overlapping(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _once_an_epoch(examples: Sequence[str]) -> bool:
-    """Return whether a rank has a fixed part: it sees all its examples before any recurs, in two epochs or more."""
     part = len(set(examples))
     if part < SHARED or len(examples) < 2 * part - part // 8:
         return False
@@ -151,7 +149,6 @@ def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _visits(trace: Trace, optimizer: int) -> tuple[dict[str, list[int]], list[tuple[int, ...]]]:
-    """Return example -> its classes at each visit, and the sorted classes of each batch."""
     visits: dict[str, list[int]] = {}
     batches: list[tuple[int, ...]] = []
     for _, step in (row for number in trace.steps(optimizer) for row in trace.at(optimizer, number)):
@@ -163,7 +160,6 @@ def _visits(trace: Trace, optimizer: int) -> tuple[dict[str, list[int]], list[tu
 
 
 def _batches(step: Step) -> Iterator[tuple[list[str], list[int]]]:
-    """Yield examples and classes of each micro-batch, if each has one loss with a class for each example."""
     examples, sizes = list(step.examples or ()), list(step.micro or ())
     without, functions = step.unlabelled, list(step.objectives or ())
     rows = [f.get("classes") for f in functions]

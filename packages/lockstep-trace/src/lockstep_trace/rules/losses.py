@@ -97,7 +97,6 @@ def _misused(objective: dict[str, Any]) -> str | None:
 
 
 def _spread(shape: list[int], taken: list[int]) -> bool:
-    """Return whether predictions of N examples were broadcast to N x N (more dimensions may follow)."""
     n = taken[-1] if taken else 0
     return n > 1 and taken[-2:] == [n, n] and (shape == [n, 1] or shape == [n])
 
@@ -218,7 +217,6 @@ def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _taken_again(lists: list[list[str]]) -> int | None:
-    """Return the first index at which the examples of all earlier lists recur together, or None."""
     for count in range(1, len(lists) // 2 + 1):
         one, other = (sorted(h for each in lists[i : i + count] for h in each) for i in (0, count))
         if one == other and len(set(one)) >= 8:

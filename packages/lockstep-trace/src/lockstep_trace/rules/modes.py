@@ -60,8 +60,6 @@ def teachers(trace: Trace) -> Iterator[Finding]:
 
 
 def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Return whether a pass without gradients covers a loader completely, with each example once and no training
-    example."""
     name, hashes = record["loader"], record["examples"]
     whole = name is not None and name in {r["loader"] for r in rank.passed}
     trained = {h for steps in rank.steps.values() for s in steps.values() for h in s.examples or ()}
@@ -74,8 +72,6 @@ def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
 
 
 def _again(rank: Rank, record: Mapping[str, Any]) -> bool:
-    """Return whether the same held-out examples, once each, go through the model with dropout active both between two
-    training phases and after the second: an evaluation by a loop of any form."""
     hashes, mode = record["examples"], record.get("mode") or {}
     dropout, norms = mode.get("dropout", [0, 0]), mode.get("norms", [0, 0])
     alike = [r for r in rank.evaluations if r["examples"] == hashes and r.get("trained") and not r.get("between")]
@@ -112,7 +108,6 @@ def trained(trace: Trace) -> Iterator[Finding]:
 
 
 def _left(rank: Rank, optimizer: int, off: list[int]) -> bool:
-    """Return whether a model was entirely in training mode until its first evaluation, and in evaluation mode after."""
     steps = sorted(rank.steps[optimizer].items())
     modes = {n: s.mode or {} for n, s in steps}
     on = [n for n, _ in steps if n < off[0]]

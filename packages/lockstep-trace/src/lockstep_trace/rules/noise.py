@@ -42,7 +42,6 @@ def in_evaluation(trace: Trace) -> Iterator[Finding]:
 
 
 def _repeats(rank: Rank) -> bool:
-    """Return whether examples are predicted several times with the same weights."""
     by_steps: dict[tuple[int, ...], list[str]] = {}
     for record in rank.evaluations:
         if record.get("trained") and not record["training"]:

@@ -39,7 +39,6 @@ def stale(trace: Trace, optimizer: int) -> Finding | None:
 
 
 def _arrives(records: list[Step]) -> bool:
-    """Return whether a parameter of an optimizer gets a nonzero gradient; True if unknown."""
     measured = [s for s in records if s.measured]
     return not measured or any(v.square != 0 for s in measured for v in s.grads.values())
 
@@ -135,8 +134,6 @@ OPPOSED, ENOUGH = -0.5, 8  # cosine; pairs of steps
 
 
 def _cosines(a: list[Step], b: list[Step]) -> list[float]:
-    """Return the cosine between the gradients of each step of `b` and the next step of `a`, over the parameters of
-    `b`."""
     cosines, later = list[float](), iter(a)
     one = next(later, None)
     for other in b:
@@ -211,13 +208,10 @@ def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _silent(gradients: list[Value]) -> bool:
-    """Return whether no gradient arrives: all are zero, or all have the same bits."""
     return not any(v.square for v in gradients) or len({v.fingerprint for v in gradients}) == 1
 
 
 def _with_others(trace: Trace, optimizer: int, late: list[str]) -> bool:
-    """Return whether late parameters get gradients in nearly every step while the optimizer trains other parameters of
-    the called model."""
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     always = all(sum(bool((s.outside or {}).get(n)) for s in steps) >= 0.9 * len(steps) for n in late)
     return always and len(steps) >= PATIENCE and any(p.held for s in steps for p in s.layout.parameters)
@@ -352,7 +346,6 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
 
 
 def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:
-    """Return (cause, further evidence) of zero gradients."""
     steps = [s for r in trace.ranks for s in r.steps.get(optimizer, {}).values()]
     backwards = any(s.backwards for s in steps)
     losses = [value for s in steps for value, _ in s.losses or () if value is not None]
@@ -553,6 +546,5 @@ BY_MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad",
 
 
 def _both(step: Step, names: list[str]) -> bool:
-    """Return whether all these parameters have gradients, which nobody wrote, and rates above 0."""
     rates = [group.get("lr") for group in step.groups]
     return all(n in step.grads and step.grads[n].square > 0 for n in names) and all(rates) and not step.rewritten

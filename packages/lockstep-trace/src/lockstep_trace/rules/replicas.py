@@ -88,7 +88,6 @@ def _at(trace: Trace, optimizer: int, step: int) -> Finding | None:
 def _judged(
     trace: Trace, optimizer: int, finding: Finding, names: set[str], reduced: set[str] | None = None
 ) -> Finding:
-    """Set the level: proved if `names` are declared replicas, or were reduced before, and ranks differ at the end."""
     replicated = names - premises.left_alone(trace)
     declared = premises.declared(trace) and bool(replicated)
     alike = bool(replicated & (_reduced_until(trace, optimizer, finding.step) if reduced is None else reduced))
@@ -96,8 +95,6 @@ def _judged(
 
 
 def _reduced_until(trace: Trace, optimizer: int, step: int | None) -> set[str]:
-    """Return the parameters whose gradients were equal on all ranks, despite different losses, in some step up to this
-    one."""
     names: set[str] = set()
     for number in [s for s in trace.measured(optimizer) if step is None or s <= step]:
         wholes = merged(trace, optimizer, number, lambda s: s.grads)
@@ -158,16 +155,12 @@ def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
 
 
 def _differing_buffers(trace: Trace, optimizer: int, step: int) -> dict[str, Whole]:
-    """Return the buffers that differ between ranks, without those of batch norm, which DDP syncs in the next
-    forward."""
     sent = any("DistributedDataParallel" in m["wrappers"] for r in trace.ranks for m in r.models)
     buffers = {n: w for n, w in merged_buffers(trace, optimizer, step).items() if w.differences}
     return {n: w for n, w in buffers.items() if not sent or not n.rpartition(".")[2].startswith(("running_", "num_ba"))}
 
 
 def _differing_moments(trace: Trace, optimizer: int, step: int) -> tuple[str, dict[str, Whole]] | None:
-    """Return (state, name -> values) of the first optimizer state that differs between ranks in a step that measured
-    it, or None. Ranks with zeros leave the update to others."""
     states = {state: None for _, s in trace.at(optimizer, step) for _, state in s.moments}
     for state in states:
         wholes = merged(

@@ -62,8 +62,6 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
-    """Return (first step, N) if a scheduler is stepped every N optimizer steps, unrelated to epochs and evaluations,
-    else None."""
     steps = rank.steps[optimizer]
     at = [n for n, s in sorted(steps.items()) if (s.schedulers or {}).get(name)]
     every = {b - a for a, b in itertools.pairwise(at)}
@@ -150,12 +148,10 @@ def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _read(first: Step) -> bool:
-    """Return whether a model loaded weights after a checkpoint was read."""
     return bool(first.resume["model_loads"])
 
 
 def _same_weights(rank: Rank, other: int, first: Step) -> bool:
-    """Return whether a step starts with the weights that another optimizer of the process left."""
     steps = rank.steps.get(other)
     last = steps[max(steps)] if steps else None
     if last is None or not (last.measured and first.measured) or last.layout.optimizer != first.layout.optimizer:
@@ -210,7 +206,6 @@ def elsewhere(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _later(rank: Rank, optimizer: int, step: Step) -> bool:
-    """Return whether an optimizer makes a step after `step`, by the order of records."""
     return any(s.raw["at"] > step.raw["at"] for s in rank.steps[optimizer].values())
 
 
@@ -284,7 +279,6 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _begins(begun: float, rate: float, then: float, later: float) -> bool:
-    """Return whether two rates, extrapolated backwards, follow a schedule's initial rate and not the loaded one."""
     gap = abs(begun - rate)
     return gap > LEAST_GAP * max(begun, rate) and abs(2 * then - later - begun) < JUMP * gap
 

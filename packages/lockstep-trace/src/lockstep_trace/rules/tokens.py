@@ -100,7 +100,6 @@ def _padded(looks: list[Look]) -> Iterator[Finding]:
 
 
 def _behind(look: Mapping[str, Any]) -> int:
-    """Return the number of labels after the first position of each row."""
     return int(look["labels"] - look["first"])
 
 

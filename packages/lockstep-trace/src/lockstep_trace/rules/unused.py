@@ -101,7 +101,6 @@ def divided_twice(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _distinct_examples(step: Step) -> bool:
-    """Return whether each backward of a step has different examples."""
     parts = _parts(step)
     every = [h for part in parts for h in part]
     return all(parts) and len(parts) == step.backwards and len(set(every)) > 0.9 * len(every)
@@ -114,7 +113,6 @@ def _parts(step: Step) -> list[list[str]]:
 
 
 def _following(step: Step) -> bool:
-    """Return whether the inputs of a step are consecutive batches of one pass over a loader."""
     fed = [(name, batch) for name, batch in step.fed or ()]
     names, batches = {name for name, _ in fed}, [batch for _, batch in fed]
     return len(names) == 1 and None not in names and all(b - a == 1 for a, b in itertools.pairwise(batches))
@@ -182,8 +180,8 @@ def clipped(trace: Trace, optimizer: int) -> Iterator[Finding]:
         return
     steps = [s for n, s in sorted(rank.steps[optimizer].items()) if n]
     rows = [s for s in steps if s.clips]
-    if len(rows) < PATIENCE or len(rows) < MOST * len(steps):
-        return
+    if len(rows) < PATIENCE or len(rows) < MOST * len(steps) or any(c.get("unseen") for s in rows for c in s.clips):
+        return  # DeepSpeed clips inside of its step
     if rank.steps[optimizer].get(0) and any(c["backwards"] for c in rank.steps[optimizer][0].clips or ()):
         return
     after = all(c.get("unused") and c["of"] for s in rows for c in s.clips)
@@ -219,7 +217,6 @@ def of_nothing(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _nothing(step: Step, clip: dict[str, object]) -> bool:
-    """Return whether clipping found no gradient, or only zeros, at parameters that get one afterwards."""
     if clip["backwards"] or clip.get("used") or not clip.get("all"):
         return False
     same = clip["all"] == len([p for p in step.layout.parameters if p.trained])

@@ -64,13 +64,10 @@ def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _loaded(step: Step) -> bool:
-    """Return whether a state_dict was loaded to continue from, such as the best weights after an evaluation."""
     return step.loaded_model == "after" or (step.loaded_model == "before" and not step.evaluated)
 
 
 def _written(rank: Rank, optimizer: int) -> Iterator[tuple[Step, list[str]]]:
-    """Yield the steps before which code other than an optimizer changed weights beyond rounding, and the weights'
-    names."""
     known: dict[tuple[str, object, str], Value] = {}
     at = sorted((s for steps in rank.steps.values() for s in steps.values()), key=lambda s: int(s.raw["at"]))
     for step in at:
@@ -87,7 +84,6 @@ def _written(rank: Rank, optimizer: int) -> Iterator[tuple[Step, list[str]]]:
 
 
 def _beyond_rounding(step: Step, names: list[str]) -> bool:
-    """Return whether weights differ by more than rounding; True if unknown, as after a write through `.data`."""
     if not all(n in step.written for n in names):
         return True
     change = math.sqrt(sum(step.written[n].square for n in names))
@@ -101,7 +97,6 @@ def _state(step: Step) -> tuple[int, ...]:
 
 
 def _undone(steps: list[Step]) -> Finding | None:
-    """Return a finding if all steps start with the weights of the first step and change them, else None."""
     begins = {_state(s) for s in steps}
     changes = all(any(s.weights[n].fingerprint != v.fingerprint for n, v in s.before.items()) for s in steps)
     if len(steps) < ENOUGH or len(begins) > 1 or not changes:
@@ -114,7 +109,6 @@ def _undone(steps: list[Step]) -> Finding | None:
 
 
 def _again(steps: list[Step], number: int) -> int | None:
-    """Return the first earlier step that started with the same weights, or None."""
     now = next(s for s in steps if s.step == number)
     return next((s.step for s in steps if s.step < number and _state(s) == _state(now)), None)
 
@@ -145,7 +139,6 @@ def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _follows(rank: Rank, one: int, other: int) -> bool:
-    """Return whether an optimizer continues from another's last weights, without its moments."""
     last, first = (rank.steps[o][pick(rank.steps[o])] for o, pick in ((one, max), (other, min)))
     if first.raw["at"] != last.raw["at"] + 1 or first.step != 0 or first.loaded or not first.moments:
         return False

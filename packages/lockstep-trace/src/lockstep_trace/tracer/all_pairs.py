@@ -52,7 +52,6 @@ def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
 
 
 def _is_of_pairs(node: Any) -> bool:
-    """Return whether a node is the difference [N, N] of a layer's outputs [N, 1] and a constant."""
     shape, before = shape_of(node), [n for n, _ in node.next_functions]
     if name_of(node) != "Sub" or len(shape) != 2 or shape[0] != shape[1] or before.count(None) != 1 or len(before) != 2:
         return False
@@ -72,7 +71,6 @@ def _whole(node: Any) -> Tensor | None:
 
 
 def _matches(value: Tensor, targets: Sequence[Tensor]) -> Tensor | None:
-    """Return whether the first row of differences is a column of the batch, up to a factor and a shift."""
     row = (value[0] - value[0, 0]).double()
     rows = []
     for target in targets:

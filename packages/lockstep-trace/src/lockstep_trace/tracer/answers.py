@@ -41,7 +41,6 @@ def answer_notes(loss: Any, floats: Sequence[Tensor], drawn: bool) -> list[Note]
 
 
 def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
-    """Yield whether the targets are a column of an input."""
     flat = target.detach().reshape(-1)
     if not (LEAST <= len(flat) == target.shape[0]):
         return
@@ -76,8 +75,6 @@ def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
 
 
 def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
-    """Return whether the path from the logits' layer to an embedding has at least half of the embedding's width
-    everywhere."""
     width = shape_of(embedding)[-1]
     waiting: list[tuple[Any, bool]] = [(loss, False)]
     known: set[Any] = set()
@@ -98,7 +95,6 @@ def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
 
 
 def _is_causal(look: tuple[Any, Any], ids: Tensor) -> Tensor:
-    """Return whether an attention lets each position see only itself and earlier ones."""
     sees = weights_of(*look, ids)
     if sees is None or sees is ALL or sees.shape[1] != ids.shape[1]:
         return torch.zeros((), dtype=torch.bool, device=ids.device)
@@ -112,8 +108,6 @@ def _fits(node: Any, target: Tensor) -> bool:
 
 
 def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool) -> bool:
-    """Return whether an attention reads an embedding position by position: no other attention, shift or pooling is on
-    the path, nor a sum with numbers that may be random."""
     waiting: list[Any] = [n for n, _ in attention.next_functions]
     known: set[Any] = set()
     if name_of(attention) in SOFTMAX:

@@ -84,7 +84,6 @@ def attentions(loss: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _saved(node: Any) -> list[Tensor]:
-    """Return the tensors of an attention that are read: weights, or a mask."""
     names = ("_saved_result", "_saved_attn_mask", "_saved_attn_bias")
     return [t for name in names if isinstance(t := getattr(node, name, None), Tensor)]
 
@@ -125,7 +124,6 @@ def weights_of(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
 
 
 def _over_heads(allowed: Tensor, size: int, lengths: tuple[int, ...]) -> Tensor | None:
-    """Return bool [B, T, T] of weights [B, H, T, T] or [B * H, T, T]."""
     shape = allowed.shape
     fits = len(shape) in (3, 4) and shape[-1] == shape[-2] and shape[-1] in lengths and shape[0] % size == 0
     if not fits or (len(shape) == 4 and shape[0] != size):
@@ -134,8 +132,6 @@ def _over_heads(allowed: Tensor, size: int, lengths: tuple[int, ...]) -> Tensor 
 
 
 def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
-    """Return the numbers of targets that count and of those that are the next tokens; and where targets count whose
-    next token is in the input, bool [B, T - 1]."""
     target, ignored = getattr(node, "_saved_target", None), getattr(node, "_saved_ignore_index", -100)
     ids = inputs[0]
     size, length = ids.shape
@@ -152,8 +148,6 @@ def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def _padding(ids: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the number of rows that end in padding (runs, of different lengths, of a value that occurs nowhere else),
-    and how many of them attend only to the padding."""
     zero = torch.zeros((), dtype=torch.int64, device=ids.device)
     first = next((w for w in weights if w.shape[1] >= ids.shape[1]), None)
     if first is None:

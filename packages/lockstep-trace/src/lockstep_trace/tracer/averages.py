@@ -53,7 +53,6 @@ def _norm(tensors: Any) -> Tensor:
 
 
 def _pairs(roots: Sequence[nn.Module], others: Iterable[nn.Module], optimized: set[int]) -> dict[str, list[Pair]]:
-    """Return name -> pairs of a copy's parameters with those of equal names and shapes in a trained model."""
     named = [(placement.plain_name(n), p) for root in roots for n, p in root.named_parameters()]
     named = [(n, p) for n, p in named if type(p) is nn.Parameter and p.dtype == torch.float32]
     trained = [(n, p) for n, p in named if id(p) in optimized]
@@ -74,8 +73,6 @@ def _pairs(roots: Sequence[nn.Module], others: Iterable[nn.Module], optimized: s
 
 
 def _matching(name: str, parameter: Any, trained: Sequence[tuple[str, Any]]) -> Any:
-    """Return the only trained parameter with this name and shape; a name that begins with a dot matches any first
-    part."""
     fits = [
         p
         for n, p in trained

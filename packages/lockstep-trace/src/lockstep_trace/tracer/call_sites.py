@@ -83,7 +83,6 @@ def _kind(name: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _short(name: str) -> str:
-    """Return a path below the current folder, or below the installed packages, as relative."""
     for part in PACKAGES:
         if part in name:
             return name.rsplit(part, 1)[1]

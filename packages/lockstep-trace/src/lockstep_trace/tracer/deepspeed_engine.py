@@ -50,7 +50,6 @@ class EngineOptimizer:
 
 
 def _part(parameter: Any, gradients: bool) -> tuple[int, FlatPart] | None:
-    """Return (parameter group, this rank's part), or None if it has none."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is not None:
         start = mapping.lp_fragment_address.start
@@ -122,7 +121,6 @@ def install(hooks: Hooks) -> None:
 
 
 def _after(recorder: Any, optimizer: EngineOptimizer, here: dict[str, Any]) -> None:
-    """Record a step. Reads the parts again: the engine may have recreated the flat tensors that they view."""
     if "measured" in here:
         here["measured"].locals = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
     recorder.after_step(optimizer, here)

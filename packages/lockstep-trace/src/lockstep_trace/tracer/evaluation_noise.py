@@ -94,7 +94,6 @@ def _dropout_of(func: Any, args: Any, kwargs: dict[str, Any]) -> float:
 
 
 def _caller(attends: bool) -> tuple[str, bool, str] | None:
-    """Return the row of the torch function that is drawing, `dropout` or fused `attention`; None for others."""
     frame: Any = sys._getframe(2)
     kind = "attention" if attends else ""
     while frame is not None:
@@ -117,7 +116,6 @@ def _caller(attends: bool) -> tuple[str, bool, str] | None:
 
 
 def _call(frame: Any) -> ast.Call | None:
-    """Return the call that a frame is executing, or None if its source is unknown."""
     positions = [*frame.f_code.co_positions()]
     first, last, begin, end = positions[frame.f_lasti // 2]
     if None in (first, last, begin, end):

@@ -60,7 +60,6 @@ def _write(recorder: Recorder, by: str, scores: Mapping[str, Any]) -> None:
 
 
 def _selects(recorder: Recorder, options: Any, scores: Mapping[str, Any]) -> None:
-    """Record the metric by which a Trainer chooses the weights that it loads at the end."""
     metric = getattr(options, "metric_for_best_model", None)
     if getattr(options, "load_best_model_at_end", False) and isinstance(metric, str):
         name = metric if metric.startswith("eval_") else f"eval_{metric}"

@@ -138,7 +138,6 @@ def hash_text(*tensors: Tensor) -> str:
 
 
 def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
-    """Measure on a CPU: small tensors together, large ones in chunks that fit its cache."""
     vectors: dict[int, Tensor] = {}
     small: dict[tuple[torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
     for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
@@ -158,8 +157,6 @@ def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool)
 
 
 def _by_units(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:
-    """Measure on another device, where every operation costs the host about 5 us: all tensors together, in batches of
-    `DEVICE_BATCH` elements. Sums of squares and buckets add up in another order than in `_by_chunks`."""
     vectors: dict[int, Tensor] = {}
     kinds: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, Tensor, int]]] = {}
     for i, (tensor, block) in enumerate(zip(tensors, blocks, strict=True)):
@@ -183,14 +180,11 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """Return each element's bits as an integer, 0 only for zero bits: int64. A tensor that differs in the highest bit
-    of an even number of elements would have the same sum without mixing, as 2^63 * odd is 2^63 modulo 2^64."""
     bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
     return bits ^ shifted(bits, 32) if flat.element_size() == 8 else bits
 
 
 def _numbers(flat: Tensor) -> Tensor:
-    """Convert values for sums: integers to float64, eight-bit floats to float32."""
     if not flat.is_floating_point():
         return flat.double()
     return flat.float() if flat.element_size() == 1 else flat
@@ -208,7 +202,6 @@ def heads(vectors: list[Tensor]) -> list[Tensor]:
 
 
 def _alike(vectors: list[Tensor]) -> list[list[int]]:
-    """Group indices of vectors by length and device."""
     alike: dict[tuple[int, torch.device], list[int]] = {}
     for i, vector in enumerate(vectors):
         alike.setdefault((vector.numel(), vector.device), []).append(i)
@@ -262,7 +255,6 @@ def mixed_of(indices: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tables(p: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return signs (float32) and odd numbers (int64) of a chunk's elements, [ROWS * p] each."""
     numbers = mixed(ROWS * p)
     signs = (shifted(numbers, 40) & 1) * 2 - 1
     return signs.float().to(device), (numbers | 1).to(device)
@@ -270,7 +262,6 @@ def _tables(p: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=4096)
 def _chunk_signs(p: int, chunk: int) -> Tensor:
-    """Return the signs of a chunk's buckets, float64 [p], which distinguish chunks: all use the same element table."""
     if chunk == 0:
         return torch.ones(p, dtype=torch.float64)
     numbers = mixed(p, first=(1 << 40) + chunk * 512)
@@ -278,7 +269,6 @@ def _chunk_signs(p: int, chunk: int) -> Tensor:
 
 
 def _chunk_number(chunk: int) -> int:
-    """Return the odd factor of a chunk's sum."""
     return 1 if chunk == 0 else signed(mix((1 << 50) + chunk) | 1)
 
 
@@ -307,7 +297,6 @@ class _Layout:
 
 @functools.lru_cache(maxsize=32)
 def _layout(places: tuple[tuple[int, int], ...], p: int) -> _Layout:
-    """Return tables for tensors at (start, numel), each within one chunk."""
     table_signs, table_odd = _tables(p, CPU)
     signs, odd, pads, owner = [], [], [], []
     for k, (start, count) in enumerate(places):
@@ -351,8 +340,6 @@ def _batch(flats: list[Tensor], places: tuple[tuple[int, int], ...], p: int, ske
 
 
 def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield (flat part of at most `DEVICE_BATCH` elements, its start in the flattened full tensor). All but the first
-    start at a unit boundary."""
     unit = UNIT * p
     for flat, start in _ranges(tensor, block, p):
         at = 0
@@ -379,7 +366,6 @@ class _Units:
 
 @functools.lru_cache(maxsize=64)
 def _units(places: tuple[tuple[int, int], ...], p: int, device: torch.device, dtype: torch.dtype) -> _Units:
-    """Return the factors for pieces at (start, numel). Does not synchronize with the device."""
     unit, gaps = UNIT * p, [0]
     every: list[int] = []
     owner: list[int] = []
@@ -405,7 +391,6 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Tensor]:
-    """Return the vectors of (flat piece, start) pairs of one device and dtype."""
     device, unit = pieces[0][0].device, UNIT * p
     units = _units(tuple((start, flat.numel()) for flat, start in pieces), p, device, pieces[0][0].dtype)
     signs, odd = _tables(p, device)
@@ -422,7 +407,6 @@ def _of_units(pieces: list[tuple[Tensor, int]], p: int, sketch: bool) -> list[Te
 
 
 def _added(one: Tensor, other: Tensor) -> Tensor:
-    """Add the vectors of two parts of a tensor."""
     floats = one[1:].view(torch.float64) + other[1:].view(torch.float64)
     return torch.cat([one[:1] + other[:1], floats.view(torch.int64)])
 
@@ -468,13 +452,11 @@ def nonzero_rows(tensor: Tensor, block: Block) -> Tensor | None:
 
 @functools.lru_cache(maxsize=8)
 def _chunk_tables(chunks: int, p: int) -> tuple[Tensor, Tensor]:
-    """Return the odd factors [chunks] and the signs of buckets [chunks, p] of the first chunks."""
     odd = torch.tensor([_chunk_number(chunk) for chunk in range(chunks)])
     return odd, torch.stack([_chunk_signs(p, chunk).float() for chunk in range(chunks)])
 
 
 def _of_rows(values: Tensor, rows: Tensor, block: Block, p: int, sketch: bool) -> Tensor:
-    """Return the vector of a matrix with the values [n, d] in some rows, and zeros elsewhere."""
     start, stop = block.flat or (0, 0)
     n, d = values.shape
     index = (start + rows * d)[:, None] + torch.arange(d)  # [n, d]
@@ -494,7 +476,6 @@ def _of_rows(values: Tensor, rows: Tensor, block: Block, p: int, sketch: bool) -
 
 
 def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield (range, start): contiguous ranges of the flattened full tensor with the local values, zeros elsewhere."""
     if tensor.numel() == 0:
         return
     place = block.flat
@@ -522,7 +503,6 @@ def _ranges(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
 
 
 def _flat(tensor: Tensor, start: int, most: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield (flat elements, start) in order: a view if contiguous, else copies of at most `most` elements."""
     if tensor.is_contiguous() or tensor.numel() <= most:
         yield tensor.reshape(-1), start
         return

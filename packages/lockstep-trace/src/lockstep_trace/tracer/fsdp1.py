@@ -32,7 +32,6 @@ def expanded(parameters: Iterable[Any], roots: Iterable[nn.Module]) -> list[list
 
 
 def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
-    """Yield (id of the tensor in the optimizer, its parts) of all sharded flat parameters."""
     for root in roots:
         for name, module in root.named_modules():
             handle = getattr(module, "_handle", None) if isinstance(module, wrapper()) else None
@@ -52,7 +51,6 @@ def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
 
 
 def _part(source: Any, name: str, shape: Any, info: Any, flat: bool) -> FlatPart:
-    """Return one part. `flat`: `source` is the whole shard, else the part itself."""
     size = info.numel_in_shard if info.in_shard else 0
     start = info.intra_param_start_idx if info.in_shard else 0
     block = Block(tuple(shape), (start,), (size,))

@@ -171,7 +171,6 @@ def clipping_factor(limit: float, norm: float) -> float:
 
 
 def _probe(grads: Sequence[Tensor]) -> Tensor | None:
-    """Return a few elements of each contiguous gradient; None on a device other than a CPU."""
     if any(g.device.type != "cpu" for g in grads):
         return None
     flats = [g.view(-1) for g in grads if g.layout == torch.strided and g.is_contiguous() and g.numel()]

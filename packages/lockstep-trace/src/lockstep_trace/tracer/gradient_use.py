@@ -67,6 +67,9 @@ class Leaks:
         self._losses: dict[int, list[Loss]] = {}  # since its gradients were cleared
         self._left: dict[int, Tensor] = {}  # whether gradients before a backward are not zero
         self._notes: dict[int, tuple[str, Tensor]] = {}
+        self._delayed: dict[
+            int, tuple[int, Loss]
+        ] = {}  # by optimizer: one that stepped by its first loss, its last one
 
     def before_backward(self, optimizers: Mapping[int, Any]) -> None:
         for number, optimizer in optimizers.items() if len(optimizers) > 1 and self.looks else ():
@@ -81,12 +84,13 @@ class Leaks:
     def after_backward(self, optimizers: Mapping[int, Any]) -> None:
         marks = {n: _marks(o) for n, o in optimizers.items()} if self._marks and self.looks else {}
         reached = {n for n, now in marks.items() if self._marks.get(n) != now}
+        loss = Loss(reached)
         for number in reached:
             losses = self._losses.setdefault(number, [])
-            others = next((loss.stepped - reached for loss in losses if loss.stepped - reached), None)
+            others = next((each.stepped - reached for each in losses if each.stepped - reached), None)
             if others and number in self._left:
                 self._notes[number] = f"leak {number} {min(others)}", self._left[number]
-            losses.append(Loss(reached))
+            losses.append(loss)
         self._marks, self._left = marks, {}
 
     def stepped(self, number: int) -> list[tuple[str, Tensor]]:
@@ -95,8 +99,16 @@ class Leaks:
             for loss in losses:
                 if other != number and number in loss.reached:
                     loss.stepped.add(number)
-        self._losses[number] = []
+        losses, self._losses[number] = self._losses.get(number, []), []
         note = self._notes.pop(number, None)
+        for other, (by, last) in list(self._delayed.items()):
+            if by == number and any(loss is last for loss in losses):
+                del self._delayed[other]  # it steps by each loss, and the other one seldom
+        row = self._delayed.pop(number, None)
+        if note is None and row is not None and self.looks:
+            note = f"leak {number} {row[0]}", torch.ones(())
+        if earlier := {o for loss in losses[:-1] for o in loss.stepped - losses[-1].stepped - {number}}:
+            self._delayed[number] = min(earlier), losses[-1]
         self.looks -= note is not None
         return [] if note is None else [note]
 
@@ -117,7 +129,6 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 
 
 def _marks(optimizer: Any) -> list[Any]:
-    """Return what changes when gradients of an optimizer's parameters do."""
     rows = gradient_versions(p for group in optimizer.param_groups for p in group["params"])
     return [(id(p()), id(grad()), count) for p, grad, count in rows]
 

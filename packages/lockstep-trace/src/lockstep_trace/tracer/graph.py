@@ -137,8 +137,6 @@ def loss_function(node: Any) -> LossFunction:
 
 
 def _gathered(loss: Any) -> list[int] | None:
-    """Return [rows, classes, index of this rank's part] of a loss over the products of a rank's rows with the rows
-    gathered from all ranks in order; None for other losses."""
     queue: deque[tuple[Any, int]] = deque((n, 0) for n, _ in loss.next_functions)
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     rows: list[int] | None = None
@@ -165,7 +163,6 @@ PRODUCTS = ("Mm", "Addmm", "Mul", "Div", "Exp", "Clamp", "Neg")
 
 
 def _own_place(cat: Any, world: int, rank: int) -> int | None:
-    """Return the index of this rank's part in a concatenation over ranks, or None."""
     parts = cat.next_functions
     if len(parts) != world or world < 2:
         return None
@@ -179,7 +176,6 @@ def _own_place(cat: Any, world: int, rank: int) -> int | None:
 
 
 def _normalized(node: Any, viewed: bool) -> list[Any]:
-    """Return [dimension, shape] of a softmax whose output keeps its shape, else an empty list."""
     shape = shape_of(node)
     dim = getattr(node, "_saved_dim", None)
     if viewed or dim is None or not shape:
@@ -217,7 +213,6 @@ SIMPLE = ("Mean", "Sum", "Div", "Mul", "Add", "Sub", "Pow", "Abs", "Neg")
 
 
 def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
-    """Return the note of a difference [N, N] of an output [N, 1] and a constant, or an empty list."""
     shape = shape_of(node)
     n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
     if name_of(under) == "Expand" and under.next_functions[0][0] is not None:
@@ -290,7 +285,6 @@ def ratios_all_one(loss: Any) -> Tensor | None:
 
 
 def _ratio_is_one(node: Any) -> Tensor | None:
-    """Return whether exp(a - b), or a / b, is 1 everywhere; None for another node."""
     inner = next((n for n, _ in node.next_functions if n is not None), None)
     if name_of(node) == "Exp" and inner is not None and name_of(inner) == "Sub":
         ratio = node._saved_result.detach()

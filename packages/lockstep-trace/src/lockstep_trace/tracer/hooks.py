@@ -123,7 +123,6 @@ class Hooks:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _measured(self, optimizer: Any) -> dict[str, Any]:
-        """Measure, and optionally check, a step whose gradients are complete."""
         assert self.recorder is not None
         here: dict[str, Any] = self.guarded(self.recorder.before_step, optimizer) or {}
         if self.recorder.checker is not None and here:
@@ -131,16 +130,11 @@ class Hooks:
         return here
 
     def _is_part(self, optimizer: Any) -> bool:
-        """Return whether a step is part of an already measured step of a wrapper with the same parameters, as in
-        ZeroRedundancyOptimizer."""
         outer = [here["optimizer"] for here in self._stepping.values() if "optimizer" in here]
         own = wrappers.parameters_of(optimizer)
         return any(id(optimizer) in wrappers.inside(o) and own <= wrappers.parameters_of(o) for o in outer)
 
     def _makes_state(self, optimizer: Any) -> bool:
-        """Return whether a step only initializes the optimizer's state: the first step, before any backward, with a
-        rate of 0 (`torch.distributed.checkpoint` before loading), or with zero gradients before the model was called
-        (Megatron-FSDP)."""
         if optimizer.state or self.recorder is None or self.recorder.since.backwards:
             return False
         if all("lr" in group and float(group["lr"]) == 0 for group in optimizer.param_groups):
@@ -193,6 +187,7 @@ def _wrap_call(hooks: Hooks) -> None:
             _THREAD.depth = 0
         if evaluates:
             hooks.guarded(recorder.noise.end, module, mode)
+        hooks.guarded(recorder.returned, result)
         if checker is not None and checked is not None:
             hooks.guarded(checker.after_call, checked, (args, kwargs), result)
         return result
@@ -201,7 +196,6 @@ def _wrap_call(hooks: Hooks) -> None:
 
 
 def _observed(hooks: Hooks, module: nn.Module, output: Any) -> Any:
-    """Record the sketch of a module's first output and of its gradient (`--level modules`)."""
     recorder = hooks.recorder
     assert recorder is not None
 
@@ -355,7 +349,6 @@ OWNERS = ("lightning", "pytorch_lightning", "transformers.trainer")
 
 
 def _by_a_trainer(frame: Any) -> bool:
-    """Return whether this scheduler is created by a trainer that decides itself when to step it."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         if name in OWNERS or name.startswith(tuple(f"{owner}." for owner in OWNERS)):
@@ -466,7 +459,6 @@ def _wrap_next(hooks: Hooks, kind: Any) -> None:
 
 
 def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
-    """Record the start of a pass over a data loader."""
     number = getattr(loader, "lockstep_number", None)
     if number is None:
         number = recorder.loaders = recorder.loaders + 1
@@ -498,6 +490,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         length=_size(loader),
         data=observers.number_of_data(recorder, getattr(loader, "dataset", None)),
         split=observers.split_of(getattr(loader, "dataset", None)),
+        rows=getattr(getattr(loader, "dataset", None), "lockstep_rows", None),
         streamed=isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset),
         seed=getattr(inner, "seed", None),
         generators=workers.states(),

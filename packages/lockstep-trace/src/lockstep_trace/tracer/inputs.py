@@ -83,8 +83,6 @@ def wrapped(tensor: Tensor) -> bool:
 
 
 def _restarts(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | None:
-    """Return the number of rows whose positions restart after a run of more than two, as in packed rows, and in which
-    the attention mask hides nothing. Otherwise the restart may be padding; a mask may also number the documents."""
     positions = next((t for n, t in tensors if n == "position_ids" and t.dim() == 2), None)
     if positions is None or positions.shape[1] < 4:
         return None
@@ -130,8 +128,6 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
 
 
 def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
-    """Return how many rows end in the token that fills all masked positions, how many of these rows have no label there
-    but one at the token before, and how many labels are this token."""
     least, most = (ids.masked_fill(keep, fill).reshape(-1) for fill in (1 << 30, -1))
     value = most.max()
     last = (keep * torch.arange(1, ids.shape[1] + 1, device=ids.device)).max(1, keepdim=True).values - 1
@@ -163,7 +159,6 @@ def hash_of_each(numbers: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
-    """Return one number per row that is linear in its elements' bits, [B]."""
     tensor = plain(tensor.detach())
     rows = tensor.reshape(tensor.shape[0], -1)
     if rows.is_floating_point():
@@ -179,7 +174,6 @@ def _rows(tensor: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _scrambled(numbers: Tensor) -> Tensor:
-    """Scramble numbers so that sums of inputs do not cancel."""
     z = (numbers ^ shifted(numbers, 29)) * signed(GOLDEN)
     z = (z ^ shifted(z, 32)) * signed(M1)
     return z ^ shifted(z, 31)

@@ -21,6 +21,8 @@ from .strays import NODES
 UNITS_AT = 4  # step before which units are compared
 BORN = 256  # remembered parameters created in forward passes
 PRODUCTS, TRANSPOSED = ("Addmm", "Mm", "Linear", "Convolution"), ("T", "Transpose", "View")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -32,6 +34,25 @@ def repeated(root: nn.Module) -> list[tuple[str, str, int]]:
         first = entries[0] if len(entries) > 1 else None
         if first is not None and all(e is first for e in entries) and next(first.parameters(), None) is not None:
             rows.append((placement.plain_name(name), type(first).__name__, len(entries)))
+    return rows
+
+
+def odd_settings(root: nn.Module) -> list[tuple[str, str, float]]:
+    """Return (kind, name, number) of layers with a setting that another library's convention would explain, and of
+    modules that were given an attribute `requires_grad`, which torch does not read."""
+    rows: list[tuple[str, str, float]] = []
+    for name, module in root.named_modules():
+        momentum, drop = getattr(module, "momentum", None), getattr(module, "p", None)
+        if isinstance(module, BATCH_NORMS) and isinstance(momentum, float) and 0.9 <= momentum < 1:
+            rows.append(("momentum", placement.plain_name(name), momentum))
+        if isinstance(module, DROPOUTS) and isinstance(drop, float) and 0.8 <= drop < 1:
+            rows.append(("dropout", placement.plain_name(name), drop))
+        if vars(module).get("requires_grad") is False and any(p.requires_grad for p in module.parameters()):
+            codes = [f.__code__ for k in type(module).__mro__ for f in vars(k).values() if hasattr(f, "__code__")]
+            if not any(
+                "requires_grad" in (*c.co_varnames, *c.co_names) for c in codes if "torch/nn" not in c.co_filename
+            ):
+                rows.append(("frozen", placement.plain_name(name) or type(module).__name__, 0))
     return rows
 
 
@@ -69,7 +90,6 @@ class Born:
 
 
 def _uses(loss: Any, keys: set[int]) -> dict[int, list[Any]]:
-    """Return id -> nodes of a graph that take a parameter, or its transpose."""
     waiting: list[Any] = [getattr(loss, "grad_fn", None)]
     known: set[Any] = set()
     rows: dict[int, list[Any]] = {}
@@ -87,7 +107,6 @@ def _uses(loss: Any, keys: set[int]) -> dict[int, list[Any]]:
 
 
 def _variables(node: Any, count: int) -> set[int]:
-    """Return the ids of parameters in the first nodes of a graph: of two, a parameter or its transpose."""
     waiting, known = deque([node]), set[Any]()
     rows: set[int] = set()
     while waiting and len(known) < count:

@@ -96,7 +96,6 @@ def _row(parameter: Any, group: int, names: dict[int, str], unnamed: str) -> dic
 
 
 def _untied(roots: Sequence[nn.Module]) -> bool:
-    """Return whether a transformers model declares tied embeddings that are two parameters."""
     for root in roots:
         module: Any
         for module in root.modules():

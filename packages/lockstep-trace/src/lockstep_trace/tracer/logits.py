@@ -38,7 +38,6 @@ def logits_notes(loss: Any) -> list[Note]:
 
 
 def _softmax(node: Any) -> Any:
-    """Return the log-softmax under a loss, or None."""
     for _ in range(4):
         node = next((n for n, _ in node.next_functions if n is not None), None)
         if node is None or name_of(node) == "LogSoftmax":
@@ -47,7 +46,6 @@ def _softmax(node: Any) -> Any:
 
 
 def _only(node: Any) -> Any:
-    """Return the only input node of a node, or None."""
     before = [n for n, _ in node.next_functions if n is not None]
     return before[0] if len(before) == 1 else None
 
@@ -60,8 +58,6 @@ def _signed(number: int) -> int:
 
 
 def _axes(softmax: Any) -> Iterator[Note]:
-    """Yield a note if a view between a layer and its logits makes as many classes as channels, but from another
-    axis."""
     shape = shape_of(softmax)
     axis: int | None = _signed(int(softmax._saved_dim)) % max(len(shape), 1)
     classes = shape[axis] if axis is not None and len(shape) > 1 else 0
@@ -115,7 +111,6 @@ def is_union(before: list[int], after: list[int], axis: int) -> bool:
 
 
 def _unmoved(node: Any, axis: int | None) -> int | None:
-    """Return the position of an axis before a transpose or permutation."""
     if axis is None:
         return None
     count = len(shape_of(node))
@@ -130,7 +125,6 @@ def _unmoved(node: Any, axis: int | None) -> int | None:
 
 
 def _twice(node: Any, softmax: Any) -> Iterator[Note]:
-    """Yield whether each row's target logit, which comes first, occurs again among the other logits."""
     target, shape = node._saved_target, shape_of(softmax)
     if len(shape) != 2 or target.dim() != 1 or not shape[0] >= 8 or not shape[1] >= 4 or math.prod(shape) > LARGEST:
         return
@@ -152,8 +146,6 @@ def _twice(node: Any, softmax: Any) -> Iterator[Note]:
 
 
 def _self(node: Any, softmax: Any) -> Iterator[Note]:
-    """Yield whether a product of embeddings with their own transpose compares rows with themselves although the target
-    of each is another row."""
     target, shape = node._saved_target, shape_of(softmax)
     if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 4 or target.shape != (shape[0],):
         return
@@ -174,7 +166,6 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
 
 
 def _equally_long(node: Any, count: int) -> Tensor | None:
-    """Return whether the embeddings of a product all have the same length; None if they are not stored."""
     rows = next((r for r in (node._saved_self, node._saved_mat2) if isinstance(r, Tensor)), None)
     if rows is None or not is_plain_tensor(rows):
         return None
@@ -183,8 +174,6 @@ def _equally_long(node: Any, count: int) -> Tensor | None:
 
 
 def _scaled(node: Any) -> Any:
-    """Return the input node of a node, skipping multiplications by numbers; a node without a name if there are
-    several."""
     node = _only(node)
     while node is not None and name_of(node) in ("Div", "Mul") and is_number(node):
         node = _only(node)

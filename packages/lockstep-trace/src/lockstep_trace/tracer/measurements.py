@@ -157,8 +157,6 @@ def modules(since: Since, record: dict[str, Any]) -> dict[str, list[Tensor]]:
 
 
 def _contents(tensors: list[Tensor]) -> list[Tensor]:
-    """Return position-independent measures of each local tensor, followed by those of the tensors rotated by one
-    element, which are equal if all elements are."""
     tensors = [t.detach() for t in tensors]
     rotated = [t.reshape(-1).roll(1).view(t.shape) for t in tensors]
     blocks = [whole(t) for t in tensors]

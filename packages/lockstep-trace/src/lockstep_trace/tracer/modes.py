@@ -63,7 +63,6 @@ class FrozenNorms:
 
 
 def _frozen(norm: Any) -> bool:
-    """Return whether a batch norm has statistics, and weights none of which gets a gradient."""
     weights = [p for p in (norm.weight, norm.bias) if p is not None]
     return norm.running_mean is not None and bool(weights) and not any(p.requires_grad for p in weights)
 

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from . import modes
 from .graph import LAYERS, VIEWS, name_of
+from .inputs import hash_of
 from .state_loads import is_dropped
 from .versions import written
 
@@ -78,7 +79,6 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
 
 
 def _elements(value: Any) -> int:
-    """Return the largest number of elements of a tensor, or of a list of tensors, in the arguments."""
     if isinstance(value, Tensor):
         return value.numel()
     if isinstance(value, list | tuple) and value:
@@ -89,7 +89,6 @@ def _elements(value: Any) -> int:
 
 
 def _wrap_cache(hooks: Any) -> None:
-    """Wrap `clear_autocast_cache`, which torch calls at the end of the outermost autocast region."""
     original = torch.clear_autocast_cache
 
     @functools.wraps(original)
@@ -139,7 +138,6 @@ def _wrap_optimizers(hooks: Any) -> None:
 
 
 def _wrap_reading(hooks: Any) -> None:
-    """Wrap `torch.load` to find optimizer states in checkpoints."""
     original = torch.load
 
     @functools.wraps(original)
@@ -165,8 +163,6 @@ def _wrap_zero(hooks: Any, holder: Any) -> None:
 
 
 def _registered(hooks: Any, module: nn.Module, name: str, parameter: Any) -> None:
-    """Mark a parameter registered after an optimizer was created as late. `module.name -= x` registers the same one
-    again."""
     recorder = hooks.recorder
     if recorder is None or parameter is None:
         return
@@ -192,7 +188,6 @@ def _wrap_replicas(hooks: Any) -> None:
 
 
 def _wrap_loads(hooks: Any) -> None:
-    """Wrap `load_state_dict` to detect a module that loads its own tensors, which changes nothing."""
     load = nn.Module.load_state_dict
 
     @functools.wraps(load)
@@ -233,8 +228,6 @@ def _loads(recorder: Any, module: nn.Module, state: Any) -> None:
 
 
 def _wrap_saved(hooks: Any) -> None:
-    """Wrap hooks on saved tensors, which checkpointing uses: tensors saved under them must not be read before
-    backward."""
     kind: Any = torch.autograd.graph.saved_tensors_hooks
     enter = kind.__enter__
 
@@ -248,7 +241,6 @@ def _wrap_saved(hooks: Any) -> None:
 
 
 def _wrap_checkpoint(hooks: Any) -> None:
-    """Wrap reentrant checkpointing, which computes no gradients if no input requires one."""
     module: Any = torch.utils.checkpoint
     original = getattr(module, "check_backward_validity", None)
     if original is None:
@@ -267,7 +259,6 @@ def _wrap_checkpoint(hooks: Any) -> None:
 
 
 def _wrap_divergence(hooks: Any) -> None:
-    """Wrap `kl_div` to find which operation its input comes from; it expects log-probabilities."""
     original = nn.functional.kl_div
 
     @functools.wraps(original)
@@ -292,8 +283,6 @@ def _divergence(recorder: Any, value: Any) -> None:
 
 
 def _wrap_split() -> None:
-    """Wrap `Subset` to number the parts of a `random_split`, which must be disjoint. The function itself may have been
-    imported before."""
     kind: Any = torch.utils.data.Subset
     init = kind.__init__
     last: dict[str, Any] = {"number": -1, "part": 0, "base": None, "rows": set()}  # the current split
@@ -308,6 +297,9 @@ def _wrap_split() -> None:
             if last["base"] != id(self.dataset) or rows & last["rows"]:  # a new split
                 last.update(number=last["number"] + 1, part=0, base=id(self.dataset), rows=set())
             self.lockstep_split = [last["number"], last["part"]]
+            first = self.dataset.tensors[0] if type(self.dataset) is torch.utils.data.TensorDataset else None
+            content = None if first is None else int(hash_of(first[:64])[0])
+            self.lockstep_rows = [hash(tuple(map(int, self.indices))), content]
             last["part"] += 1
             last["rows"] |= rows
 

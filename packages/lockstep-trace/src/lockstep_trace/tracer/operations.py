@@ -162,14 +162,12 @@ class Operations(dispatch.TorchDispatchMode):
         self._storages.clear()
 
     def _enter(self) -> None:
-        """Put this mode below all modes of the user, who leave theirs in their own order."""
         above = _popped()
         dispatch._push_mode(self)
         for mode in above:
             dispatch._push_mode(mode)
 
     def _leave(self) -> bool:
-        """Remove this mode from this thread's stack, and return whether it was there."""
         modes = _popped()
         there = any(mode is self for mode in modes)
         for mode in modes:
@@ -246,8 +244,6 @@ class Operations(dispatch.TorchDispatchMode):
     def _before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Tensor]] | None:
-        """Return the entry of an operation that is about to run, and the tensors that it writes; None if it is not
-        recorded."""
         site = call_site(bool(self.hooks.backward_depth))
         if site is None:
             self.unseen += 1
@@ -295,7 +291,6 @@ class Operations(dispatch.TorchDispatchMode):
         return "forward" if torch.is_grad_enabled() else "no grad"
 
     def _of_autograd(self, entry: dict[str, Any], site: CallSite) -> None:
-        """Note the forward operation to which an operation of backward belongs, by autograd's sequence numbers."""
         if entry["phase"] != "backward":
             self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, len(self.entries))
             return
@@ -312,7 +307,6 @@ class Operations(dispatch.TorchDispatchMode):
             entry["parameter"] = self.recorder.names()[0].get(id(variable))
 
     def _after(self, entry: dict[str, Any], writes: list[Tensor], func: Any, result: Any) -> None:
-        """Complete an entry with the results of its operation."""
         name, results = _base(func), list(_tensors(result))
         if name in MAKE_NOTHING or (name == "resize_" and not writes):
             for address in map(self._address, results):
@@ -329,8 +323,6 @@ class Operations(dispatch.TorchDispatchMode):
         self._outputs_of(entry, outputs, later=collective and name != "wait_tensor")
 
     def _outputs_of(self, entry: dict[str, Any], tensors: list[tuple[Tensor, bool]], later: bool = False) -> None:
-        """Note the outputs of an entry: (tensor, whether it is a view). `later`: a collective may still be running; its
-        outputs are read before their next use."""
         at = next(i for i in range(len(self.entries) - 1, -1, -1) if self.entries[i] is entry)
         for tensor, viewed in tensors:
             address = self._address(tensor)
@@ -355,8 +347,6 @@ class Operations(dispatch.TorchDispatchMode):
         self._undefined[address] = []
 
     def _address(self, tensor: Tensor) -> int:
-        """Return the address of a tensor's storage, or 0. Forgets what is known of another storage that had it before:
-        a tensor may be created in C++ or in another thread, where no operation comes here."""
         if not _is_measurable(tensor) or tensor.layout != torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -374,7 +364,6 @@ class Operations(dispatch.TorchDispatchMode):
         self._undefined.pop(address, None)
 
     def _defines(self, address: int, tensor: Tensor) -> None:
-        """Note that an operation wrote to a tensor, which may be a part of its storage (a bucket of gradients)."""
         if address not in self._undefined:
             return
         begin, end = _span(tensor)
@@ -389,7 +378,6 @@ class Operations(dispatch.TorchDispatchMode):
             del self._undefined[address]
 
     def _is_undefined(self, address: int, tensor: Tensor) -> bool:
-        """Return whether a tensor has elements that were never written."""
         if address not in self._undefined:
             return False
         begin, end = _span(tensor)
@@ -398,12 +386,10 @@ class Operations(dispatch.TorchDispatchMode):
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _arrived(self, address: int) -> None:
-        """Read the outputs of collectives in a storage that is about to be used."""
         for index, tensor in self._waited_for.pop(address, ()):
             self.vectors[index] = _summary(tensor)
 
     def _value(self, tensor: Tensor) -> int:
-        """Return the index of a tensor's hash, computing it if the tensor has changed."""
         address = self._address(tensor)
         if not _is_measurable(tensor) or self._is_undefined(address, tensor):
             return UNDEFINED
@@ -422,7 +408,6 @@ class Operations(dispatch.TorchDispatchMode):
         return self._known[key]
 
     def _made_by(self, tensor: Tensor) -> int | str | None:
-        """Return the index of the operation that wrote a tensor last, else the parameter's name, else None."""
         maker = self._makers.get(self._address(tensor))
         return self.recorder.names()[0].get(id(tensor)) if maker is None else maker
 
@@ -476,7 +461,6 @@ def _wrap_call(hooks: Hooks) -> None:
 
 
 def _wrap_resize(hooks: Hooks) -> None:
-    """FSDP frees the storages of gathered weights, and allocates them by `resize_`, which torch does not dispatch."""
     storage: Any = torch.UntypedStorage
     original = storage.resize_
 
@@ -497,7 +481,6 @@ def _wrap_resize(hooks: Hooks) -> None:
 
 
 def _popped() -> list[Any]:
-    """Pop all modes of this thread other than torch's own, and return them from the lowest on."""
     modes = [m for m in dispatch._get_current_dispatch_mode_stack() if getattr(m, "_mode_key", None) is None]
     for _ in modes:
         dispatch._pop_mode()
@@ -524,7 +507,6 @@ def _base(func: Any) -> str:
 
 
 def _read_and_written(func: Any, arguments: list[tuple[Any, Any]]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation reads and those that it writes to. `arguments`: (argument, value)."""
     name = _base(func)
     if func.namespace == "c10d" and name in COLLECTIVES:
         reads, writes = COLLECTIVES[name]
@@ -543,7 +525,6 @@ def _read_and_written(func: Any, arguments: list[tuple[Any, Any]]) -> tuple[list
 
 
 def _as_text(value: Any) -> str | None:
-    """Return a non-tensor argument as text, or None."""
     if isinstance(value, bool | int | float | complex | str | torch.dtype):
         return repr(value)[:ARGUMENTS].removeprefix("torch.")
     if isinstance(value, list | tuple) and value and all(isinstance(v, bool | int | float) for v in value):
@@ -556,7 +537,6 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
     begin, size = int(tensor.storage_offset()), tensor.element_size()
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else -1
     return begin * size, (begin + int(last) + 1) * size
@@ -570,7 +550,6 @@ def _is_measurable(tensor: Tensor) -> bool:
 
 
 def _summary(tensor: Tensor) -> Tensor:
-    """Return fingerprint, sum of squares and a sketch of `BUCKETS` numbers, int64, on the tensor's device."""
     with torch.no_grad():
         tensor = tensor.detach().resolve_conj().resolve_neg()
         (vector,) = measure([tensor], [whole(tensor)])

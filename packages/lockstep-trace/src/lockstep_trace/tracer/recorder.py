@@ -21,12 +21,13 @@ from .averages import Averages
 from .check.checker import Checker
 from .evaluation_noise import EvaluationNoise
 from .evaluations import Evaluation, Setting
+from .evidence import Calls, notes_on
 from .gradient_history import LOOKED_AT, GradientHistory
 from .gradient_use import GradientUse, Leaks, shared_with_gradients
 from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
 from .input_ranges import EVALUATED, SEQUENCE_LOOKS, TRAINED, random_state, ranges, sequence_shape
-from .inputs import CallInputs, call_inputs, token_numbers
-from .layers import UNITS_AT, Born, adapters, repeated, units_alike
+from .inputs import CallInputs, call_inputs, tensors_of, token_numbers
+from .layers import UNITS_AT, Born, adapters, odd_settings, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
@@ -37,6 +38,7 @@ from .resumes import Resumes
 from .schedules import Schedules, unread_rate
 from .settings import Settings
 from .state_loads import StateLoads, own_loss_of_a_trainer
+from .statements import without_effect
 from .strays import Strays
 from .versions import watch_foreach, written
 from .writer import Writer
@@ -100,6 +102,8 @@ class Recorder:
         self.packed_looks = self.token_looks = self.loss_looks = 0
         self.saved_hooks = False  # hooks on saved tensors were in use, as a checkpoint's
         self.floats: list[Tensor] = []  # inputs of calls since the last backward, as `called`
+        self.outputs: list[Any] = []  # and their first outputs
+        self.arguments: list[Tensor] = []  # tensors of the last call
         self.called: list[list[Tensor]] = []  # token numbers of calls since the last backward, at first losses
         self._names: tuple[dict[int, str], list[list[str]]] = ({}, [])
 
@@ -141,9 +145,15 @@ class Recorder:
         if self.loss_looks < TOKEN_LOOKS:
             self.called.append(token_numbers(args, kwargs))
             self.floats += floats_of([*args, *kwargs.values()])
+            self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
         if batch is not None:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
+
+    def returned(self, result: Any) -> None:
+        """Record the first output of the outermost module."""
+        if self.with_gradients and self.loss_looks < TOKEN_LOOKS and len(self.outputs) < 8:
+            self.outputs.append(result[0] if isinstance(result, tuple | list) and result else result)
 
     def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input shape of a recurrent layer or attention inside of a call."""
@@ -181,6 +191,7 @@ class Recorder:
                 dropout=placement.has_dropout(module),
                 repeated=repeated(module),
                 adapters=adapters(module),
+                odd=odd_settings(module),
                 number=len(self.roots) - 1,
                 group=placement.replicas_of(module, self.wrappers),
             )
@@ -209,7 +220,6 @@ class Recorder:
             self.evaluation.add(batch)
 
     def _trainers(self, module: nn.Module) -> list[int]:
-        """Return the numbers of the optimizers that hold a model's parameters."""
         own = {id(p) for p in module.parameters()}
         optimizers = ((n, o) for n, ref in enumerate(self.optimizers) if (o := ref()) is not None)
         return [n for n, o in optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
@@ -255,13 +265,12 @@ class Recorder:
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
                     self.since.attention.append(look)
-        self.called, self.floats = [], []
+        self.called, self.floats, self.outputs, self.arguments = [], [], [], []
         if loss is not None and self.packed_looks < 2 and any(s.restarts is not None for s in self.since.inputs):
             self.packed_looks += 1
             self.since.unmasked = unmasked_attention(loss)
 
     def _divided(self, loss: Tensor) -> None:
-        """Note the divisors of a mean."""
         mean, numbers = divisors(loss)
         self.since.means += mean and not numbers
         if mean and len(numbers) > 1 and numbers[0] == numbers[1] > 1:
@@ -269,13 +278,16 @@ class Recorder:
             self.since.notes.append(f"{how} by {numbers[0]:g}")
 
     def _look(self, loss: Tensor) -> None:
-        """Note how the first losses compare outputs with targets."""
         self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
         pairs = compares_all(loss, self.columns) if self.columns else None
         rows = [] if pairs is None else [("spread over targets", pairs)]
         if not self.saved_hooks:
             drawn = loss.device.type != "cpu" or len(set(self.since.drawn)) != 1
-            notes = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
+            rows_ = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
+            calls = Calls(self.models(), self.outputs, rows_, self.arguments)
+            noted = self.since.noted
+            others = notes_on(loss, calls, self.columns, lambda note, holds: noted.append((note, holds)))
+            notes = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn), *others]
             self.since.notes += [note for note, holds in notes if holds is None]
             rows += [(note, holds) for note, holds in notes if holds is not None]
         self.since.noted += rows
@@ -291,7 +303,6 @@ class Recorder:
         return {n: o for n, ref in enumerate(self.optimizers) if (o := ref()) is not None}
 
     def _arrived(self) -> dict[Any, Tensor]:
-        """Measure gradients after a backward, without sketches, by key of their parameters."""
         optimizers = [o for ref in self.optimizers if (o := ref()) is not None]
         params = self.parts(p for o in optimizers for group in o.param_groups for p in group["params"])
         present = [p for p in params if p.grad is not None]
@@ -413,7 +424,6 @@ class Recorder:
         return here
 
     def _measure(self, number: int, layout: SketchedLayout, params: list[Any]) -> Before:
-        """Measure weights and gradients before a step."""
         step, clips = self.steps[number], self.since.clips
         sparse = step % SPARSE == 0
         again = clips and not any(c.get("early") for c in clips)
@@ -521,7 +531,6 @@ class Recorder:
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
-        """Return the learning rates with which an optimizer was created, before its first step."""
         ref, rates = self.rates_made.pop(id(optimizer), (None, []))
         return {"rates_made": rates} if ref is not None and ref() is optimizer else {}
 
@@ -531,7 +540,6 @@ class Recorder:
         return {id(p) for o in alive for g in o.param_groups for p in g["params"]}
 
     def _is_late(self, parameter: Any) -> bool:
-        """Return whether a parameter was created after an optimizer, and nothing else updates it between steps."""
         ref = self.late.get(id(parameter))
         if ref is None or ref() is not parameter:
             return False
@@ -543,7 +551,6 @@ class Recorder:
         return True
 
     def _measured(self, optimizer: Any, here: dict[str, Any], record: dict[str, Any]) -> dict[str, list[Tensor]]:
-        """Measure weights, state and buffers after a step; return what was measured before and after it, by name."""
         params = [p for p, _ in here["parameters"]]
         vectors = after_step(here["layout"], here["measured"], params, record)
         if here["grad_scale"] is not None:
@@ -591,7 +598,6 @@ class Recorder:
             self.write("step", **record)
 
     def _nonfinite(self) -> Tensor | None:
-        """Return the number of gradients and of parameters that are not finite, and of finite losses among 8."""
         params = [p for o in self._stepping().values() for g in o.param_groups for p in g["params"]]
         rows = [(p.grad, p) for p in params if p.grad is not None and placement.is_plain_tensor(p.grad)]
         losses = [value for value, _ in self.since.losses[-LOOKED_AT:]]
@@ -610,9 +616,10 @@ class Recorder:
         if self.steps:
             stepped = [i for i, each in enumerate(self.schedules.schedulers) if each.stepped]
             plateaus = [each.watched for each in self.schedules.schedulers if each.watched]
-            ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths()}
+            ends = {"stepped": stepped, "plateaus": plateaus, "lengths": self.schedules.lengths(self.steps)}
             counts = self.since.nonfinite
             ends["nonfinite"] = None if counts is None else [*counts.tolist(), len(self.since.clips)]
+            ends["idle"] = without_effect()
             self.write("end", steps=self.steps, backwards=self.since.backwards, **ends)
         self.writer.close()
 

@@ -83,7 +83,6 @@ def _states(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
 
 
 def _steps(state: Any) -> int | None:
-    """Return the number of steps counted in a state, or None."""
     rows = (row for row in state.values() if isinstance(row, Mapping) and "step" in row)
     step = next((row["step"] for row in rows), None)
     if isinstance(step, Tensor):

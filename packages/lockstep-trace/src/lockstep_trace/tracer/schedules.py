@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from .wrappers import inside, parameters_of
@@ -90,8 +91,12 @@ class Schedules:
             row["rates"].append(rates_of(scheduler.optimizer)[0])
             row["steps"].append(list(steps))
 
-    def lengths(self) -> list[dict[str, Any]]:
-        """Return name, length, number of steps and optimizer of each scheduler that has a length and was stepped."""
+    def lengths(self, steps: list[int]) -> list[dict[str, Any]]:
+        """Return name, length, number of steps and optimizer of each scheduler that has a length and was stepped.
+        `steps`: of each optimizer."""
+        for each in self.schedulers:
+            if each.number is not None and not each.length and ends_at(each.ref(), steps[each.number]):
+                each.length = steps[each.number]
         return [
             {"name": s.name, "length": s.length, "count": sum(s.counts.values()), "opt": s.number}
             | {"resumed": s.resumed}
@@ -187,6 +192,26 @@ def length_of(scheduler: Any) -> int | None:
         partial = next((f for f in getattr(scheduler, "lr_lambdas", None) or [] if hasattr(f, "keywords")), None)
         length = None if partial is None else partial.keywords.get("num_training_steps")
     return int(length) if isinstance(length, int | float) and length > 0 else None
+
+
+NUMERIC = ("max", "min", "float", "int", "abs", "round", "math", "cos", "sin", "pi", "exp", "sqrt", "pow", "log")
+
+
+def ends_at(scheduler: Any, step: int) -> bool:
+    """Return whether the function of a LambdaLR falls to 0 at a step. Only a function of numbers is called."""
+    functions = getattr(scheduler, "lr_lambdas", None) if type(scheduler).__name__ == "LambdaLR" else None
+    function = functions[0] if functions else None
+    if type(function) is not FunctionType or step < 3:
+        return False
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    known = [function.__globals__.get(name) for name in function.__code__.co_names if name not in NUMERIC]
+    if not all(isinstance(value, int | float) for value in [*cells, *known]):
+        return False
+    try:
+        before, at = (float(function(n)) for n in (step - 1, step))
+    except Exception:  # it may not be defined there
+        return False
+    return abs(at) < 1e-6 < before
 
 
 def rates_of(optimizer: Any) -> list[float]:

@@ -58,7 +58,6 @@ class Strays:
 
 
 def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
-    """Return `Class.attribute` of a list, tuple or dictionary in a model that holds a parameter, else ""."""
     for model in models:
         for module in model.modules():
             for name, value in vars(module).items():
@@ -69,7 +68,6 @@ def _place(parameter: Any, models: Sequence[nn.Module]) -> str:
 
 
 def _leaves(loss: Any) -> list[nn.Parameter]:
-    """Return the parameters in a graph, in order from the loss, without plain tensors such as learned images."""
     leaves = []
     for node in nodes_of(loss, NODES):
         variable = getattr(node, "variable", None)

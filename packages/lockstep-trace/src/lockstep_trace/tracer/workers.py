@@ -32,7 +32,6 @@ def watched(loader: Any, write: Callable[..., None], name: str) -> Any:
 
 
 def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> None:
-    """Run in a worker as its `worker_init_fn`. Errors of the tracer do not propagate."""
     if init is not None:
         init(number)
     info = torch.utils.data.get_worker_info()
@@ -48,7 +47,6 @@ def _begin(init: Any, write: Callable[..., None], loader: str, number: int) -> N
 
 
 def _after_first(data: Any, first: dict[str, str]) -> None:
-    """Record the states after a worker's first examples, by patching the data set's class in the worker process."""
     kind: Any = type(data)
     name = "__getitems__" if hasattr(kind, "__getitems__") else "__getitem__"
     original = getattr(kind, name)
@@ -100,7 +98,6 @@ def _inside(value: Any) -> list[tuple[str, Any]]:
 
 
 def _state(value: Any, numpy: Any) -> Any:
-    """Return the state of a generator, or None if `value` is not one."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, torch.Generator):

@@ -79,7 +79,6 @@ class Writer:
 
 
 def _beginning() -> float | None:
-    """Return the time at which this run began, or None if torchrun has restarted it: its earlier files stay."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0"):
         return None
     if multiprocessing.parent_process() is None or BEGAN not in os.environ:
@@ -88,7 +87,6 @@ def _beginning() -> float | None:
 
 
 def _remove_earlier(folder: Path, began: float, rank: int, world: int) -> None:
-    """Remove the files that an earlier run wrote. Those of other running ranks stay, whenever they began."""
     for path in folder.glob("rank-*-*.jsonl"):
         number = path.name.split("-")[1]
         of = int(number) if number.isdigit() else -1

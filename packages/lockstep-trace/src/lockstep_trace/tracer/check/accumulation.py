@@ -56,7 +56,6 @@ def accumulation(calls: Sequence[ModuleCall], backwards: Sequence[Backward], own
 
 
 def _call_of(backward: Backward, calls: Sequence[ModuleCall], own: set[int]) -> ModuleCall:
-    """Return the only call from whose outputs the loss of a backward is computed."""
     if backward.reason:
         raise NotRecomputable(backward.reason)
     rows = [c for c in calls if any(backward.number in o.gradients for o in c.outputs)]
@@ -67,7 +66,6 @@ def _call_of(backward: Backward, calls: Sequence[ModuleCall], own: set[int]) -> 
 
 
 def _arrived(call: ModuleCall, number: int) -> dict[int, Tensor]:
-    """Return output number -> gradient that arrived at it, for the outputs that the loss uses."""
     fired = {i: row.gradients[number] for i, row in enumerate(call.outputs) if number in row.gradients}
     seeds = [i for i in call.seeds.get(number, []) if i in fired]
     if not seeds and len(fired) != 1:
@@ -76,7 +74,6 @@ def _arrived(call: ModuleCall, number: int) -> dict[int, Tensor]:
 
 
 def _joined(inputs: list[Any], sizes: list[int]) -> Any:
-    """Return the inputs of all calls as those of one. Errors: `NotRecomputable` if they are not rows of one batch."""
     flat = [list(tensors(each)) for each in inputs]
     if len({len(each) for each in flat}) != 1:
         raise NotRecomputable("micro-batches have different inputs")
@@ -99,7 +96,6 @@ def _joined(inputs: list[Any], sizes: list[int]) -> Any:
 
 
 def _values(value: Any) -> Any:
-    """Yield the plain values among nested inputs."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield key
@@ -112,7 +108,6 @@ def _values(value: Any) -> Any:
 
 
 def _gradients(call: ModuleCall, inputs: Any, arrived: Mapping[int, Tensor]) -> tuple[list[Tensor], Gradients]:
-    """Return outputs with dropout off, and the gradients of parameters by id."""
     twin = quiet(call, True)
     result = replay.run(twin, inputs, call, gradients=True, seed=1)
     roots = [(result.floats[i], g) for i, g in arrived.items() if i < len(result.floats)]
@@ -127,7 +122,6 @@ def _gradients(call: ModuleCall, inputs: Any, arrived: Mapping[int, Tensor]) -> 
 
 
 def _together(arrived: list[dict[int, Tensor]], outputs: list[list[Tensor]], sizes: list[int]) -> dict[int, Tensor]:
-    """Return the gradients that would arrive at the outputs of one batch: concatenated rows; for a loss, a sum."""
     if len({tuple(each) for each in arrived}) != 1:
         raise NotRecomputable("the losses of micro-batches are computed from different outputs")
     together = {}

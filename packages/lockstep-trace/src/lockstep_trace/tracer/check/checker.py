@@ -47,7 +47,6 @@ class Checker:
     # -- recording ---------------------------------------------------------------------------------------------------
 
     def _waiting(self) -> list[int]:
-        """Return the optimizers whose next step is checked."""
         rows = enumerate(self.recorder.steps[:MOST_WINDOWS])
         return [o for o, n in rows if n in self.steps and (o, n) not in self.done]
 
@@ -150,7 +149,6 @@ class Checker:
 
     @contextlib.contextmanager
     def _preserved(self) -> Iterator[None]:
-        """Context manager in which the tracer is off and collectives fail; restores random numbers."""
         recorder, self.hooks.recorder, self.hooks.replaying = self.hooks.recorder, None, True
         state = RandomState.now()
         try:
@@ -204,7 +202,6 @@ class Checker:
         return {"left_of": of, "left": _measured([left[id(parameters[i])] / scale for i in of], parameters, of)}
 
     def _references(self, number: int) -> list[dict[str, Any]]:
-        """Run the references of one call (the one with the most parameters), and of accumulation over all calls."""
         own = {id(p) for p in self._parameters(number)}
         calls = [c for c in self.calls if any(id(p) in own for p in c.module.parameters())]
         calls = [c for c in calls if any(o.gradients for o in c.outputs)] or calls
@@ -220,7 +217,6 @@ class Checker:
 
 
 def _observations(look: Any, *args: Any) -> list[dict[str, Any]]:
-    """Return what a comparison observes, or why it cannot be made."""
     try:
         rows: list[dict[str, Any]] = look(*args)
         return rows

@@ -177,7 +177,6 @@ def attribute_tensors(module: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _named(twin: nn.Module, stack: list[str], watched: list[tuple[str, str, Tensor]] | None) -> Iterator[None]:
-    """Context manager that holds the names of the running modules in `stack`, and adds their outputs to `watched`."""
     handles = []
 
     def begin(name: str) -> Any:
@@ -248,7 +247,6 @@ def run(
 
 
 def _placed(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Move inputs to the device to which DistributedDataParallel moves them."""
     devices = getattr(module, "device_ids", None)
     if not devices:
         return args, kwargs

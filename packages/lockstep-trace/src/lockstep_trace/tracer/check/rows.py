@@ -58,7 +58,6 @@ def batch_of(call: ModuleCall, least: int = 2) -> int:
 
 
 def _prepared(call: ModuleCall) -> tuple[int, nn.Module, Replay]:
-    """Return the batch size, a copy without dropout, and its results."""
     size = batch_of(call)
     if not replay.is_compiled(call.module):  # which draws other random numbers
         replay.require_reproduced(call)
@@ -235,8 +234,6 @@ def _trimmed(call: ModuleCall, size: int, row: int, keep: Tensor, length: int) -
 
 
 def _arriving(call: ModuleCall, real: Tensor, how: str) -> list[dict[str, Any]]:
-    """Return how much of the gradient that arrives at outputs [B, T, ...] arrives at padding, except at padding
-    next to the tokens, which may predict an end of the text."""
     padding_ = ~real
     edge = torch.zeros_like(real)
     edge[:, 1:] |= real[:, :-1]

@@ -26,7 +26,6 @@ def seed(call: ModuleCall) -> list[dict[str, Any]]:
 
 
 def _training(call: ModuleCall) -> list[dict[str, Any]]:
-    """Return whether masks of dropout stay the same under another seed."""
     inputs = call.args, call.kwargs
     one, other = (replay.run(replay.copied(call), inputs, call, seed=s) for s in (1, 2))
     masks = [(m, a, b) for (m, a), (n, b) in zip(one.dropped, other.dropped, strict=False) if m == n]
@@ -40,7 +39,6 @@ def _training(call: ModuleCall) -> list[dict[str, Any]]:
 
 
 def _evaluation(call: ModuleCall) -> list[dict[str, Any]]:
-    """Return whether outputs in evaluation mode depend on the seed, and where."""
     inputs = call.args, call.kwargs
     one, other = (replay.run(quiet(call, False), inputs, call, seed=s) for s in (1, 2))
     observation = {"reference": "seed in evaluation", "apart": exactly(one, other)}

@@ -1,0 +1,217 @@
+"""Rules on what the first losses and the settings of a model show (`tracer/evidence.py`, `tracer/settings_of.py`).
+
+Each kind of note is a row of `KINDS`: evidence, the change to make, and, unless it is proved, what else it could be and
+what would decide it. A note counts if it holds in three steps or more, and in three quarters of those looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep_trace.read import Trace
+from lockstep_trace.rules import premises
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+
+LOOKS = 8  # first losses
+
+# kind of note -> (code, evidence, cause, otherwise, decides)
+# proved: torch excludes these values, and the loss has no gradient or minimum for them; or a sum over all pairs is the
+# product of two sums, in which no weight belongs to an example
+KINDS = {
+    "blank": (
+        "target-is-blank",
+        "ctc_loss is given targets that contain class {0}, its blank: they can never be recognized",
+        "keep one class for the blank: number the letters from 1, or make the blank the last class",
+        "",
+        "",
+    ),
+    "target beyond": (
+        "target-out-of-range",
+        "binary cross entropy is given targets below 0 or above 1: the loss has no minimum there",
+        "give it probabilities or labels 0 and 1 (-1 and 1 belong to soft_margin_loss)",
+        "",
+        "",
+    ),
+    "target 0": (
+        "target-out-of-range",
+        "soft_margin_loss is given labels 0 and 1: a label of 0 has a constant loss and no gradient",
+        "give it labels -1 and 1",
+        "",
+        "",
+    ),
+    "own weights": (
+        "loss-broadcast",
+        "weights of the batch, [{0}], multiply values [{0}, 1] and make [{0}, {0}]: the sum takes all pairs, so that "
+        "no weight belongs to an example",
+        "give weights and values the same shape (squeeze or unsqueeze the last dimension of one)",
+        "",
+        "",
+    ),
+    "weights spread": (
+        "loss-broadcast",
+        "a constant and values of shapes [{0}] and [{0}, 1] are multiplied to [{0}, {0}] and summed over all pairs",
+        "give both the same shape (squeeze or unsqueeze the last dimension of one)",
+        "a product of two sums on purpose",
+        "whether each number belongs to one example",
+    ),
+    "rare weighs": (
+        "weights-reversed",
+        "pos_weight makes the rarer class of the targets weigh less",
+        "pos_weight is negatives / positives",
+        "a preference for the frequent class on purpose",
+        "how the weight is computed",
+    ),
+    "frequent weighs": (
+        "weights-reversed",
+        "cross entropy weighs classes more the more often they come",
+        "weigh classes by the inverse of their frequency",
+        "classes that matter more and come more often",
+        "how the weights are computed",
+    ),
+    "softmax over the": (
+        "examples-mixed",
+        "a softmax is taken over the batch, {0}: the outputs of an example depend on the others",
+        "take it over the classes or features: dim=-1",
+        "examples that are one set, as the instances of a bag",
+        "whether an example may be predicted alone",
+    ),
+    "batch of": (
+        "examples-mixed",
+        "a view makes {0} without moving the batch axis: rows of the result have parts of several examples",
+        "move axes with transpose or permute before view or reshape",
+        "an axis that is as long as the batch by chance",
+        "whether it happens with another batch size",
+    ),
+    "softmax over axis": (
+        "attention-axis",
+        "attention is normalized over {0}: the weights of a sum do not add to 1",
+        "take the softmax over the axis that the product sums over",
+        "weights that share what a position gives, as in slot attention",
+        "whether each query's weights should add to 1",
+    ),
+    "padding reaches": (
+        "padding-used",
+        "rows end in padding, and in half of it or more its embedding gets a gradient: outputs or loss depend on it",
+        "mask padding in attention, pooling and loss, read the last real position, or pack the sequences",
+        "a symbol that the model is to see",
+        "whether a row's output may depend on how far it is padded",
+    ),
+    "padding index": (
+        "padding-is-data",
+        "index {0} pads rows, is the embedding's padding_idx, and is inside of rows and a target of the loss as well",
+        "keep one index for padding: number items from 1",
+        "items that are hidden on purpose",
+        "whether {0} is an item",
+    ),
+    "noise in no": (
+        "noise-not-in-input",
+        "targets are normal noise, and the input of their size is uncorrelated with them: nothing tells the model "
+        "which noise it is to predict",
+        "add the same noise to the input that the loss compares with",
+        "made-up numbers to measure speed",
+        "where noise is drawn",
+    ),
+}
+UNLESS = {"noise in no": "noise in an"}  # a note of another kind in the same run
+
+
+def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report the kinds of notes that recur."""
+    for rank in trace.ranks[:1]:
+        rows: dict[str, dict[int, str]] = {}
+        steps = sorted(rank.steps.get(optimizer, {}).items())
+        for number, step in steps:
+            for note in step.notes or ():
+                kind = next((k for k in (*KINDS, *UNLESS.values()) if note.startswith(k)), None)
+                if kind is not None:
+                    rows.setdefault(kind, {}).setdefault(number, note)
+        for kind, by_step in rows.items():
+            if kind not in KINDS or UNLESS.get(kind) in rows or ("weights spread" in kind and "own weights" in rows):
+                continue
+            if len(by_step) >= max(PATIENCE, 0.75 * min(len(steps), LOOKS // 2)):
+                yield _finding(kind, *next(iter(by_step.items())), len(by_step))
+
+
+def _finding(kind: str, number: int, note: str, count: int) -> Finding:
+    code, what, cause, otherwise, decides = KINDS[kind]
+    rest = note.removeprefix(kind).strip()
+    argument = rest.removesuffix("in targets").removesuffix("inside").rpartition("over ")[2].strip()
+    if kind in ("softmax over axis", "softmax over the"):
+        argument = note.removeprefix("softmax over ").removeprefix("the batch of ")
+    text = f"step {number}: {what.format(argument)}; so in {count} of the first steps"
+    finding = Finding(code, text, cause.format(argument), number)
+    return weakened(finding, not otherwise, otherwise, decides.format(argument))
+
+
+def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report settings that another library's convention would explain.
+
+    An attribute `requires_grad` of a module, which none of its classes reads or writes, is proved to have no effect:
+    its parameters are trained. The others are suspected: unusual numbers may be meant."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    for kind, name, number in rank.models[0].get("odd", ())[:1] if rank.models else ():
+        if kind == "frozen":
+            what = f"requires_grad = False is set on the module {name}, and its parameters require gradients"
+            yield Finding("setting-unread", what, "module.requires_grad_(False) freezes its parameters", None, WRONG)
+            continue
+        what, cause = f"batch norm {name} has momentum {number:g}", f"torch's momentum is 1 - this: {1 - number:.2g}"
+        what += ": running statistics are nearly those of the last batch"
+        if kind == "dropout":
+            what, cause = (
+                f"dropout {name} drops {number:.0%}",
+                f"p is the share that is dropped, not kept: {1 - number:.2g}",
+            )
+        yield Finding("setting-unusual", what, cause, None, SUSPICIOUS, "a number on purpose", "where it comes from")
+    step = next(iter(rank.steps[optimizer].values()))
+    for group in step.groups[:1]:
+        betas = list(group.get("betas") or ())
+        if len(betas) == 2 and betas[0] >= 0.98 and betas[1] <= betas[0] - 0.04:
+            what = f"betas are {tuple(betas)}: the mean of gradients is longer than that of their squares"
+            swapped = f"betas=({betas[1]:g}, {betas[0]:g})"
+            yield Finding("setting-unusual", what, swapped, None, SUSPICIOUS, "a number on purpose", "their order")
+
+
+def statements(trace: Trace) -> Iterator[Finding]:
+    """Report statements without effect, from the script's source.
+
+    A method that is not called does nothing, nor does a context that is not entered, nor a method of a parameter that
+    returns a new tensor which is dropped. No right program needs one, even if it never runs."""
+    for rank in trace.ranks[:1]:
+        for kind, text, where in (rank.ended or {}).get("idle", ()):
+            what = f"{where}: `{text}` has no effect: " + STATEMENTS[kind][0]
+            yield Finding("no-effect", what, STATEMENTS[kind][1], None, WRONG)
+
+
+STATEMENTS = {
+    "method": ("the method is named, but not called", "call it: add ()"),
+    "context": ("the context is not entered", "with ...:, or as a decorator"),
+    "result": (
+        "it returns a new tensor, which nobody takes",
+        "the method with an underscore changes the tensor itself; or assign the result",
+    ),
+}
+
+
+def split_apart(trace: Trace) -> Iterator[Finding]:
+    """Report ranks that divide one data set at random into different parts, and train one model.
+
+    What one rank holds back, others train on. Proved for one TensorDataset, of which each rank reads two
+    parts; else each rank may have data of its own."""
+    rows: list[dict[tuple[int, ...], list[Any]]] = [
+        {tuple(e["split"]): e["rows"] for e in r.loaders if e.get("split") and e.get("rows")} for r in trace.ranks
+    ]
+    replicas = premises.declared(trace) or any(premises.reduced(trace, o) for o in trace.optimizers)
+    for split in rows[0] if len(rows) > 1 and replicas else {}:
+        each = [row[split] for row in rows if split in row]
+        parts = [other for row in rows for other in row if other[0] == split[0] and other != split]
+        if len(each) < len(rows) or len({e[0] for e in each}) == 1 or len(parts) < len(rows):
+            continue
+        same = each[0][1] is not None and len({e[1] for e in each}) == 1
+        what = "random_split gives each rank other parts, and the ranks train one model: rows that one rank holds back "
+        cause = "split with a generator of one seed on all ranks: generator=torch.Generator().manual_seed(0)"
+        finding = Finding("split-by-rank", what + "are trained on by another", cause)
+        yield weakened(finding, same, "data of its own on each rank", "whether all ranks load the same data set")
+        return

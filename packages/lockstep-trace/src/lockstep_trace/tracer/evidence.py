@@ -1,0 +1,243 @@
+"""Looks in the graph of the first losses for values that a function excludes, mixed examples, padding, and noise.
+
+In: a loss before backward; inputs and outputs of the calls since the last one. Out: (note, bool on its device, or None
+if the graph suffices). `rules/observed.py` says what each note means. Skipped while hooks on saved tensors are in use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .all_pairs import is_number
+from .graph import NODES, SIMPLE, loss_nodes, name_of, nodes_of, shape_of
+from .inputs import wrapped
+from .logits import Note, _only, _signed, _unmoved, place
+from .placement import is_plain_tensor
+
+LEAST = 8  # examples
+ATTENTION = ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Permute", "Transpose", "T", "Unsqueeze", "Squeeze")
+SAME = ("Clone", "Alias", "Expand", "ToCopy", "NativeDropout")  # leave the axes of an attention's weights as they are
+
+
+def notes_on(loss: Any, calls: Calls, columns: Sequence[Tensor], later: Callable[[str, Tensor], None]) -> list[Note]:
+    """Return the notes on a loss. `later`: takes the notes that depend on its gradients."""
+    notes: list[Note] = []
+    for node in nodes_of(loss, 4 * NODES):
+        name = name_of(node)
+        if name in OF_NODES:
+            notes += OF_NODES[name](node)
+        if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
+            notes += _batch(node, name, calls)
+        if name == "Embedding" and not calls.wide:
+            notes += _padding(node, loss, later)
+    return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
+
+
+class Calls:
+    """Inputs and outputs of the calls since the last backward. `inputs`: tensors of the last call. `known`: an
+    axis of a parameter or of examples, or a part of it, may be as long as the batch. `wide`: a layer sees padding
+    behind a position, as is usual."""
+
+    def __init__(
+        self, models: Sequence[nn.Module], outputs: Sequence[Any], rows: int, inputs: Sequence[Tensor]
+    ) -> None:
+        self.rows, self.inputs = rows, inputs
+        plain = [o for o in outputs if is_plain_tensor(o) and o.is_floating_point() and not wrapped(o)]
+        self.outputs = [o.detach() for o in plain]
+        owned = {n for m in models for p in m.parameters() for n in p.shape} if rows >= LEAST else set[int]()
+        around = {n + more for tensor in inputs for n in tensor.shape[1:] for more in (0, 1, -1)}
+        layers = [layer for m in models for layer in m.modules()]
+        self.wide = any(isinstance(x, nn.Conv1d) or getattr(x, "bidirectional", False) for x in layers)
+        self.known = any(n % rows == 0 for n in owned | around if n) if rows else True
+
+
+# -- values that torch's functions do not take -------------------------------------------------------------------------
+
+
+def _ctc(node: Any) -> Iterator[Note]:
+    targets, lengths, blank = node._saved_targets, node._saved_target_lengths, int(node._saved_blank)
+    if is_plain_tensor(targets):
+        lengths = torch.as_tensor(lengths, device=targets.device)
+        rows = lengths.unsqueeze(1) if targets.dim() == 2 else lengths.sum()  # behind, there may be anything
+        bad: Tensor = (targets == blank) & (torch.arange(targets.shape[-1], device=targets.device) < rows)
+        yield f"blank {blank} in targets", bad.any()
+
+
+def _binary(node: Any) -> Iterator[Note]:
+    target, weight = node._saved_target, getattr(node, "_saved_pos_weight", None)
+    masked = node._saved_reduction == 0 or isinstance(node._saved_weight, Tensor)  # may leave out what has no label
+    if is_plain_tensor(target) and target.numel() and not masked:
+        yield "target beyond 0 and 1", (target < -0.5).any() | (target > 1.5).any()
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            share = target.float().mean()
+            yield "rare weighs less", ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
+
+
+def _margin(node: Any) -> Iterator[Note]:
+    target = node._saved_target
+    if is_plain_tensor(target) and node._saved_reduction:
+        yield "target 0 of a margin", ((target == 0) | (target == 1)).all() & (target == 0).any()
+
+
+def _classes(node: Any) -> Iterator[Note]:
+    target, weight = node._saved_target, node._saved_weight
+    if isinstance(weight, Tensor) and is_plain_tensor(target) and target.numel() >= 4 * weight.numel() >= LEAST:
+        inside = target[(target >= 0) & (target < weight.numel())]
+        counts = torch.bincount(inside, minlength=weight.numel()).float()
+        there = (counts > 0) & (weight > 0)
+        table = torch.stack([counts[there], weight.detach().float()[there]])
+        if table.shape[1] > 1:
+            low, high = table.amin(1), table.amax(1)
+            uneven = (high[0] >= 3 * low[0]) & (high[1] >= 1.5 * low[1])
+            yield "frequent weighs more", uneven & (torch.corrcoef(table)[0, 1] > 0.7)
+
+
+OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
+    "CtcLoss": _ctc,
+    "BinaryCrossEntropy": _binary,
+    "BinaryCrossEntropyWithLogits": _binary,
+    "SoftMarginLoss": _margin,
+    "NllLoss": _classes,
+    "Bmm": lambda node: _summed(node),
+}
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+def _batch(node: Any, name: str, calls: Calls) -> Iterator[Note]:
+    shape, rows = shape_of(node), calls.rows
+    if rows < LEAST or calls.known or shape.count(rows) != 1:
+        return
+    axis = shape.index(rows)
+    if name == "Softmax":
+        if math.prod(shape) > rows and _signed(int(node._saved_dim)) % len(shape) == axis:
+            yield f"softmax over the batch of {shape}", None
+        return
+    before = [int(n) for n in getattr(node, "_saved_self_sym_sizes", ())]
+    if before.count(rows) == 1 and place(before, shape, axis) != before.index(rows):
+        yield f"batch of {before} to {shape}", None
+
+
+def _summed(node: Any) -> Iterator[Note]:
+    for (operand, _), axis in zip(node.next_functions[:2], (2, 1), strict=False):
+        here: int | None = axis
+        while operand is not None and here is not None and name_of(operand) in (*ATTENTION, *SAME, "Mul"):
+            name, shape, under = name_of(operand), shape_of(operand), _only(operand)
+            if name in ("Permute", "Transpose", "T"):
+                here = _unmoved(operand, here)
+            elif name in ATTENTION:
+                before = shape_of(under) if under is not None else []
+                here = place(before, shape, here) if before and shape[here] > 1 else None
+            operand = under
+        size = shape_of(operand) if operand is not None and here is not None else []
+        if here is not None and size and name_of(operand) == "Softmax":
+            over = _signed(int(operand._saved_dim)) % len(size)
+            scores = _only(operand)
+            constant = scores is None or name_of(scores) == "AccumulateGrad"  # transitions that are a parameter
+            if over != here and size[over] == size[here] > 2 and not constant:
+                yield f"softmax over axis {over} of {size}, sum over axis {here}", None
+
+
+# -- padding -----------------------------------------------------------------------------------------------------------
+
+
+def _padding(node: Any, loss: Any, later: Callable[[str, Tensor], None]) -> Iterator[Note]:
+    ids, ignored = node._saved_indices, _signed(int(node._saved_padding_idx))
+    if not is_plain_tensor(ids) or ids.dim() != 2 or ids.shape[1] < 3 or len(ids) < 4:
+        return
+    value = ids[:, -1].mode().values
+    same = ids == value
+    run = same.flip(1).long().cumprod(1).flip(1).bool()
+    lengths = run.sum(1)
+    padded: Tensor = (lengths.max() > lengths.min()) & ((lengths > 1).sum() >= 2) & (lengths < ids.shape[1]).all()
+    alone: Tensor = ~(same & ~run).any()
+    inner = run & torch.roll(run, 1, 1)
+    inner[:, 0] = False
+    holds = padded & alone & ((value == ignored) | (ignored < 0))
+
+    def arrived(gradients: Any) -> None:
+        later("padding reaches the loss", holds & _reached(gradients[0], inner, ignored >= 0))
+
+    node.register_prehook(arrived)
+    for end in loss_nodes(loss) if ignored >= 0 else ():
+        target, softmax = getattr(end, "_saved_target", None), _only(end)
+        classes = shape_of(softmax)[1:2] if softmax is not None else []
+        if not isinstance(target, Tensor) or not is_plain_tensor(target):
+            continue
+        if name_of(end) == "NllLoss" and classes == [node._saved_weight_sym_argsize_0]:
+            taught = target.eq(ignored).any() & (_signed(int(end._saved_ignore_index)) != ignored)
+            yield f"padding index {ignored} inside", padded & (value == ignored) & ~alone & taught
+
+
+def _reached(gradient: Any, where: Tensor, zero: bool) -> Tensor:
+    if gradient is None or not is_plain_tensor(gradient):
+        return where.new_zeros(())
+    gradient = gradient.detach()
+    reached = (gradient != 0).any(-1)
+    if zero:
+        reached = reached & ((gradient - gradient[:, :1]).abs().amax(-1) > 1e-3 * gradient[:, :1].abs().amax(-1))
+    return (reached & where).sum() > 0.5 * where.sum()
+
+
+# -- losses by hand ----------------------------------------------------------------------------------------------------
+
+
+def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
+    for node in _terms(loss):
+        shape, before = shape_of(node), [n for n, _ in node.next_functions]
+        if name_of(node) != "Mul" or len(shape) != 2 or shape[0] != shape[1] or len(before) != 2 or is_number(node):
+            continue
+        saved = [t for n in ("_saved_self", "_saved_other") if isinstance(t := getattr(node, n, None), Tensor)]
+        value = next((shape_of(n) for n in before if n is not None), [])
+        if before.count(None) != 1 or len(saved) != 1 or shape[0] < LEAST:
+            continue
+        weight, n = saved[0], shape[0]
+        if [value, list(weight.shape)] in ([[n, 1], [n]], [[n, 1], [1, n]], [[n], [n, 1]], [[1, n], [n, 1]]):
+            flat = weight.detach().reshape(-1)
+            rows = [(flat == column.to(flat.device)).all() for column in columns if len(column) == n]
+            spread = flat.max() > flat.min()
+            yield f"weights spread over {n}", spread
+            if rows:
+                yield f"own weights spread over {n}", spread & torch.stack(rows).any()
+
+
+def _terms(loss: Any) -> Iterator[Any]:
+    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
+    for _ in range(NODES):
+        node = waiting.pop() if waiting else None
+        if node is None:
+            return
+        yield node
+        if name_of(node) in SIMPLE and (name_of(node) != "Mul" or is_number(node)):
+            waiting += [n for n, _ in node.next_functions if n is not None]
+
+
+def _noise(loss: Any, calls: Calls) -> Iterator[Note]:
+    for node in _terms(loss):
+        target = getattr(node, "_saved_target", None) if name_of(node) == "MseLoss" else None
+        if name_of(node) == "Pow" and isinstance(getattr(node, "_saved_self", None), Tensor):
+            difference = node._saved_self.detach()
+            output = next((o for o in calls.outputs if o.shape == difference.shape), None)
+            target = None if output is None else output - difference
+        if isinstance(target, Tensor) and is_plain_tensor(target) and target.numel() >= 128 and target.dim() > 1:
+            alike = [t for t in calls.inputs if t.shape == target.shape and t.is_floating_point()]
+            if len(alike) == 1 < len(calls.inputs) and is_plain_tensor(alike[0]) and alike[0].device == target.device:
+                yield from _correlated(target.detach().float().reshape(-1), alike[0].detach().float().reshape(-1))
+            return
+
+
+def _correlated(target: Tensor, value: Tensor) -> Iterator[Note]:
+    count = len(target)
+    deviation, mean = torch.std_mean(target)
+    z = (target - mean) / deviation
+    bound = 5 / count**0.5
+    normal = (mean.abs() < bound) & ((deviation - 1).abs() < bound) & ((z**4).mean() - 3).abs().lt(5 * bound)
+    strength = torch.corrcoef(torch.stack([target, value]))[0, 1].abs() * count**0.5
+    yield "noise in no input", normal & (strength < 4)
+    yield "noise in an input", normal & (strength >= 4)

@@ -1,0 +1,177 @@
+"""Small trainings that show a fault in the graph or the settings of their first losses, each with a similar correct
+program, and correct programs that come close.
+
+In: torch. Out: functions, by the code of the expected finding.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from support.answer_cases import trained
+
+
+class Computed(nn.Module):
+    """Parts, and a function of them and of inputs."""
+
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def padded(count: int = 16, length: int = 12) -> tuple[Tensor, Tensor]:
+    """Token ids that end in 0, and their lengths."""
+    lengths = torch.randint(3, length, (count,))
+    lengths[:2] = torch.tensor([length - 1, 4])
+    ids = torch.randint(1, 30, (count, length))
+    return ids.masked_fill(torch.arange(length) >= lengths.unsqueeze(1), 0), lengths
+
+
+def weighted_rows() -> Iterator[list[Tensor]]:
+    rows = TensorDataset(torch.randn(64, 6), torch.randn(64, 1), torch.rand(64))
+    yield from DataLoader(rows, 16, shuffle=True)
+
+
+# -- proved ------------------------------------------------------------------------------------------------------------
+
+
+def letters_with_the_blank(wrong: bool) -> None:
+    model = nn.Linear(8, 6)
+
+    def loss_of(_: int) -> Tensor:
+        targets = torch.randint(0 if wrong else 1, 6, (4, 7))
+        targets[:, 4:] = 0  # behind the length
+        scores = model(torch.randn(20, 4, 8)).log_softmax(-1)
+        return functional.ctc_loss(scores, targets, torch.full((4,), 20), torch.full((4,), 4))
+
+    trained(model, loss_of)
+
+
+def labels_of_a_margin_for_cross_entropy(wrong: bool) -> None:
+    model = nn.Linear(8, 3)
+
+    def loss_of(_: int) -> Tensor:
+        labels, scores = torch.randint(0, 2, (16, 3)) * 2.0 - 1, model(torch.randn(16, 8))
+        if wrong:
+            return functional.binary_cross_entropy_with_logits(scores, labels)
+        missing = functional.binary_cross_entropy_with_logits(scores, labels, reduction="none") * (labels >= 0)
+        return missing.mean() + functional.soft_margin_loss(scores, labels)
+
+    trained(model, loss_of)
+
+
+def weights_of_all_pairs(wrong: bool) -> None:
+    model = nn.Linear(6, 1)
+    rows = weighted_rows()
+
+    def loss_of(_: int) -> Tensor:
+        x, y, weights = next(rows)
+        return ((weights if wrong else weights.unsqueeze(1)) * (model(x) - y) ** 2).mean()
+
+    trained(model, loss_of)
+
+
+def a_module_with_requires_grad(wrong: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+    if wrong:
+        vars(model[0])["requires_grad"] = False
+    else:
+        model[0].requires_grad_(False)
+    trained(model, lambda _: model(torch.randn(4, 8)).square().mean())
+
+
+EVIDENCE: dict[Callable[[bool], None], str] = {
+    letters_with_the_blank: "target-is-blank",
+    labels_of_a_margin_for_cross_entropy: "target-out-of-range",
+    weights_of_all_pairs: "loss-broadcast",
+    a_module_with_requires_grad: "setting-unread",
+}
+
+# -- suspected ---------------------------------------------------------------------------------------------------------
+
+
+def a_mean_over_padding(wrong: bool) -> None:
+    def classify(model: Any, ids: Tensor, lengths: Tensor) -> Tensor:
+        rows, inside = model.rows(ids), torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+        mean = rows.mean(1) if wrong else (rows * inside.unsqueeze(2)).sum(1) / lengths.unsqueeze(1)
+        return model.head(mean)
+
+    model = Computed(classify, rows=nn.Embedding(30, 8), head=nn.Linear(8, 2))
+    trained(model, lambda _: functional.cross_entropy(model(*padded()), torch.randint(0, 2, (16,))))
+
+
+def the_state_behind_padding(wrong: bool) -> None:
+    def classify(model: Any, ids: Tensor, lengths: Tensor) -> Tensor:
+        states = model.cells(model.rows(ids))[0]
+        return model.head(states[:, -1] if wrong else states[torch.arange(len(ids)), lengths - 1])
+
+    parts = {"rows": nn.Embedding(30, 8, padding_idx=0), "cells": nn.GRU(8, 8, batch_first=True)}
+    model = Computed(classify, **parts, head=nn.Linear(8, 2))
+    trained(model, lambda _: functional.cross_entropy(model(*padded()), torch.randint(0, 2, (16,))))
+
+
+def weights_by_frequency(wrong: bool) -> None:
+    model, shares = nn.Linear(8, 3), torch.tensor([0.7, 0.2, 0.1])
+
+    def loss_of(_: int) -> Tensor:
+        labels = torch.multinomial(shares, 64, replacement=True)
+        return functional.cross_entropy(model(torch.randn(64, 8)), labels, weight=shares if wrong else 1 / shares)
+
+    trained(model, loss_of)
+
+
+def attention_over_queries(wrong: bool) -> None:
+    def attend(model: Any, x: Tensor) -> Tensor:
+        scores = model.queries(x) @ model.keys(x).transpose(1, 2)
+        return torch.bmm(scores.softmax(1 if wrong else 2), x)
+
+    model = Computed(attend, queries=nn.Linear(12, 12, bias=False), keys=nn.Linear(12, 12, bias=False))
+    trained(model, lambda _: model(torch.randn(21, 9, 12)).square().mean())
+
+
+def states_that_are_cut_across_examples(wrong: bool) -> None:
+    def classify(model: Any, x: Tensor) -> Tensor:
+        states = model.cells(x.transpose(0, 1))[0]  # [T, B, H]
+        states = states if wrong else states.transpose(0, 1)
+        return model.head(states.reshape(len(x), -1))
+
+    model = Computed(classify, cells=nn.LSTM(5, 7), head=nn.Linear(77, 3))
+    trained(model, lambda _: model(torch.randn(20, 11, 5)).square().mean())
+
+
+def noise_that_is_drawn_twice(wrong: bool) -> None:
+    model = Computed(lambda model, x, t: model.layer(torch.cat([x, t], 1)), layer=nn.Linear(9, 8))
+
+    def loss_of(_: int) -> Tensor:
+        noise, t = torch.randn(64, 8), torch.rand(64, 1)
+        other = torch.randn(64, 8) if wrong else noise
+        return functional.mse_loss(model(torch.rand(64, 8) + t * other, t), noise)
+
+    trained(model, loss_of)
+
+
+def momentum_of_another_library(wrong: bool) -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4, momentum=0.99 if wrong else 0.01), nn.Linear(4, 2)
+    )
+    trained(model, lambda _: model(torch.randn(4, 8)).square().mean())
+
+
+EVIDENCE_SUSPECTED: dict[Callable[[bool], None], str] = {
+    a_mean_over_padding: "padding-used",
+    the_state_behind_padding: "padding-used",
+    weights_by_frequency: "weights-reversed",
+    attention_over_queries: "attention-axis",
+    states_that_are_cut_across_examples: "examples-mixed",
+    noise_that_is_drawn_twice: "noise-not-in-input",
+    momentum_of_another_library: "setting-unusual",
+}
