@@ -93,8 +93,7 @@ def move(
     if draft.keys.get("model.source") == questions.SCRATCH:
         _from_scratch(draft, looked)
     _settle(path, draft, looked, talk)
-    if draft.unread and (partial or not draft.deciding()):
-        talk.note(f"not read: {', '.join(draft.unread)}, which may change what the script does")
+    _note_unread(draft, partial, talk)
     text = _text(path, origin, source.called, draft, talk)
     refused = [] if partial else draft.deciding()  # which the error lists
     for gap in draft.gaps:
@@ -110,6 +109,12 @@ def move(
     first = f"fill in {' and '.join(empty)}; then " if empty else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
+
+
+def _note_unread(draft: RunDraft, partial: bool, talk: Prompter) -> None:
+    """Name the files that a script imports; an error for lost parts names them itself."""
+    if draft.unread and (partial or not draft.deciding()):
+        talk.note(f"not read: {', '.join(draft.unread)}, which may change what the script does")
 
 
 def _replace_columns(draft: RunDraft) -> None:

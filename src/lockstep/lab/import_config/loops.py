@@ -398,11 +398,11 @@ class Loop(Reading):
     def loaders(self, statements: Statements) -> None:
         """Check that the loop goes through the loader that was read, and through no other one."""
         loop = statements.batch_loop
-        made = loaders_of(self.script, loop.iter) if loop is not None and statements.walked else {}
-        if self.loader is None or not made:
+        calls = loaders_of(self.script, loop.iter) if loop is not None and statements.walked else {}
+        if self.loader is None or not calls:
             return
         usual = without_order(self.loader.node)
-        for node in made.values():
+        for node in calls.values():
             if without_order(node) != usual:
                 why = f"the loop may go through this loader, and through that of line {self.loader.line}"
                 self.draft.unclear(f"line {node.lineno}: {code_of(node)}", why, "batch_size")
