@@ -13,7 +13,7 @@ from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.hub_push import push
 from lockstep.cli import main
 from lockstep.config.run import Run, load
-from lockstep.data import tokenizer
+from lockstep.data import hub, tokenizer
 from lockstep.tasks.models import models
 from lockstep.training.checkpoint_model import fetch
 from lockstep.training.evaluate_export import finished
@@ -218,7 +218,14 @@ def test_a_model_folder_without_weights_is_one_message(output: Path, tmp_path: P
         models.build(run, "classification", tokenizer.load(str(tmp_path / "model")))
 
 
-@pytest.mark.parametrize("fault", [turned, text("export/config.json", None)])
+def gone(folder: Path) -> None:
+    """Delete the export, as a run that never wrote one; `model.source` then does not take its name for a Hub id."""
+    shutil.rmtree(folder / "export")
+    with raises("LS2080", "export was deleted", "lockstep train again"):
+        hub.model_folder(str(folder / "export"))
+
+
+@pytest.mark.parametrize("fault", [turned, gone])
 @pytest.mark.parametrize("saved", [True, False])
 def test_status_says_one_thing_of_a_damaged_export(
     fault: Callable[[Path], None], saved: bool, output: Path, capsys: pytest.CaptureFixture[str]

@@ -59,6 +59,8 @@ def damage(output: Path) -> str | None:
     and the JSON files except the index of sharded weights, but they must exist, be valid JSON, and config and tokenizer
     must have keys."""
     export = output / "export"
+    if not export.is_dir():
+        return "there is no such folder"
     if not (export / "config.json").is_file():
         return "config.json is missing"
     try:

@@ -56,7 +56,8 @@ def run_status(args: argparse.Namespace) -> int:
     step = max([recorded, reached, *sound])
     ended = came_to_its_end(run, sound, total or 0)
     finished = ended and (run.folder / "export" / "config.json").exists()
-    looks = args.verify and not state.live and (run.folder / "export").is_dir()
+    lacking = _lacks_export(run, record, state)
+    looks = args.verify and not state.live and (lacking or (run.folder / "export").is_dir())
     if looks and (fault := export_hashes.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
     edits = export_hashes.note_of_edits(run.folder) if looks and "export" not in damaged else None
@@ -102,9 +103,15 @@ def run_status(args: argparse.Namespace) -> int:
         )
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
-    rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, "export" in damaged)
+    rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, lacking or "export" in damaged)
     Console(True).facts(rows)
     return status
+
+
+def _lacks_export(run: Run, record: JobRecord | None, state: State) -> bool:
+    """Return whether a run that is done has no export, although its disk was not full."""
+    rescued = record is not None and record.rescued is not None
+    return state.status == 0 and not rescued and not (run.folder / "export" / "config.json").exists()
 
 
 NOT_WRITTEN = f"there is no readable {job_record.FILE}: no run was launched into this folder"

@@ -222,18 +222,20 @@ def of_checkpoint(checkpoint: Path) -> Path:
 
 def model_folder(source: str, key: str = "model.source") -> str:
     """Resolve `model.source` or `tokenizer.source`: an output folder to its export, a checkpoint to its model in the
-    cache; anything else unchanged. Errors: `RunError` for a run without an export."""
+    cache; anything else unchanged. Errors: `RunError` for a run without an export, also if `source` names that."""
     path = Path(source).expanduser()
     output, checkpoint = parts(path)
     if checkpoint is not None and (checkpoint / MANIFEST).is_file():
         return str(of_checkpoint(checkpoint))
-    if not (path / "run.yaml").is_file() or (path / "config.json").is_file():
+    if path.name == "export" and not path.is_dir() and (path.parent / "run.yaml").is_file():
+        output = path = path.parent
+    elif not (path / "run.yaml").is_file() or (path / "config.json").is_file():
         return source
     if not (path / "export" / "config.json").is_file():
         raise RunError(
             "LS2080",
-            f"{key}: the run of {output} is not finished and has no export; name one of its checkpoints, for "
-            f"example {output}/checkpoints/latest, or finish the run",
+            f"{key}: {output} has no export: its run is not finished, or the export was deleted; name one of its "
+            f"checkpoints, for example {output}/checkpoints/latest, or run lockstep train again to write the export",
         )
     return str(path / "export")
 
