@@ -83,8 +83,7 @@ def run_status(args: argparse.Namespace) -> int:
         }
         return json_output.emit("status", status, facts)
     rows = {"run": f"{run.name} -> {run.folder}"}
-    if record:
-        rows["launched"] = origin(record)
+    rows |= {"launched": origin(record)} if record else {}
     rows["state"] = state_sentence(state)
     rows["step"] = f"{step} of {total} ({100 * step // total}%)" if total else str(step)
     rows |= {split: numbers_in(line) for split, line in metrics.items()}
