@@ -474,3 +474,19 @@ def test_a_network_that_a_module_of_lightning_is_created_with_is_looked_at() -> 
     usual = in_loop(text.replace("NEXT", "pass"))
     for line in ("torch.nn.init.zeros_(net.classifier.bias)", "for p in net.parameters():\n    p.data.zero_()"):
         assert "zero" in in_loop(text.replace("NEXT", line)).replace(usual, ""), line
+
+
+def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
+    usual = in_loop(LIT)
+    for head, body in (
+        ("optimizer_step(self, *a)", "pass"),
+        ("on_train_batch_start(self, b, i)", "return -1"),
+        ("on_train_epoch_start(self)", "self.model.encoder.eval()"),
+        ("setup(self, stage)", "self.model.encoder.requires_grad_(False)"),
+        ("validation_step(self, b, i)", "self.trainer.optimizers[0].param_groups[0]['lr'] = 1"),
+        ("on_validation_epoch_end(self)", "self.trainer.should_stop = True"),
+    ):
+        method = f"    def {head}:\n        {body}\n    def training"
+        assert f"Lit.{head.partition('(')[0]} (" in in_loop(changed(("    def training", method), text=LIT)), head
+    plain = "    def validation_step(self, b, i):\n        self.log('a', self.model(**b).loss)\n    def training"
+    assert len(in_loop(changed(("    def training", plain), text=LIT)).splitlines()) == len(usual.splitlines())

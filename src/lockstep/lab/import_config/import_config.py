@@ -65,8 +65,7 @@ def move(
     by_hand = {**{names[flag]: text for flag, text in flags.items() if text is not None}, **overridden}
     for key, value in by_hand.items():
         _check_value(key, value)
-    draft = RunDraft(by_hand=by_hand, folder=origin.parent)
-    processes = overridden.get("launch.processes")
+    draft, processes = RunDraft(by_hand=by_hand, folder=origin.parent), overridden.get("launch.processes")
     try:
         source = read(origin)
         source.move(draft, processes if isinstance(processes, int) else None)

@@ -175,6 +175,9 @@ def module(loop: Any, transformers: bool) -> None:
         methods = {each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)}
         _lines(kind, loop.draft)
         for name, method in methods.items():
+            if (inside := _changes(method, name)) is not None:
+                loop.draft.unclear(f"line {method.lineno}: {kind.name}.{name}", inside)
+                continue
             if name == "training_step" and transformers:
                 _step(method, methods.get("forward"), loop.draft)
             elif name == "configure_optimizers":
@@ -287,6 +290,27 @@ def _mode(kind: ast.ClassDef, loop: Any) -> None:
         why = "Lightning since 2.2 leaves a model in its mode, and from_pretrained gives one in evaluation mode"
         where = f"line {kind.lineno}: no model.train() is called"
         loop.draft.at_end.append(lambda draft: without_dropout(draft, where, why))
+
+
+def _changes(method: ast.FunctionDef, name: str) -> str | None:
+    """Return why a method of a module makes another training: it replaces a part of a step, or changes the optimizer,
+    the weights or the Trainer, though Lightning calls it for something else."""
+    if name in NAMES["lightning_replaces"]:
+        return "it replaces a part of each step"
+    if name in ("__init__", "configure_optimizers", "training_step", "forward"):  # read elsewhere
+        return None
+    modes = ("train", "eval") if name.startswith(("on_train", "setup", "on_fit")) else ()
+    for node in ast.walk(method):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Subscript | ast.Call) else ""
+        sets = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+        in_place = called.endswith("_") or called in (*modes, "load_state_dict", "freeze", "unfreeze", "zero_grad")
+        if in_place or (sets and any(part in text for part in _OF_TRAINING)):
+            return f"the effect of line {getattr(node, 'lineno', 0)}, {code_of(node)}, on training is unknown"
+    return None
+
+
+_OF_TRAINING = ("param_groups", "trainer.", ".data", "requires_grad", "optimizer", ".grad")
 
 
 def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
