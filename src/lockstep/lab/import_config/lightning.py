@@ -306,7 +306,7 @@ def _changes(method: ast.FunctionDef, name: str) -> str | None:
         called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
         in_place = called.endswith("_") or called in (*modes, "load_state_dict", "freeze", "unfreeze", "zero_grad")
         if in_place or (sets and any(part in text for part in _OF_TRAINING)):
-            return f"the effect of line {getattr(node, 'lineno', 0)}, {code_of(node)}, on training is unknown"
+            return f"the effect of {code_of(node)} on training is unknown"
     return None
 
 
