@@ -226,19 +226,26 @@ def _targets(node: ast.Assign | ast.NamedExpr) -> list[ast.expr]:
 
 def _functions(name: str, tree: ast.Module) -> list[ast.AST]:
     """The function of a name: of this file, else of the only other file that has one."""
-    here = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+    here = _named(name, tree)
     others = [] if here else [text for text in _texts() if f"def {name}(" in text]
-    if len(others) == 1:
-        return _functions(name, ast.parse(others[0]))
-    return [*here] if len(here) == 1 else []
+    here = _named(name, ast.parse(others[0])) if len(others) == 1 else here
+    return here if len(here) == 1 else []
+
+
+def _named(name: str, tree: ast.Module) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
 
 
 def _constants(name: str, tree: ast.Module) -> list[ast.expr]:
     """The value of a module's constant: of this file, else of the only other file that has one of this name."""
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    here = [each.value for each in assigned if isinstance(t := each.targets[0], ast.Name) and t.id == name]
+    here = _bound(name, tree)
     others = [] if here else [text for text in _texts() if f"\n{name} = " in text]
-    return _constants(name, ast.parse(others[0])) if len(others) == 1 else here
+    return _bound(name, ast.parse(others[0])) if len(others) == 1 else here
+
+
+def _bound(name: str, tree: ast.Module) -> list[ast.expr]:
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    return [each.value for each in assigned if isinstance(t := each.targets[0], ast.Name) and t.id == name]
 
 
 @functools.cache

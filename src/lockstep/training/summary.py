@@ -116,7 +116,8 @@ def closing(
     then = what_next(task, console.samples)
     noted = f"{command}  # {does.removeprefix('gives ')}"
     fits = console.width is None or len(noted) <= console.width - 11  # else the note would need a line of its own
-    once_more = {"repeat": noted if fits else command} if command != then else {}
+    again = noted if fits else command
+    once_more = {"repeat": again} if command != then else {}
     console.facts(once_more | {"next": then}, whole=True)
 
 
