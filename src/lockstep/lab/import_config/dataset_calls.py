@@ -181,6 +181,8 @@ def mapped(call: Call, at: Reading) -> None:
     """Read `map` and `set_transform`: a tokenizing function gives columns and lengths; any other changes the rows."""
     node = at.script.arguments(call, ("function",)).nodes.get("function")
     function = script.function_of(at.script, node)
+    if at.script.arguments(call).known.get("drop_last_batch"):
+        at.draft.lacks(f"line {call.line}: drop_last_batch=True", "all rows are trained on", "data.train")
     if function is None:
         at.draft.unclear(str(call), f"its effect on the rows is unknown: {_WHOLE}", "data.source", "data.train")
         return

@@ -12,15 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import (
-    attributes,
-    lightning,
-    loading,
-    loop_module,
-    loss_means,
-    resuming,
-    trainer_script,
-)
+from lockstep.lab.import_config import attributes, lightning, loading, loop_module, loss_means, trainer_script
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
@@ -29,6 +21,7 @@ from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loader_calls import draws_again, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
+from lockstep.lab.import_config.resuming import best_saved, without_resuming
 from lockstep.lab.import_config.schedule_calls import COSINE, of_cosine, per_process
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
 from lockstep.lab.import_config.table import (
@@ -59,8 +52,8 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
     elif needs_inlining(script.tree):
         tree = written_out(script.tree)
     script = script if tree is None else Script(script.path, script.text, script.options, tree)
-    script, notes = resuming.without_resuming(script)
-    notes += resuming.best_saved(script)
+    script, notes = without_resuming(script)
+    notes += best_saved(script)
     return name, lambda draft, processes: _move(script, draft, processes, notes)
 
 
@@ -309,6 +302,9 @@ class Loop(Reading):
     def _split_of(self, call: Call, node: ast.expr | None) -> None:
         """Return the rows of a loader; from a dictionary of splits, those of train."""
         node = self._assigned_to(node)
+        if isinstance(node, ast.Call) and self.is_transformers() and ast.unparse(node.func) in self.script.classes:
+            why = "a data set of the script's own may change the rows: save them to a file, and give --data FILE"
+            self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.source", "data.train")
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             split = node.slice.value
             if isinstance(split, str) and not split.startswith("train"):
