@@ -1,4 +1,4 @@
-"""Rules on what the first losses and the settings of a model show (`tracer/evidence.py`, `tracer/settings_of.py`).
+"""Rules on what the first losses and the settings of a model show (`tracer/evidence.py`, `tracer/layers.py`).
 
 Each kind of note is a row of `KINDS`: evidence, the change to make, and, unless it is proved, what else it could be and
 what would decide it. A note counts if it holds in three steps or more, and in three quarters of those looked at.
@@ -109,7 +109,7 @@ KINDS = {
         "targets are normal noise, and the input of their size is uncorrelated with them: nothing tells the model "
         "which noise it is to predict",
         "add the same noise to the input that the loss compares with",
-        "made-up numbers to measure speed",
+        "random numbers to measure speed",
         "where noise is drawn",
     ),
 }
