@@ -231,3 +231,12 @@ def test_sagemaker_says_who_the_hosts_are(tmp_path: Path) -> None:
     variables, others = (json.loads(line) for line in done.stdout.splitlines()[-2:])
     assert [json.loads(variables[0]), *variables[1:]] == [["algo-1", "algo-2"], "algo-2", "eth1"]
     assert others == [{"seed": 7}, str(tmp_path / "output"), str(tmp_path / "model")]
+
+
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py")
+def test_a_secret_is_a_text_by_this_name() -> None:
+    """AWS Secrets Manager's GetSecretValue takes SecretId and answers with SecretString, a string."""
+    session = pytest.importorskip("botocore.session", reason="needs the extra sagemaker")
+    operation = session.get_session().get_service_model("secretsmanager").operation_model("GetSecretValue")
+    assert "SecretId" in operation.input_shape.required_members
+    assert operation.output_shape.members["SecretString"].type_name == "string"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,37 @@ def test_the_state_of_accelerate_is_shared_and_can_be_set() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
     assert accelerate.PartialState(cpu=True).distributed_type == DistributedType.NO
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@rests_on_it("src/lockstep/tasks/modules/dataset.py")
+def test_a_loader_pins_what_can_pin_itself() -> None:
+    """The thread of DataLoader that pins memory calls a batch's own method pin_memory, and uses its result."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    class Batch:
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    assert pin_memory(Batch()) == "pinned"
+
+
+@rests_on_it(
+    "src/lockstep/launchers/torchrun.py",
+    "src/lockstep/launchers/processes/elastic_agent.py",
+    "src/lockstep/launchers/processes/elastic_rendezvous.py",
+)
+def test_errors_of_a_rendezvous() -> None:
+    """RendezvousConnectionError and RendezvousStateError are RendezvousErrors, none is a TimeoutError, and a store that
+    nobody serves raises one of ValueError, RuntimeError and TimeoutError."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic import rendezvous
+
+    for kind in (rendezvous.RendezvousConnectionError, rendezvous.RendezvousStateError):
+        assert issubclass(kind, rendezvous.RendezvousError)
+        assert not issubclass(kind, TimeoutError)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises((ValueError, RuntimeError, TimeoutError)):
+        TCPStore("127.0.0.1", port, None, is_master=False, timeout=timedelta(milliseconds=200))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -164,3 +168,38 @@ def test_credentials_of_boto3_are_taken(server: Store, monkeypatch: pytest.Monke
     )
     obstore.put(signed, "signed", b"1", use_multipart=False)
     assert bytes(obstore.get(signed, "signed").bytes()) == b"1"
+
+
+@rests_on_it("src/lockstep/data/object_store.py")
+def test_azure_s_account_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AzureStore takes a container's name and the options that S3Store takes, reads AZURE_STORAGE_ACCOUNT_NAME,
+    AZURE_STORAGE_ACCOUNT_KEY and AZURE_STORAGE_ENDPOINT, signs requests with that key, and refuses to be made without
+    an account."""
+    from obstore import store
+
+    options: Any = {"client_options": {"timeout": timedelta(seconds=10), "allow_http": True}, "retry_config": RETRY}
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(Exception, match=r"(?i)account"):
+        store.AzureStore("texts", **options)
+    requests = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            requests.append((self.path, self.headers["Authorization"]))
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "company")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"not a key").decode())
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(FileNotFoundError):
+            obstore.head(store.AzureStore("texts", **options), "a/b.jsonl")
+        server.shutdown()
+    ((path, signed),) = requests
+    assert path.endswith("texts/a/b.jsonl")
+    assert signed.startswith("SharedKey company:")
