@@ -236,6 +236,32 @@ def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
         ],
         ["PGPASSWORD=plainsecret", "--db-pass", "plainsecret", "--pwd=plainsecret", "--bearer", "plainsecret"],
         ["--header", "X-Api-Key=plainsecret", "-H", "apikey: plainsecret", "--cookie", "session=plainsecret"],
+        ["-HAuthorization: Bearer plainsecret", "-H", "DD-API-KEY: plainsecret", "--config", "{token: plainsecret}"],
+        [
+            "--accessToken",
+            "plainsecret",
+            "--wandbApiKey=plainsecret",
+            '{"hubToken": "plainsecret"}',
+            "--pw=plainsecret",
+        ],
+        [
+            "/usr/bin/mysql",
+            "-uroot",
+            "-pplainsecret",
+            ";",
+            "sshpass",
+            "-p",
+            "plainsecret",
+            "mysqldump",
+            "-pplainsecret",
+        ],
+        ["docker", "login", "-u", "me", "-p", "plainsecret", "&&", "redis-cli", "-a", "plainsecret", "ping"],
+        ["openssl", "enc", "-k", "plainsecret", "-passin", "pass:plainsecret", "|", "unzip", "-Pplainsecret", "a.zip"],
+        [
+            "sh",
+            "-c",
+            "sshpass -p 'plainsecret' ssh h; mysql -pplainsecret a&&wandb login plainsecret\nlftp -u a,plainsecret",
+        ],
     ],
     ids=" ".join,
 )
@@ -250,6 +276,23 @@ def test_the_control_other_words_of_a_command_stay() -> None:
     words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
     words += ["docker", "-u", "1000:1000", "--user=1000:1000", "repo/image:tag@sha256:0a", "git@github.com:a/b.git"]
     words += ["-u", "-m", "module", "python", "-u", "train.py", "--passes", "3", "--pass", "2", "-L", "80:host:80"]
+    words += [
+        "srun",
+        "-p",
+        "gpu",
+        "docker",
+        "run",
+        "-p",
+        "80:80",
+        "mkdir",
+        "-p",
+        "a",
+        "mysql",
+        "-p",
+        "db",
+        "padToken=x",
+    ]
+    words += ["sh", "-c", "mkdir -p a && docker run -a stdin -p 80:80 image; srun -pgpu python a.py --sortKey b"]
     words += ["--start", "10:30", "s3://bucket/path@2024/x", "user@host:/data", "sh", "-c", "python -u train.py a:b"]
     assert redact_words(words) == words
     assert redact(" ".join(words)) == " ".join(words)

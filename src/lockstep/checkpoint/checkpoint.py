@@ -289,6 +289,8 @@ class Checkpoints:
             if self.world.is_main:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    for left in self.folder.glob(".probe-*"):  # by a run that was killed
+                        left.unlink()
                     (self.folder / name).touch()
                 except OSError:
                     is_writable = False  # no rank can write; each reports the reason later

@@ -15,6 +15,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
+from lockstep_trace.program_options import passwords_in_text, passwords_in_words
+
 STRUCK = "***"
 _SHORTEST = 8  # least length of an environment secret to redact; shorter ones are words
 _NO_WORD = 16  # least length to reject a run file: a weak password may also be a project name
@@ -75,7 +77,7 @@ _OPTION = re.compile(
 )
 _PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _HEADER, _OPTION)
 # "token": "value" in JSON among the words of a command; in other texts a token may be a piece of text
-_SIGN_IN = "(?:proxy-)?authorization|(?:set-)?cookies?|bearer|pwd|pass|passcode"  # in commands alone
+_SIGN_IN = "(?:proxy-)?authorization|(?:set-)?cookies?|bearer|pwd|pw|pass|passcode"  # in commands alone
 _FIELD = re.compile(
     rf"(?P<keep>[\"'](?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_.-])*(?:token|credentials?|{_SIGN_IN}|{_WORDS})\\?[\"']\s?:\s?)"
     r"(?!\\?[\"']\*\*\*)(?:\\?\"[^\"\n]*\"|\\?'[^'\n]*')",
@@ -86,11 +88,21 @@ _PASSWORD = r"(?!\*\*\*|//|\d+(?:\s|$))[^\s\"']+"  # after NAME:, which may also
 # In the words of a command, and in the texts of `sh -c`
 _IN_COMMANDS = (
     _FIELD,
+    re.compile(  # api-key: value (a header), token: value (YAML)
+        rf"(?P<keep>(?<![\w.-])(?!(?:{_SPECIAL_TOKENS})[_-]token)(?:[a-z0-9]+[_-])*(?:token|subscription-key|{_WORDS}):\s*)"
+        r"(?!\*\*\*|(?:null|none|true|false)\b)(?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}]+)",
+        re.IGNORECASE,
+    ),
+    re.compile(  # "accessToken": value, accessToken=value
+        r"(?P<keep>(?<![\w-])(?:--)?(?!(?:pad|eos|bos|unk|sep|cls|mask|start|end)Token)[a-z][A-Za-z0-9]*"
+        r"(?:Token|Secret|Password|ApiKey|AccessKey|PrivateKey|SecretKey|Credentials?)(?:\\?[\"'])?(?:\s?[:=]\s?))"
+        r"(?!\*\*\*|-)(?:\\?\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}]+)"
+    ),
     re.compile(rf"(?P<keep>(?<![\w-])(?:{_USER})(?:\s+|=)?[\"']?[\w.@+-]+:){_PASSWORD}"),  # -u name:password
     re.compile(r"(?P<keep>\bAuthorization:\s*(?:Digest|AWS4-HMAC-SHA256)\s+)(?!\*\*\*)[^\n]+", re.IGNORECASE),
     re.compile(r"(?P<keep>\b(?:Set-)?Cookie:\s*)(?!\*\*\*)[^\s\"'][^\n\"']*", re.IGNORECASE),
     re.compile(  # Authorization:value, of any scheme
-        r"(?P<keep>\bAuthorization\s*[:=]\s*(?:[A-Za-z][\w-]*\s+)?)(?!\*\*\*|[A-Za-z][\w-]*\s+\*\*\*)[^\s\"']+",
+        r"(?P<keep>(?:\b|(?<=-H))Authorization\s*[:=]\s*(?:[A-Za-z][\w-]*\s+)?)(?!\*\*\*|[A-Za-z][\w-]*\s+\*\*\*)[^\s\"']+",
         re.IGNORECASE,
     ),
     re.compile(  # --cookie value, --db-pass value, in a text
@@ -139,9 +151,12 @@ def redact_words(words: Sequence[str]) -> list[str]:
     """Redact the words of a command line: values whose option, variable or key names a secret (`--token VALUE`,
     `--token=VALUE`, `hub.token=VALUE`), and everything that `redact` detects in a word."""
     redacted = []
-    for option, word in zip(["", *words], words, strict=False):
+    passwords = passwords_in_words(words)
+    for i, (option, word) in enumerate(zip(["", *words], words, strict=False)):
         name, equals, value = word.partition("=")
-        if option.startswith("-") and "=" not in option and _hides(option.lstrip("-"), word):
+        if i in passwords:
+            redacted.append(f"{redact(word[: passwords[i]])}{STRUCK}")
+        elif option.startswith("-") and "=" not in option and _hides(option.lstrip("-"), word):
             redacted.append(STRUCK)
         elif value and " " not in name and _hides(name.lstrip("-+"), value):
             redacted.append(f"{redact(name)}{equals}{STRUCK}")
@@ -153,12 +168,17 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 
 def _hides(name: str, value: str) -> bool:
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # accessToken
     return names_secret(name) or (_SIGNED_IN.search(name) is not None and not value.isdigit())
 
 
 def _redact_word(word: str) -> str:
     for pattern in _IN_COMMANDS:
         word = pattern.sub(rf"\g<keep>{STRUCK}", word)
+    if not re.search(r"\s", word):
+        return word
+    for begin, end in reversed(list(passwords_in_text(word))):
+        word = word[:begin] + STRUCK + word[end:]
     return word
 
 
