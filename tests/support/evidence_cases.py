@@ -50,8 +50,11 @@ def letters_with_the_blank(wrong: bool) -> None:
     def loss_of(_: int) -> Tensor:
         targets = torch.randint(0 if wrong else 1, 6, (4, 7))
         targets[:, 4:] = 0  # behind the length
+        if not wrong:
+            targets[3] = 0  # without a transcript; the loss leaves it out
         scores = model(torch.randn(20, 4, 8)).log_softmax(-1)
-        return functional.ctc_loss(scores, targets, torch.full((4,), 20), torch.full((4,), 4))
+        losses = functional.ctc_loss(scores, targets, torch.full((4,), 20), torch.full((4,), 4), reduction="none")
+        return losses.mean() if wrong else losses[:3].mean()
 
     trained(model, loss_of)
 
@@ -64,7 +67,9 @@ def labels_of_a_margin_for_cross_entropy(wrong: bool) -> None:
         if wrong:
             return functional.binary_cross_entropy_with_logits(scores, labels)
         missing = functional.binary_cross_entropy_with_logits(scores, labels, reduction="none") * (labels >= 0)
-        return missing.mean() + functional.soft_margin_loss(scores, labels)
+        hidden = functional.binary_cross_entropy_with_logits(scores.masked_fill(labels < 0, 0), labels)
+        pairs = functional.soft_margin_loss(scores, (labels > 0).float())  # 0: no pair
+        return missing.mean() + functional.soft_margin_loss(scores, labels) + hidden + pairs
 
     trained(model, loss_of)
 
@@ -75,7 +80,10 @@ def weights_of_all_pairs(wrong: bool) -> None:
 
     def loss_of(_: int) -> Tensor:
         x, y, weights = next(rows)
-        return ((weights if wrong else weights.unsqueeze(1)) * (model(x) - y) ** 2).mean()
+        if not wrong:
+            table = ((torch.outer(weights, weights) - weights * model(x)) ** 2).mean()  # each pair has a term
+            return table + (weights.unsqueeze(1) * (model(x) - y) ** 2).mean()
+        return (weights * (model(x) - y) ** 2).mean()
 
     trained(model, loss_of)
 
@@ -86,6 +94,15 @@ def a_module_with_requires_grad(wrong: bool) -> None:
         vars(model[0])["requires_grad"] = False
     else:
         model[0].requires_grad_(False)
+        vars(model[1])["requires_grad"] = False
+    rates = [{"params": layer.parameters(), "lr": 0.1 if i else 0.01} for i, layer in enumerate(model)]
+    if not wrong:  # the attribute may have chosen the rate
+        optimizer = torch.optim.SGD(rates)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        return
     trained(model, lambda _: model(torch.randn(4, 8)).square().mean())
 
 

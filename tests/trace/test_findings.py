@@ -343,6 +343,12 @@ def test_ranks_that_split_one_data_set_apart_are_a_finding(rows: tuple[list[int]
         ranks.append(rank)
     assert [f.level for f in observed.split_apart(Trace(Path(), {}, tuple(ranks), 0))] == codes
     assert not [*observed.split_apart(Trace(Path(), {}, (ranks[0], ranks[0]), 0))]
+    about, layout = {"step": 0, "fed": [["a", 0], ["b", 0]]}, OptimizerLayout("SGD", (), (), False, None, ("M",))
+    for rank in ranks:  # both parts are trained on
+        for name, loader in zip("ab", rank.loaders, strict=True):
+            loader["loader"] = name
+        rank.steps.setdefault(0, {})[0] = Step(about, layout)
+    assert not [*observed.split_apart(Trace(Path(), {}, tuple(ranks), 0))]
 
 
 def test_statements_without_effect_are_named_and_others_are_not(
@@ -350,6 +356,7 @@ def test_statements_without_effect_are_named_and_others_are_not(
 ) -> None:
     """Sets have `add`, and properties need no call."""
     right = "for p in model.parameters():\n    p.data.clamp_(0, 1)\nseen.data.add(3)\ndata.train\nmodel.eval()\n"
+    right += "try:\n    a.set_epoch\nexcept AttributeError:\n    pass\nfor s, p in zip(t, m.parameters()):\n s.add(p)\n"
     wrong = "for p in model.parameters():\n    p.data.clamp(0, 1)\nmodel.eval\nopt.zero_grad\ntorch.no_grad()\n"
     for text, count in ((right, 0), (wrong, 4)):
         (tmp_path / "job.py").write_text(text)

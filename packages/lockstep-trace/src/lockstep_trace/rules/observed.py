@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep_trace.read import Trace
+from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LOOKS = 8  # first losses
+
+BEYOND = "binary cross entropy is given targets below 0 or above 1: the loss has no minimum there"
 
 # kind of note -> (code, evidence, cause, otherwise, decides)
 # proved: torch excludes these values, and the loss has no gradient or minimum for them; or a sum over all pairs is the
@@ -26,12 +28,19 @@ KINDS = {
         "",
         "",
     ),
-    "target beyond": (
+    "target outside": (
         "target-out-of-range",
-        "binary cross entropy is given targets below 0 or above 1: the loss has no minimum there",
+        BEYOND,
         "give it probabilities or labels 0 and 1 (-1 and 1 belong to soft_margin_loss)",
         "",
         "",
+    ),
+    "target beyond": (
+        "target-out-of-range",
+        BEYOND,
+        "give it probabilities or labels 0 and 1",
+        "labels divided by the probability that they are observed, which are between 0 and 1 on average",
+        "how targets are computed",
     ),
     "target 0": (
         "target-out-of-range",
@@ -113,7 +122,11 @@ KINDS = {
         "where noise is drawn",
     ),
 }
-UNLESS = {"noise in no": "noise in an"}  # a note of another kind in the same run
+UNLESS = {
+    "noise in no": "noise in an",
+    "target beyond": "target outside",
+    "weights spread": "own weights",
+}  # a note of another kind in the same run
 
 
 def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -127,7 +140,7 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 if kind is not None:
                     rows.setdefault(kind, {}).setdefault(number, note)
         for kind, by_step in rows.items():
-            if kind not in KINDS or UNLESS.get(kind) in rows or ("weights spread" in kind and "own weights" in rows):
+            if kind not in KINDS or UNLESS.get(kind) in rows:
                 continue
             if len(by_step) >= max(PATIENCE, 0.75 * min(len(steps), LOOKS // 2)):
                 yield _finding(kind, *next(iter(by_step.items())), len(by_step))
@@ -148,12 +161,15 @@ def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report settings that another library's convention would explain.
 
     An attribute `requires_grad` of a module, which none of its classes reads or writes, is proved to have no effect:
-    its parameters are trained. The others are suspected: unusual numbers may be meant."""
+    its parameters get gradients and are changed, in a group with others, so that no code set them apart. The others
+    are suspected: unusual numbers may be meant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
     for kind, name, number in rank.models[0].get("odd", ())[:1] if rank.models else ():
         if kind == "frozen":
+            if not _trained(rank, optimizer, name):
+                continue
             what = f"requires_grad = False is set on the module {name}, and its parameters require gradients"
             yield Finding("setting-unread", what, "module.requires_grad_(False) freezes its parameters", None, WRONG)
             continue
@@ -172,6 +188,16 @@ def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"betas are {tuple(betas)}: the mean of gradients is longer than that of their squares"
             swapped = f"betas=({betas[1]:g}, {betas[0]:g})"
             yield Finding("setting-unusual", what, swapped, None, SUSPICIOUS, "a number on purpose", "their order")
+
+
+def _trained(rank: Rank, optimizer: int, module: str) -> bool:
+    steps = [s for s in rank.steps[optimizer].values() if s.measured]
+    if not steps:
+        return False
+    inside = [p for p in steps[-1].layout.parameters if p.name.startswith(f"{module}.")]
+    groups = {p.group for p in steps[-1].layout.parameters if p not in inside}
+    moved = {n for s in steps for n, v in s.updates.items() if v.square}
+    return bool(inside) and all(p.name in moved and p.group in groups for p in inside)
 
 
 def statements(trace: Trace) -> Iterator[Finding]:
@@ -203,15 +229,23 @@ def split_apart(trace: Trace) -> Iterator[Finding]:
     rows: list[dict[tuple[int, ...], list[Any]]] = [
         {tuple(e["split"]): e["rows"] for e in r.loaders if e.get("split") and e.get("rows")} for r in trace.ranks
     ]
+    trained = [_fed(rank) for rank in trace.ranks]
     replicas = premises.declared(trace) or any(premises.reduced(trace, o) for o in trace.optimizers)
     for split in rows[0] if len(rows) > 1 and replicas else {}:
         each = [row[split] for row in rows if split in row]
         parts = [other for row in rows for other in row if other[0] == split[0] and other != split]
-        if len(each) < len(rows) or len({e[0] for e in each}) == 1 or len(parts) < len(rows):
-            continue
+        both = any(len(fed & {s for s in row if s[0] == split[0]}) > 1 for fed, row in zip(trained, rows, strict=True))
+        if len(each) < len(rows) or len({e[0] for e in each}) == 1 or len(parts) < len(rows) or both:
+            continue  # both: no part is held back
         same = each[0][1] is not None and len({e[1] for e in each}) == 1
         what = "random_split gives each rank other parts, and the ranks train one model: rows that one rank holds back "
         cause = "split with a generator of one seed on all ranks: generator=torch.Generator().manual_seed(0)"
         finding = Finding("split-by-rank", what + "are trained on by another", cause)
         yield weakened(finding, same, "data of its own on each rank", "whether all ranks load the same data set")
         return
+
+
+def _fed(rank: Rank) -> set[tuple[int, ...]]:
+    split = {e.get("loader"): tuple(e["split"]) for e in rank.loaders if e.get("split")}
+    fed = (name for steps in rank.steps.values() for s in steps.values() for name, _ in s.fed or ())
+    return {split[name] for name in fed if name in split}

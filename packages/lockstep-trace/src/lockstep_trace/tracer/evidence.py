@@ -31,6 +31,10 @@ def notes_on(loss: Any, calls: Calls, columns: Sequence[Tensor], later: Callable
         name = name_of(node)
         if name in OF_NODES:
             notes += OF_NODES[name](node)
+        if name == "CtcLoss":
+            _ctc(node, later)
+        if name == "SoftMarginLoss" and _alone(loss, node):
+            notes += _margin(node)
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
             notes += _batch(node, name, calls)
         if name == "Embedding" and not calls.wide:
@@ -59,20 +63,36 @@ class Calls:
 # -- values that torch's functions do not take -------------------------------------------------------------------------
 
 
-def _ctc(node: Any) -> Iterator[Note]:
+def _ctc(node: Any, later: Callable[[str, Tensor], None]) -> None:
     targets, lengths, blank = node._saved_targets, node._saved_target_lengths, int(node._saved_blank)
-    if is_plain_tensor(targets):
-        lengths = torch.as_tensor(lengths, device=targets.device)
-        rows = lengths.unsqueeze(1) if targets.dim() == 2 else lengths.sum()  # behind, there may be anything
-        bad: Tensor = (targets == blank) & (torch.arange(targets.shape[-1], device=targets.device) < rows)
-        yield f"blank {blank} in targets", bad.any()
+    if not is_plain_tensor(targets):
+        return
+    lengths = torch.as_tensor(lengths, device=targets.device)
+    place = torch.arange(targets.shape[-1], device=targets.device)
+    if targets.dim() == 2:
+        bad = ((targets == blank) & (place < lengths.unsqueeze(1))).any(1)  # behind, there may be anything
+    else:
+        rows = torch.searchsorted(lengths.cumsum(0), place, right=True)
+        bad = (
+            torch.zeros(len(lengths) + 1, device=targets.device).index_add(0, rows, (targets == blank).float())[:-1] > 0
+        )
+
+    def arrived(gradients: Any) -> None:  # a row without a gradient is left out of the loss
+        if gradients[0] is not None and gradients[0].numel() == len(bad):
+            later(f"blank {blank} in targets", (bad & (gradients[0].detach().reshape(-1) != 0)).any())
+
+    node.register_prehook(arrived)
 
 
 def _binary(node: Any) -> Iterator[Note]:
     target, weight = node._saved_target, getattr(node, "_saved_pos_weight", None)
     masked = node._saved_reduction == 0 or isinstance(node._saved_weight, Tensor)  # may leave out what has no label
+    under = _only(node)
+    masked |= under is not None and (name_of(under) in ("MaskedFill", "Where") or name_of(under) == "Mul")
     if is_plain_tensor(target) and target.numel() and not masked:
+        mean = target.float().mean()
         yield "target beyond 0 and 1", (target < -0.5).any() | (target > 1.5).any()
+        yield "target outside 0 and 1", (target.abs() == 1).all() & (target < 0).any() | ((mean - 0.5).abs() > 2.5)
         if isinstance(weight, Tensor) and weight.numel() == 1:
             share = target.float().mean()
             yield "rare weighs less", ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
@@ -98,10 +118,8 @@ def _classes(node: Any) -> Iterator[Note]:
 
 
 OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
-    "CtcLoss": _ctc,
     "BinaryCrossEntropy": _binary,
     "BinaryCrossEntropyWithLogits": _binary,
-    "SoftMarginLoss": _margin,
     "NllLoss": _classes,
     "Bmm": lambda node: _summed(node),
 }
@@ -203,8 +221,16 @@ def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
             rows = [(flat == column.to(flat.device)).all() for column in columns if len(column) == n]
             spread = flat.max() > flat.min()
             yield f"weights spread over {n}", spread
-            if rows:
+            if rows and 1 in (len(value), weight.dim()):  # else both were given a second axis on purpose
                 yield f"own weights spread over {n}", spread & torch.stack(rows).any()
+
+
+def _alone(loss: Any, end: Any) -> bool:
+    node = getattr(loss, "grad_fn", None)
+    while node is not None and node is not end:
+        before = [n for n, _ in node.next_functions if n is not None]
+        node = before[0] if len(before) == 1 else None
+    return node is end
 
 
 def _terms(loss: Any) -> Iterator[Any]:
@@ -214,7 +240,9 @@ def _terms(loss: Any) -> Iterator[Any]:
         if node is None:
             return
         yield node
-        if name_of(node) in SIMPLE and (name_of(node) != "Mul" or is_number(node)):
+        name, shape = name_of(node), shape_of(node)
+        of_pairs = name in ("Add", "Sub") and len(shape) == 2 and shape[0] == shape[1]  # each pair has its own term
+        if name in SIMPLE and (name != "Mul" or is_number(node)) and not of_pairs:
             waiting += [n for n, _ in node.next_functions if n is not None]
 
 

@@ -297,8 +297,9 @@ def _wrap_split() -> None:
             if last["base"] != id(self.dataset) or rows & last["rows"]:  # a new split
                 last.update(number=last["number"] + 1, part=0, base=id(self.dataset), rows=set())
             self.lockstep_split = [last["number"], last["part"]]
-            first = self.dataset.tensors[0] if type(self.dataset) is torch.utils.data.TensorDataset else None
-            content = None if first is None else int(hash_of(first[:64])[0])
+            own = self.dataset.tensors if type(self.dataset) is torch.utils.data.TensorDataset else None
+            parts = [t[:: max(1, len(t) // 64)] for t in own or ()]  # rows from all of each tensor
+            content = hash(tuple(int(hash_of(part)[0]) for part in parts)) if own else None
             self.lockstep_rows = [hash(tuple(map(int, self.indices))), content]
             last["part"] += 1
             last["rows"] |= rows

@@ -7,6 +7,7 @@ In: the files that ran, of the script's folder. Out: [kind, text, place]. Reads 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,52 +29,78 @@ RETURNING = (
     "masked_fill",
     "neg",
     "addcmul",
-    "detach",
-    "to",
-    "abs",
 )
 
 
 def without_effect() -> list[list[str]]:
     """Return the statements without effect in the script and in modules of its folder."""
     script = Path(sys.argv[0]).absolute() if sys.argv and sys.argv[0].endswith(".py") else None
-    if script is None or not script.is_file():
+    if script is None or not script.is_file() or "site-packages" in script.parts:
         return []
     names = [getattr(m, "__file__", None) for m in list(sys.modules.values())]
     inside = [Path(n) for n in names if isinstance(n, str) and n.endswith(".py") and Path(n).parent == script.parent]
     rows = []
-    for path in list(dict.fromkeys([script, *inside]))[:MOST]:
-        if path.is_file() and path.stat().st_size <= LARGEST:
-            text = path.read_text(encoding="utf-8", errors="replace")
-            if "# %%" not in text:  # cells of a notebook show values
-                try:
-                    rows += [[kind, ast.unparse(node), f"{path.name}:{node.lineno}"] for kind, node in _of(text)]
-                except (SyntaxError, ValueError, RecursionError):
-                    continue
+    paths = [p for p in dict.fromkeys([script, *inside]) if p.is_file() and p.stat().st_size <= LARGEST][:MOST]
+    texts = {p: p.read_text(encoding="utf-8", errors="replace") for p in paths}
+    every = "\n".join(texts.values())
+    for path, text in texts.items():
+        if "# %%" not in text and "# In[" not in text:  # cells of a notebook show values
+            try:
+                rows += [[kind, ast.unparse(node), f"{path.name}:{node.lineno}"] for kind, node in _of(text, every)]
+            except (SyntaxError, ValueError, RecursionError):
+                continue
     return rows[:8]
 
 
-def _of(text: str) -> Iterator[tuple[str, ast.expr]]:
+def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
     tree = ast.parse(text)
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    own = {n.name for n in functions if any("property" in ast.unparse(d) for d in n.decorator_list)}
+    unused = [n for n in functions if n in tree.body and len(re.findall(rf"\b{n.name}\b", every)) == 1]
+    trials = (ast.Try, ast.With)  # that a name is there may be tried; `no_grad` and others try nothing
+    skipped = {id(n) for f in unused for n in ast.walk(f)}
+    skipped |= {id(n) for f in ast.walk(tree) if isinstance(f, trials) and _tries(f) for n in f.body}
     for loop in ast.walk(tree):
-        parameters = _parameters(loop)
-        for node in getattr(loop, "body", None) or [] if isinstance(getattr(loop, "body", None), list) else []:
-            for each in ast.walk(node) if parameters else [node]:
-                value = each.value if isinstance(each, ast.Expr) else None
-                kind = None if value is None else _kind(value, parameters, text)
-                if value is not None and kind is not None:
-                    yield kind, value
+        parameters, body = _parameters(loop), getattr(loop, "body", None)
+        rows = [n for part in (body, getattr(loop, "orelse", None)) if isinstance(part, list) for n in part]
+        calls = {ast.unparse(n.value.func) for n in rows if isinstance(n, ast.Expr) and isinstance(n.value, ast.Call)}
+        for each in (n for row in rows for n in (ast.walk(row) if parameters else [row])):
+            value = each.value if isinstance(each, ast.Expr) and id(each) not in skipped else None
+            kind = None if value is None else _kind(value, parameters, text)
+            if value is None or kind is None or getattr(value, "attr", "") in own or ast.unparse(value) in calls:
+                continue  # calls: it is called beside
+            yield kind, value
+
+
+def _tries(node: ast.Try | ast.With) -> bool:
+    if isinstance(node, ast.Try):
+        return bool(node.handlers) and len(node.body) == 1
+    return any(word in ast.unparse(i.context_expr) for i in node.items for word in ("suppress", "raises"))
 
 
 def _parameters(loop: ast.AST) -> set[str]:
-    names = set()
-    if isinstance(loop, ast.For):
-        calls = [
-            n.func.attr for n in ast.walk(loop.iter) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
-        ]
-        if any(c in ("parameters", "named_parameters") for c in calls):
-            names = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    return names
+    return set(_taken(loop.target, loop.iter)) if isinstance(loop, ast.For) else set()
+
+
+def _taken(target: ast.expr, source: ast.expr) -> Iterator[str]:
+    if isinstance(source, ast.Subscript):
+        yield from _taken(target, source.value)
+    if isinstance(source, ast.ListComp | ast.GeneratorExp) and ast.unparse(source.elt) == ast.unparse(target):
+        yield from _taken(target, source.generators[0].iter)
+    if not isinstance(source, ast.Call):
+        return
+    name, parts = ast.unparse(source.func).rpartition(".")[2], getattr(target, "elts", [])
+    if name == "zip":
+        for part, each in zip(parts, source.args, strict=False):
+            yield from _taken(part, each)
+    elif name in ("list", "tuple", "reversed", "filter") and source.args:
+        yield from _taken(target, source.args[-1])
+    elif name == "enumerate" and len(parts) == 2:
+        yield from _taken(parts[1], source.args[0])
+    elif name == "parameters" and isinstance(target, ast.Name):
+        yield target.id
+    elif name == "named_parameters" and len(parts) == 2 and isinstance(parts[1], ast.Name):
+        yield parts[1].id
 
 
 def _kind(value: ast.expr, parameters: set[str], text: str) -> str | None:
@@ -83,7 +110,7 @@ def _kind(value: ast.expr, parameters: set[str], text: str) -> str | None:
     if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return None
     name, owner = value.func.attr, value.func.value
-    if name in CONTEXTS and isinstance(owner, ast.Name | ast.Attribute) and "torch" in ast.unparse(owner):
+    if name in CONTEXTS and ast.unparse(owner).split(".")[0] == "torch":
         return "context"
     if isinstance(owner, ast.Attribute) and owner.attr in ("data", "grad"):
         owner = owner.value
