@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On unseen scripts the score is lower. Eight sets, written without knowledge of the rules:
+On eight sets, written without knowledge of the rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -263,8 +263,8 @@ On unseen scripts the score is lower. Eight sets, written without knowledge of t
 
 
 RUNS = (  # of the last measurement
-    "The run had 109 expected causes first; three expected texts were then changed with reworded messages, and these "
-    "three run again. The first 100 exhibits ran on 579cf2fb, the rest on a later commit."
+    "The run had 109 expected causes first; three expected texts were reworded and these three run again. "
+    "Exhibits 1 to 100 ran on 579cf2fb, the rest later."
 )
 
 TELLING = (  # shown on the page
@@ -280,13 +280,12 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     lines = [
         "# The museum of silent faults",
         "",
-        "Each exhibit is a small training script with one fault that raises no error. `lockstep trace` runs it "
-        "unchanged.",
+        "Each exhibit is a small script with one fault that raises no error. `lockstep trace` runs it unchanged.",
         "Where a fault shows only beside a correct job, `lockstep diff` compares it with one process.",
         "",
-        f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} of them are "
-        "rated suspicious,",
-        "  which is printed with `--verbose`. "
+        f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} are rated "
+        "suspicious,",
+        "  printed with `--verbose`. "
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} are public faults, reproduced in the reported library.",
         f"- **Healthy scripts**: {clean} of {len(healthy)} have no finding.",
         "",
@@ -304,7 +303,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
             lines.append(f"| {_name(exhibit)} | {exhibit.symptom} | {_cell(result.said) or '**nothing**'} |")
     lines += [
         "",
-        "Run one, or trace its script:",
+        "Run one:",
         "",
         "<!-- not run: minutes; tests/museum/test_museum.py runs the exhibits -->",
         "```sh",
