@@ -298,3 +298,11 @@ def test_names_on_the_hub_are_read_before_a_start(tmp_path: Path, job: CommandJo
     assert status == 2
     mentions(err, "LS3490", "'module.'")
     assert not list((tmp_path / "home").rglob("*.safetensors"))  # nor downloaded
+
+
+def test_an_edited_config_that_names_another_type_than_its_class_is_refused(tmp_path: Path) -> None:
+    for model_type in ("gptj", "nosuch"):  # gptj loads the files of a gpt2; nosuch is unknown to transformers
+        config = {"architectures": ["GPT2ForSequenceClassification"], "model_type": model_type}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with raises("LS3496", "GPT2ForSequenceClassification", "gpt2", model_type):
+            source_files.check_edited(tmp_path)

@@ -10,6 +10,7 @@ for labels that the files should hold: their config names it, or they hold a par
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
@@ -150,6 +151,7 @@ def check_edited(folder: Path) -> None:
     has it. Errors: `RunError`."""
     import transformers
 
+    _refuse_other_type(folder)
     section = ModelSection.model_validate({"source": str(folder)})
     model = None
     with suppress(Exception), torch.device("meta"):  # a model that needs memory to be built
@@ -157,6 +159,21 @@ def check_edited(folder: Path) -> None:
         model = getattr(transformers, config.architectures[0])(config)
     if model is not None:
         _check_export(_Built(section, model, None))
+
+
+def _refuse_other_type(folder: Path) -> None:
+    import transformers
+
+    with suppress(OSError, ValueError, AttributeError, TypeError, LookupError, ImportError):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        name, model_type = config["architectures"][0], config["model_type"]
+        expected = getattr(transformers, name).config_class.model_type
+        if expected != model_type:
+            raise RunError(
+                "LS3496",
+                f"{folder}: its config.json names the class {name}, whose model_type is {expected}, but says "
+                f"{model_type!r}; restore config.json",
+            )
 
 
 def _check_export(built: _Built) -> None:
