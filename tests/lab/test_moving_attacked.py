@@ -327,6 +327,14 @@ LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
     ("50, len(train) * 3", "50, len(train) * 3, last_epoch=9"): "last_epoch=9 (the schedule begins at another step",
     ("enumerate(train)", "enumerate(tqdm(train))"): "",
     ("import torch\n", "import torch\ntorch.set_float32_matmul_precision('high')\n"): "rounded to fewer bits",
+    ("import torch\n", "import torch\ntorch.backends.cuda.enable_flash_sdp(False)\n"): "not carried over",
+    (
+        "import torch\n",
+        "import os\nimport torch\nos.environ.update(ACCELERATE_MIXED_PRECISION='bf16')\n",
+    ): "takes a setting",
+    ("import torch\n", "import torch\nsetattr(torch.optim.AdamW, 'step', None)\n"): "AdamW, 'step'",
+    ('DataLoader(data["train"]', 'DataLoader(list(data["train"])[:9]'): "a data set of the script's own",
+    ('DataLoader(data["train"]', 'DataLoader(data["train"][:9]'): "a data set of the script's own",
     ('"acme/reviews"', '"acme/reviews", split={"train": "train[:9%]"}'): "use a whole split",
     (
         'AutoTokenizer.from_pretrained("encoder"',
@@ -485,8 +493,14 @@ def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
         ("setup(self, stage)", "self.model.encoder.requires_grad_(False)"),
         ("validation_step(self, b, i)", "self.trainer.optimizers[0].param_groups[0]['lr'] = 1"),
         ("on_validation_epoch_end(self)", "self.trainer.should_stop = True"),
+        ("test_step(self, b, i)", "o = self.optimizers()\n        o.step()"),
+        ("predict_step(self, b, i)", "for p in self.parameters():\n            p += 1"),
+        ("on_save_checkpoint(self, c)", "self.model.eval()"),
+        ("named_modules(self)", "return []"),
+        ("val_dataloader(self)", "m = self.model.encoder\n        m.dropout.p = 0"),
     ):
         method = f"    def {head}:\n        {body}\n    def training"
         assert f"Lit.{head.partition('(')[0]} (" in in_loop(changed(("    def training", method), text=LIT)), head
-    plain = "    def validation_step(self, b, i):\n        self.log('a', self.model(**b).loss)\n    def training"
+    step = "out = self.model(**b)\n        a = (out.logits.argmax(-1) == b['labels']).float().mean()"
+    plain = f"    def validation_step(self, b, i):\n        {step}\n        self.log('a', a)\n    def training"
     assert len(in_loop(changed(("    def training", plain), text=LIT)).splitlines()) == len(usual.splitlines())

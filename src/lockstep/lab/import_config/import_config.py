@@ -8,6 +8,7 @@ parsed and never run).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from lockstep.lab.import_config import (
     command_line,
     decided_branches,
     loops,
-    model_defaults,
     project_files,
+    switches,
     torchtune,
     trainer,
     trainer_script,
@@ -471,18 +472,18 @@ class Read:
     unread: Sequence[str] = ()  # files that a script imports
     rebound: Sequence[str] = ()  # statements that may set any name anew
     shadowed: Sequence[str] = ()  # definitions of functions that Python has
-    rounded: Sequence[str] = ()  # statements that let products of float32 be rounded
+    script: Script | None = None  # whose switches of libraries are named at the end
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
         draft.unread = [*draft.unread, *self.unread]
-        why = "products of float32 are rounded to fewer bits there; lockstep leaves torch's own setting"
-        draft.notes += [f"{each}: {why}" for each in self.rounded]
         for each in self.rebound:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         for each in self.shadowed:
             draft.unclear(each, "it replaces a function of Python that init reads by its name: give it another one")
         self.mover(draft, processes)
+        if self.script is not None:
+            draft.at_end.append(functools.partial(switches.note, self.script))
 
 
 def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
@@ -516,7 +517,7 @@ def script(of: Script) -> Read:
     unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread, rebound, project_files.shadowed(of), model_defaults.rounded(of))
+            return Read(*result, unread, rebound, project_files.shadowed(of), of)
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",

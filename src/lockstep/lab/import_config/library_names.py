@@ -22,11 +22,32 @@ def is_own(script: Any, function: ast.expr) -> bool:
     first = root_of(function)
     if isinstance(function, ast.Name) and (first in script.functions or first in script.classes):
         return True
+    if isinstance(function, ast.Name) and any(_replaces(script, first, each) for each in _values(script, first)):
+        return True
     module = script.imports.get(first, "")
     if module and not is_library(module):
         return True
     known = hasattr(builtins, first) or (id(None), first) in script.bindings
     return isinstance(function, ast.Name) and not known and _may_be_starred(script, first)
+
+
+def _values(script: Any, name: str) -> list[ast.expr]:
+    values = (each for (_, bound), of in script.bindings.items() if bound == name for each in of)
+    return [each for each in values if each is not None]
+
+
+def _replaces(script: Any, name: str, value: ast.expr) -> bool:
+    """Return whether a name is assigned another function or class than a library's: `AdamW = partial(AdamW, ...)`."""
+    if isinstance(value, ast.Lambda):
+        first = value.args.args[0].arg if value.args.args else ""
+        return not (name in PROGRESS and ast.unparse(value.body) == first)  # without the progress bar
+    if isinstance(value, ast.Call):
+        return script.origin_of(value.func).rpartition(".")[2] == "partial" and name not in PROGRESS
+    if not isinstance(value, ast.Name | ast.Attribute):
+        return False
+    first = root_of(value)
+    own = first in script.functions or first in script.classes
+    return own and isinstance(value, ast.Name)
 
 
 def is_library(module: str) -> bool:

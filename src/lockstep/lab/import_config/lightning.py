@@ -14,6 +14,7 @@ from copy import deepcopy
 from typing import Any
 
 from lockstep.lab.import_config.model_defaults import without_dropout
+from lockstep.lab.import_config.observing import first_effect
 from lockstep.lab.import_config.quiet_code import QuietCode, names_in
 from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
@@ -174,8 +175,9 @@ def module(loop: Any, transformers: bool) -> None:
     for kind in classes[:1]:
         methods = {each.name: each for each in kind.body if isinstance(each, ast.FunctionDef)}
         _lines(kind, loop.draft)
+        _bases(kind, loop)
         for name, method in methods.items():
-            if (inside := _changes(method, name)) is not None:
+            if (inside := _changes(loop.script, kind, method, transformers)) is not None:
                 loop.draft.unclear(f"line {method.lineno}: {kind.name}.{name}", inside)
                 continue
             if name == "training_step" and transformers:
@@ -195,6 +197,19 @@ def module(loop: Any, transformers: bool) -> None:
         fit(call, loop)
     if transformers and classes:
         _mode(classes[0], loop)
+
+
+def _bases(kind: ast.ClassDef, loop: Any) -> None:
+    """Check for methods from elsewhere: of another base, in a branch of the class, or set after it."""
+    for base in (each for each in kind.bases if "LightningModule" not in ast.unparse(each)):
+        loop.draft.unclear(f"line {kind.lineno}: {kind.name}({code_of(base)})", "the methods of this base are not read")
+    for line in kind.body:
+        if isinstance(line, ast.AsyncFunctionDef | ast.If | ast.For | ast.While | ast.With | ast.Try | ast.ClassDef):
+            loop.draft.unclear(f"line {line.lineno}: {code_of(line)}", "its effect on training is unknown")
+    for node in ast.walk(loop.script.tree):
+        stored = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if stored and ast.unparse(node.value) == kind.name:  # type: ignore[attr-defined]
+            loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", "it changes the module's class")  # type: ignore[attr-defined]
 
 
 def _lines(kind: ast.ClassDef, draft: RunDraft) -> None:
@@ -254,6 +269,10 @@ class Around:
         if not self._uses(line):
             return
         self.quiet.statement(line, frozenset())
+        for call in (each for each in ast.walk(line) if isinstance(each, ast.Call)):
+            mode = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if mode in ("train", "eval") and not (mode == "train" and isinstance(call.func.value, ast.Name)):  # type: ignore[attr-defined]
+                self._gap(call, "modules are trained in evaluation mode, or their modes are unknown")
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call | ast.Attribute | ast.Name):
             self.names |= {name for target in line.targets for name in names_in(target)}
 
@@ -292,25 +311,26 @@ def _mode(kind: ast.ClassDef, loop: Any) -> None:
         loop.draft.at_end.append(lambda draft: without_dropout(draft, where, why))
 
 
-def _changes(method: ast.FunctionDef, name: str) -> str | None:
-    """Return why a method of a module makes another training: it replaces a part of a step, or changes the optimizer,
-    the weights or the Trainer, though Lightning calls it for something else."""
-    if name in NAMES["lightning_replaces"]:
+def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool) -> str | None:
+    """Return why a method of a module makes another training: it replaces a part of a step or of Lightning's, or does
+    more than observe, though Lightning calls it for something else."""
+    name = method.name
+    inner = name.startswith("_") and name != "__init__"
+    if name in NAMES["lightning_replaces"] or (inner and (name.startswith("__") or name in NAMES["lightning_inner"])):
         return "it replaces a part of each step"
-    if name in ("__init__", "configure_optimizers", "training_step", "forward"):  # read elsewhere
-        return None
-    modes = ("train", "eval") if name.startswith(("on_train", "setup", "on_fit")) else ()
-    for node in ast.walk(method):
-        text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Subscript | ast.Call) else ""
-        sets = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
-        called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-        in_place = called.endswith("_") or called in (*modes, "load_state_dict", "freeze", "unfreeze", "zero_grad")
-        if in_place or (sets and any(part in text for part in _OF_TRAINING)):
+    if name in ("__init__", "configure_optimizers", "training_step") or (name == "forward" and not transformers):
+        return None  # read elsewhere
+    modes = ast.walk(method) if not name.startswith(_RESTORED) else iter(())
+    for node in (each for each in modes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)):
+        if node.func.attr in ("train", "eval"):  # type: ignore[attr-defined]
             return f"the effect of {code_of(node)} on training is unknown"
+    if name in NAMES["lightning_methods"] or inner:
+        node = first_effect(script, kind, method)
+        return f"the effect of {code_of(node)} on training is unknown" if node is not None else None
     return None
 
 
-_OF_TRAINING = ("param_groups", "trainer.", ".data", "requires_grad", "optimizer", ".grad")
+_RESTORED = ("validation_", "test_", "predict_", "on_validation_epoch", "on_test_epoch")  # Lightning restores modes
 
 
 def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:

@@ -1,14 +1,18 @@
 """DataLoaders of a script: which of them an expression may be, and how they draw.
 
-In: an expression, such as the iterable of the loop that trains. Out: the calls that may have made it.
+In: an expression, such as the iterable of the loop that trains. Out: the calls that may have made it; and whether what
+a loader is given are rows of a data set, and not another object around them.
 """
 
 from __future__ import annotations
 
 import ast
 
-from lockstep.lab.import_config.library_names import PROGRESS
-from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.library_names import PROGRESS, is_own
+from lockstep.lab.import_config.script import Script, kind_of, split_of
+from lockstep.lab.import_config.table import NAMES
+
+_OF_VALUES = ("to_pandas", "keys", "values", "items", "unique", "iter", "column_names", "features", "get", "append")
 
 
 def loaders_of(script: Script, node: ast.expr | None, depth: int = 0) -> dict[int, ast.Call]:
@@ -34,3 +38,39 @@ def without_order(call: ast.Call) -> str:
 def draws_again(sampler: ast.Call) -> bool:
     """Return whether a RandomSampler may repeat or skip examples."""
     return len(sampler.args) > 1 or any(word.arg not in ("data_source", "generator") for word in sampler.keywords)
+
+
+def is_around_rows(script: Script, node: ast.expr | None, depth: int = 0) -> bool:
+    """Return whether a loader is given another object than rows of a data set: one of the script's class, a list, a
+    part of the rows. A value that is not found, such as an argument of a function, is taken for rows."""
+    if node is None or depth > 20:
+        return False
+    if isinstance(node, ast.Name):
+        return is_around_rows(script, script.bound(node, last=True), depth + 1)
+    if isinstance(node, ast.IfExp):
+        return any(is_around_rows(script, each, depth + 1) for each in (node.body, node.orelse))
+    if isinstance(node, ast.Subscript):
+        holder = script.bound(node.value, last=True) if isinstance(node.value, ast.Name) else node.value
+        if isinstance(holder, ast.Dict | ast.List | ast.Tuple):
+            parts = holder.values if isinstance(holder, ast.Dict) else holder.elts
+            return any(is_around_rows(script, each, depth + 1) for each in parts)
+        return isinstance(node.slice, ast.Slice) or is_around_rows(script, node.value, depth + 1)
+    if not isinstance(node, ast.Call):
+        return not isinstance(node, ast.Attribute)
+    if kind_of(script, node) != "rows":
+        return True
+    method = isinstance(node.func, ast.Attribute) and kind_of(script, node.func.value) == "rows"
+    return method and (node.func.attr in _OF_VALUES or node.func.attr not in NAMES["rows_methods"])  # type: ignore[attr-defined]
+
+
+def draws_all(script: Script, sampler: ast.Call, rows: ast.expr | None) -> bool:
+    """Return whether a sampler of torch draws from the rows that its loader has, each once in an epoch."""
+    name = script.origin_of(sampler.func).rpartition(".")[2]
+    if name not in ("RandomSampler", "DistributedSampler") or is_own(script, sampler.func):
+        return False
+    if name == "RandomSampler" and draws_again(sampler):
+        return False
+    words = (word.value for word in sampler.keywords if word.arg in ("data_source", "dataset"))
+    source = next(iter(sampler.args), next(words, None))
+    drawn, read = split_of(script, source), split_of(script, rows)
+    return drawn == read or None in (drawn, read)

@@ -18,7 +18,7 @@ from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.library_names import is_own
-from lockstep.lab.import_config.loader_calls import draws_again, loaders_of, without_order
+from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.resuming import best_saved, without_resuming
@@ -301,10 +301,11 @@ class Loop(Reading):
 
     def _split_of(self, call: Call, node: ast.expr | None) -> None:
         """Return the rows of a loader; from a dictionary of splits, those of train."""
-        node = self._assigned_to(node)
-        if isinstance(node, ast.Call) and self.is_transformers() and ast.unparse(node.func) in self.script.classes:
+        if node is not None and self.is_transformers() and is_around_rows(self.script, node):
             why = "a data set of the script's own may change the rows: save them to a file, and give --data FILE"
-            self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.source", "data.train")
+            value = self._assigned_to(node) or node
+            self.draft.unclear(f"line {call.line}: {code_of(value)}", why, "data.source", "data.train")
+        node = self._assigned_to(node)
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             split = node.slice.value
             if isinstance(split, str) and not split.startswith("train"):
@@ -317,8 +318,8 @@ class Loop(Reading):
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             return
         sampler = next((c for c in self.script.calls if c.node is node), None)
-        once = sampler is not None and sampler.name == "RandomSampler" and not draws_again(sampler.node)
-        if not once and not (sampler is not None and sampler.name == "DistributedSampler"):
+        rows = self.script.arguments(call, ("dataset",)).nodes.get("dataset")
+        if sampler is None or not draws_all(self.script, sampler.node, rows):
             why = "in lockstep each epoch has every example once, in an order from the seed"
             self.draft.lacks(f"line {call.line}: sampler={code_of(node)}", why)
 

@@ -6,11 +6,10 @@ mode, weights that are saved in another type than float32, a tokenizer that pads
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
 from lockstep.config.run import Run, RunError
-from lockstep.lab.import_config.script import Script, code_of
+from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import FILL_IN, RunDraft
 
 EVALUATED = "from_pretrained gives a model in evaluation mode, so it trains without dropout"
@@ -141,20 +140,6 @@ def note_saved_dtype(draft: RunDraft, where: str) -> None:
             f"{where} names no dtype: transformers 5 keeps the weights in {name}, as they are saved, and transformers "
             "4 in float32; here they are float32 (model.dtype)"
         )
-
-
-def rounded(script: Script) -> list[str]:
-    """Return the lines that turn on TF32 for products of float32."""
-    lines = []
-    for node in ast.walk(script.tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        sets = isinstance(node, ast.Assign) and ast.unparse(targets[0]).endswith("matmul.allow_tf32")
-        calls = isinstance(node, ast.Call) and script.origin_of(node.func) == "torch.set_float32_matmul_precision"
-        value: Any = node.value if sets else None  # type: ignore[attr-defined]
-        value = node.args[0] if calls and node.args else value  # type: ignore[attr-defined]
-        if value is not None and script.known(value, True) not in (False, "highest"):
-            lines.append(f"line {node.lineno}: {code_of(node)}")  # type: ignore[attr-defined]
-    return lines
 
 
 def pads_left(draft: RunDraft) -> bool:

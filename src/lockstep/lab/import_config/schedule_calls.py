@@ -22,6 +22,8 @@ def of_cosine(script: Script, call: Call) -> Arguments:
         for theirs, ours in (("T_max", "num_training_steps"), ("eta_min", "lr_end")):
             if theirs in part:
                 part[ours] = part.pop(theirs)
+    if "num_training_steps" not in arguments.nodes:
+        arguments.more.append("without T_max")
     return arguments
 
 

@@ -115,7 +115,10 @@ def read_call(call: Call, at: Reading) -> None:
         return
     if call.name not in _SEEDS and is_own(at.script, call.node.func):
         first = root_of(call.node.func)
-        if first not in at.script.classes:  # subclasses are looked at
+        looked_at = (
+            is_trainer(at.script, call.name) or _is_settings(call.name) or kind_of(at.script, call.node) == "model"
+        )
+        if first not in at.script.classes or not looked_at:
             at.draft.unclear(str(call), f"{call.name} is {whose(at.script, first)}, and not the library's")
             return
     _changed_later(call, at)
@@ -175,7 +178,7 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
     if kind == "arguments":
         return None if name in NAMES["arguments_methods"] else _unknown
     if kind is not None or kind_of(at.script, call.node.func) in ("tokenizer", "model"):
-        return None
+        return _unknown if kind == "tokenizer" and name not in NAMES["tokenizer_methods"] else None
     if root in NAMES["libraries"] and name not in NAMES["without_role"] and not _quiet(call):
         return _unknown
     return None
