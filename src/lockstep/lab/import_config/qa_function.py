@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ class QaFunction:
         for line in body if isinstance(body, list) else []:
             for node in ast.walk(line):
                 self._node(node)
+                if isinstance(node, ast.Compare | ast.BinOp) and _form(node) not in _FORMS:
+                    self.gap(node, _OTHER, "task.answers")
 
     def texts(self, node: ast.expr | None) -> str | None:
         """Return the column of a tokenizer argument: unchanged, stripped, or `rows[question if pad_on_right else
@@ -177,6 +180,32 @@ class QaFunction:
             for each in ast.walk(self.function)
             if isinstance(each, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in each.targets)
         ]
+
+
+class _Nameless(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.copy_location(ast.Name("_", node.ctx), node)
+
+
+def _form(node: ast.AST) -> str:
+    """Return the code of a comparison or sum without its names: `_[_] != 1`."""
+    return ast.unparse(_Nameless().visit(deepcopy(node)))
+
+
+# Comparisons and sums of the recipe, as transformers' course and its examples write them.
+_FORMS = (
+    *("_ + 1", "_ - 1", "_(_) - 1", "_ + _(_)", "_ + _(_['text'][0])", "_['answer_start'][0] + _(_['text'][0])"),
+    *("_ <= _", "_ >= _", "_ < _", "_ < _(_)", "_[_] != 1", "_[_] == 1", "_[_] == _", "_[_] != (1 if _ else 0)"),
+    *(
+        "_[_] == (1 if _ else 0)",
+        "_[_][0] <= _",
+        "_[_][0] > _",
+        "_[_][1] < _",
+        "_[_][1] >= _",
+        "_.padding_side == 'right'",
+    ),
+    *("_(_['answer_start']) == 0", "_(_['text']) == 0", "_(_) == 0", "_(_) > 0", "_ is None", "_ is not None"),
+)
 
 
 def _is_of(node: ast.AST, name: str) -> bool:
