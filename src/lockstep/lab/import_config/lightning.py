@@ -325,8 +325,8 @@ def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool
         if node.func.attr in ("train", "eval"):  # type: ignore[attr-defined]
             return f"the effect of {code_of(node)} on training is unknown"
     if name in NAMES["lightning_methods"] or inner:
-        node = first_effect(script, kind, method)
-        return f"the effect of {code_of(node)} on training is unknown" if node is not None else None
+        effect = first_effect(script, kind, method)
+        return f"the effect of {code_of(effect)} on training is unknown" if effect is not None else None
     return None
 
 
