@@ -504,3 +504,25 @@ def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
     step = "out = self.model(**b)\n        a = (out.logits.argmax(-1) == b['labels']).float().mean()"
     plain = f"    def validation_step(self, b, i):\n        {step}\n        self.log('a', a)\n    def training"
     assert len(in_loop(changed(("    def training", plain), text=LIT)).splitlines()) == len(usual.splitlines())
+
+
+def test_columns_that_trl_takes_by_name_are_those_of_the_data_and_options_of_its_model_are_read() -> None:
+    def drafted(*pairs: tuple[str, str]) -> RunDraft:
+        draft = RunDraft()
+        import_config.script(Script(Path("train.py"), changed(*pairs, text=DPO))).move(draft, 1)
+        return draft
+
+    def columns(renaming: str) -> list[str | None]:
+        keys = drafted(('split="train")', f'split="train"){renaming}')).keys
+        return [keys.get(f"task.{name}") for name in ("prompt", "chosen", "rejected")]
+
+    assert columns('.rename_columns({"chosen": "rejected", "rejected": "chosen"})') == [None, "rejected", "chosen"]
+    one_by_one = '.rename_column("chosen", "x").rename_column("rejected", "chosen").rename_column("x", "rejected")'
+    assert columns(one_by_one) == [None, "rejected", "chosen"]
+    assert columns('.rename_column("question", "prompt")') == ["question", None, None]
+    gaps = drafted(('split="train")', 'split="train").rename_column("score", "margin")')).gaps
+    assert any("score, renamed to margin (" in str(gap) for gap in gaps)
+    options = 'model_init_kwargs={"num_hidden_layers": 4, "dtype": "bfloat16"}, logging_steps'
+    draft = drafted(("logging_steps", options))
+    assert draft.keys["model.dtype"] == "bfloat16"
+    assert any("num_hidden_layers: 4" in str(gap) for gap in draft.gaps)

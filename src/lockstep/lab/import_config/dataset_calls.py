@@ -157,8 +157,9 @@ def renamed(call: Call, at: Reading) -> None:
     if not isinstance(pairs, dict) or not all(isinstance(each, str) for pair in pairs.items() for each in pair):
         at.draft.unclear(str(call), RUNS)
         return
+    before = dict(at.renamed)  # one call may swap two names
     for theirs, ours in ((str(old), str(new)) for old, new in pairs.items()):
-        at.renamed[ours] = at.renamed.get(theirs, theirs)
+        at.renamed[ours] = before.get(theirs, theirs)
         if ours in ("label", "labels"):
             at.set(call, "task.label", theirs)
             at.read(call, "task.label")

@@ -149,6 +149,11 @@ MARKS = {
     "reward": {"center_rewards_coefficient"},
 }
 CONFIGS = {"SFT": "language_modeling", "DPO": "preference", "CPO": "preference", "Reward": "reward"}
+# columns that TRL takes by their names: those with a key of the task, and others
+_PAIRS = frozenset({"prompt", "chosen", "rejected"})
+COLUMNS = {"language_modeling": frozenset({"text", "messages", "prompt"}), "preference": _PAIRS, "reward": _PAIRS}
+OTHER_COLUMNS = _PAIRS | {"text", "messages", "completion", "margin", "tools", "images", "image", "label"}
+OTHER_COLUMNS |= {"input_ids", "labels", "completion_mask", "assistant_masks", "chat_template_kwargs"}
 _RATES = {"language_modeling": 2e-5, "preference": 1e-6, "reward": 1e-4}
 
 
@@ -176,11 +181,10 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
             "--from: the settings do not name the TRL trainer they belong to; give --task language_modeling "
             "(SFT), preference (DPO) or reward" + _lacking(theirs, draft, processes),
         )
+    theirs = _with_model_options(theirs, draft)
     full = {"learning_rate": _RATES[task], "gradient_checkpointing": True} | dict(theirs)
     if theirs.get("bf16") is None and not theirs.get("fp16"):
         full["bf16"] = True  # TRL's default, unlike transformers'
-    if isinstance(full.get("model_init_kwargs"), Mapping):
-        full |= {k: v for k, v in full.pop("model_init_kwargs").items() if k in TRL}
     draft.set("task.name", task, "TRL's trainer")
     move({k: v for k, v in full.items() if k != "dataset_text_field"}, draft, processes, TABLE | TRL)
     for name in ("learning_rate", "gradient_checkpointing", "bf16"):
@@ -197,6 +201,20 @@ def move_trl(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) 
     _model(theirs, draft)
     if theirs.get("dataset_test_split") and _word(theirs.get("eval_strategy", "no")) != "no":
         draft.set("data.validation", theirs["dataset_test_split"], "dataset_test_split")
+
+
+def _with_model_options(theirs: Mapping[str, Any], draft: RunDraft) -> dict[str, Any]:
+    """Return the fields with those of `model_init_kwargs` among them; entries without a key are gaps."""
+    fields = dict(theirs)
+    if isinstance(options := fields.get("model_init_kwargs"), Mapping):
+        del fields["model_init_kwargs"]
+        for name, value in options.items():
+            if name in ("dtype", "torch_dtype", "attn_implementation"):
+                fields[name] = value
+            else:
+                why = "model.config has the entries of a config.json"
+                draft.drop(f"model_init_kwargs: {name}", value, why, True, ("model.config", f"model.config.{name}"))
+    return fields
 
 
 def _lacking(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> str:

@@ -235,12 +235,25 @@ def _settings(at: Reading, processes: int | None) -> None:
         if prefix == "CPO":
             defaults |= {"cpo_alpha": 1.0}
         trainer.move_trl(defaults | at.arguments, draft, processes)
+        _renamed_for_trl(at)
         return
     trainer.move(at.arguments, draft, processes)
     if at.mapped:
         return
     why = "no tokenizing function was found"
     draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
+
+
+def _renamed_for_trl(at: Reading) -> None:
+    """Set the columns that TRL takes by their names, where the script has given these names to others."""
+    task = str(at.draft.keys["task.name"])
+    for theirs, column in at.renamed.items():
+        name = "text" if theirs == at.arguments.get("dataset_text_field", "text") else theirs
+        if name in trainer.COLUMNS[task]:
+            at.draft.set(f"task.{name}", column, f"the column renamed to {theirs}")
+        elif name in trainer.OTHER_COLUMNS:
+            why = "TRL takes the column by this name"
+            at.draft.unclear(f"{column}, renamed to {theirs}", why, "data.source", "data.train")
 
 
 def own_tokenizer(at: Reading) -> None:
