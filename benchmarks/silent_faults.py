@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On eight sets, written without knowledge of the rules, the score is lower:
+On nine sets, written without knowledge of the rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -258,6 +258,7 @@ On eight sets, written without knowledge of the rules, the score is lower:
 | [sixth](../../benchmarks/results/2026-11-29-trace-sixth-set.md) | 30 | 13 | 0 | 30 | 0 |
 | [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 30 | 19 | 4 | 30 | 0 |
 | [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
+| [ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md) | 30 | 13 | 8 | 30 | 0 |
 
 """
 
@@ -280,7 +281,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
     lines = [
         "# The museum of silent faults",
         "",
-        "Each exhibit is a small script with one fault that raises no error. `lockstep trace` runs it unchanged.",
+        "Each exhibit is a small script with one silent fault. `lockstep trace` runs it unchanged.",
         "Where a fault shows only beside a correct job, `lockstep diff` compares it with one process.",
         "",
         f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} are rated "
@@ -303,7 +304,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
             lines.append(f"| {_name(exhibit)} | {exhibit.symptom} | {_cell(result.said) or '**nothing**'} |")
     lines += [
         "",
-        "Run one:",
+        "One:",
         "",
         "<!-- not run: minutes; tests/museum/test_museum.py runs the exhibits -->",
         "```sh",

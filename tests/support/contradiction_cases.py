@@ -290,7 +290,17 @@ def a_schedule_of_epochs_and_steps() -> None:
             scheduler.step()
 
 
+def embeddings_with_sparse_gradients() -> None:
+    table = nn.Embedding(20, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        table(torch.randint(0, 20, (8, 3))).square().sum().backward()
+        optimizer.step()
+
+
 UNUSUAL = (
+    embeddings_with_sparse_gradients,
     a_schedule_that_begins_later,
     a_second_phase,
     a_schedule_of_epochs_and_steps,

@@ -138,7 +138,7 @@ def shared_with_gradients(optimizer: Any) -> list[str]:
     rows: dict[str, list[bool]] = {}
     for parameter, state in optimizer.state.items():
         grad: Any = getattr(parameter, "grad", None)
-        if not isinstance(state, dict) or not placement.is_plain_tensor(grad):
+        if not isinstance(state, dict) or not placement.is_plain_tensor(grad) or grad.layout != torch.strided:
             continue
         for name, value in state.items():
             if isinstance(value, Tensor) and placement.is_plain_tensor(value) and value.shape == grad.shape:
