@@ -196,8 +196,8 @@ def _trained(rank: Rank, optimizer: int, module: str) -> bool:
         return False
     inside = [p for p in steps[-1].layout.parameters if p.name.startswith(f"{module}.")]
     groups = {p.group for p in steps[-1].layout.parameters if p not in inside}
-    moved = {n for s in steps for n, v in s.updates.items() if v.square}
-    return bool(inside) and all(p.name in moved and p.group in groups for p in inside)
+    updated = {n for s in steps for n, v in s.updates.items() if v.square}
+    return bool(inside) and all(p.name in updated and p.group in groups for p in inside)
 
 
 def statements(trace: Trace) -> Iterator[Finding]:
