@@ -264,7 +264,7 @@ On nine sets, written without knowledge of the rules, the score is lower:
 
 
 RUNS = (  # of the last measurement
-    "The run had 109 expected causes first; three expected texts were reworded and these three run again. "
+    "The run had 109 expected causes first; three expected texts were reworded, their exhibits run again. "
     "Exhibits 1 to 100 ran on 579cf2fb, the rest later."
 )
 
@@ -304,7 +304,7 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
             lines.append(f"| {_name(exhibit)} | {exhibit.symptom} | {_cell(result.said) or '**nothing**'} |")
     lines += [
         "",
-        "One:",
+        "Run one:",
         "",
         "<!-- not run: minutes; tests/museum/test_museum.py runs the exhibits -->",
         "```sh",

@@ -10,7 +10,7 @@ import ast
 import builtins
 from typing import Any
 
-from lockstep.lab.import_config.bound_names import within
+from lockstep.lab.import_config.bound_names import names_in, within
 from lockstep.lab.import_config.script import Script, Unknown
 
 _BEYOND = ("globals", "vars", "setattr", "delattr", "exec", "eval", "exit", "quit", "input", "__import__")
@@ -31,7 +31,7 @@ def computes_alone(script: Script, name: str, depth: int = 0) -> bool:
     own = within(ast.Module(function.body, [])) | {each.arg for each in arguments}
     if any(map(_sets_switch, ast.walk(function))):
         return False
-    names = {each.id for each in ast.walk(function) if isinstance(each, ast.Name)} - own
+    names = names_in(function) - own
     return all(_is_harmless(script, each, depth) for each in names)
 
 

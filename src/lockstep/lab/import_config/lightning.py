@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from lockstep.lab.import_config.bound_names import names_in
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.observing import first_effect
-from lockstep.lab.import_config.quiet_code import QuietCode, names_in
+from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 

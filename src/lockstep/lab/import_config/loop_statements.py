@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config.batch_counts import BatchCounts
+from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.library_names import is_own, is_progress
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.model_inputs import ModelInputs
-from lockstep.lab.import_config.quiet_code import QuietCode, names_in, root_of
+from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.train_mode import PART, TrainMode

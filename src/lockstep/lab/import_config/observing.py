@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES
 
@@ -37,7 +37,7 @@ class Observing:
             if isinstance(node, ast.For | ast.comprehension):
                 value, target = node.iter, node.target
             if target is not None and value is not None and self._is_part(value):
-                self.aliases |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+                self.aliases |= names_in(target)
 
     def effects(self) -> Iterator[ast.AST]:
         for node in ast.walk(self.method):

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import bound_names
-from lockstep.lab.import_config.bound_names import names_in as names_in
-from lockstep.lab.import_config.bound_names import root_of as root_of
+from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.created_data import computes_alone
 from lockstep.lab.import_config.library_names import is_library
 from lockstep.lab.import_config.script import Script, Unknown, code_of, kind_of

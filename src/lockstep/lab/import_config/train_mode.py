@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config.quiet_code import names_in, root_of
+from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.script import TOKENIZERS, Script, Unknown
 
 PART = "part"  # some modules of the model are in another mode than the rest

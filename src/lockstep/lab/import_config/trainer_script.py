@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import attributes, dataset_calls, lightning, loading, loss_means, trainer
+from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.library_names import is_library, is_own, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
-from lockstep.lab.import_config.quiet_code import QuietCode, root_of
+from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config import bound_names
-from lockstep.lab.import_config.quiet_code import QuietCode, root_of
+from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of, split_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
