@@ -59,10 +59,10 @@ SHOWN = {
     "answer_tokens": 2,
     "corpus": 5,
 }
-SLOW = ("translation",)
 # `reward` learns of the pairs of `preference`, and `questions` finds places of words as `token_classification` does.
-# `masked` and `pairs` have the loaders of `documents` and of classification.
-LONG = ("reward", "questions", "token_classification", "masked", "pairs")
+# `masked` and `pairs` have the loaders of `documents` and of classification, `translation` and `preference` pairs of
+# texts like `pairs`.
+LONG = ("preference", "translation", "reward", "questions", "token_classification", "masked", "pairs")
 # What is tried elsewhere: where a run takes place, what it is called, when it stops, and what needs a network.
 ELSEWHERE = {"name", "output", "remote_dir", "max_time", "hub.push_to", "track.to", "strategy.options"}
 ELSEWHERE |= {
@@ -122,7 +122,7 @@ def hashes(folder: Path, name: str, values: dict[str, Any]) -> dict[int, dict[st
     return {line["step"]: {k: line[k] for k in ("hash", "weights", "optimizer") if k in line} for line in lines}
 
 
-@pytest.mark.parametrize("kind", [*map(slow, ("documents", "preference", "module", *SLOW)), *map(long, LONG)])
+@pytest.mark.parametrize("kind", [*map(slow, ("documents", "module")), *map(long, LONG)])
 def test_keys_that_are_no_arithmetic_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     if kind == "module":

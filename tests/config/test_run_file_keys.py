@@ -26,9 +26,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
 
 
+# Keys that share the code of a neighbour, which is tried each time.
+LIKE_ANOTHER = ("profile.after", "profile.steps", "data.stream_cache_gb", "average.ema_warmup", "task.threshold")
+LIKE_ANOTHER += ("evaluate.min_delta", "hub.language", "hub.tags", "task.prefix", "task.answer_tokens", "task.bleu")
+LIKE_ANOTHER += ("launch.hang_timeout_s", "launch.rebalance_every", "task.label_names", "name")
+
+
 def marks(key: str) -> list[pytest.MarkDecorator]:
     """Runs that learn enough for other scores take a minute each."""
-    return [] if TRIED[key].quick else [pytest.mark.slow, *([pytest.mark.long] if TRIED[key].kind == "easy" else [])]
+    long = TRIED[key].kind == "easy" or key in LIKE_ANOTHER
+    return [] if TRIED[key].quick else [pytest.mark.slow, *([pytest.mark.long] if long else [])]
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=marks(key)) for key in TRIED])

@@ -21,7 +21,7 @@ from lockstep.data.cache import cache_folder
 from lockstep.data.prepare import prepare
 from lockstep.data.tokenizer import load as tokenizer_of
 from lockstep.tasks.models import padding
-from support.marks import slow
+from support.marks import long, slow
 from support.task_runs import BERT, TASKS, TEMPLATE, make, write
 
 # Task keys -> values to change them to, where they are not numbers or yes and no.
@@ -111,7 +111,13 @@ def changes(run: Run) -> list[tuple[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "documents" else slow(kind) for kind in TASKS])
+# Three kinds of columns: texts, pairs of texts, tags of words. The others are read by the same functions.
+EACH_TIME = ("preference", "token_classification")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "documents" else (slow if kind in EACH_TIME else long)(kind) for kind in TASKS]
+)
 def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(cache, kind, count=30)
     first = same_as_anew(plain, cache, monkeypatch)

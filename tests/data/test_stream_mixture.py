@@ -190,8 +190,10 @@ def test_it_has_the_examples_of_every_source(tmp_path: Path) -> None:
     assert "10 examples of each source shuffled together" in feed.mixture["stream"]
 
 
-@pytest.mark.parametrize("values", [{}, {"task": LM["task"] | {"document": "line"}}])
-@pytest.mark.parametrize("weights", [(None, None, None), (2, 1, [[0, 1], [5, 4]])])
+@pytest.mark.parametrize(
+    ("values", "weights"),
+    [({}, (2, 1, [[0, 1], [5, 4]])), ({"task": LM["task"] | {"document": "line"}}, (None, None, None))],
+)
 def test_any_rank_from_any_step_makes_the_same_batches(
     weights: tuple[Any, ...], values: dict[str, Any], tmp_path: Path
 ) -> None:

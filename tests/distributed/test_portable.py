@@ -145,7 +145,8 @@ def test_a_run_is_read_on_any_processor_and_trained_on_some(monkeypatch: pytest.
 @pytest.mark.processes
 @pytest.mark.skipif(QEMU is None, reason="needs qemu-x86_64 (Debian's qemu-user)")
 @pytest.mark.parametrize(
-    "processor_", ["Denverton", pytest.param("SandyBridge", marks=pytest.mark.long), "Haswell,fma=off"]
+    "processor_",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in ("Denverton", "SandyBridge")), "Haswell,fma=off"],
 )
 def test_an_emulated_processor_is_refused(processor_: str, tmp_path: Path) -> None:
     """Processors without AVX2 or FMA are refused, even if importing numpy and torch ends in an illegal instruction."""

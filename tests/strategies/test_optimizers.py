@@ -167,10 +167,10 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("fsdp2 micro_batch", 1),
-        ("fsdp2 step", 3),
+        long("fsdp2 micro_batch", 1),
+        long("fsdp2 step", 3),
         ("allreduce", 2),
-        ("hf_accelerate", 2),
+        long("hf_accelerate", 2),
         ("hf_accelerate fsdp", 2),
         ("hf_trainer", 2),
     ],

@@ -102,9 +102,12 @@ CASES |= {
 }
 COMPARED = ("packed without padding", "documents without padding", "packed with padding", "attention by length")
 LONG = {
-    *(f"{name}, unpadded, loss in chunks" for name in ("allreduce", "hf_trainer", "last stage", "zero2")),
-    *(f"{kind} without padding" for kind in ("prompts", "masked", "reward", "token_classification", "lists, shaped")),
-    *("masked with padding", "messages in chunks", "masked in chunks", "odd vocabulary", "texts apart, padded"),
+    *("allreduce", "fsdp2 by step", "zero1"),
+    *(f"{name}, unpadded, loss in chunks" for name in BY_STRATEGY if name != "fsdp2"),
+    *(f"{kind} without padding" for kind in KINDS if kind not in (None, "packed", "documents", "preference")),
+    *("masked with padding", "translation with padding", "texts apart, padded"),
+    *(f"{kind} in chunks" for kind in OF_TOKENS if kind != "documents"),
+    *("odd vocabulary", "written-out attention"),
 }  # one part of what another case has
 PLANTED = {
     "aten::_local_scalar_dense": 1,

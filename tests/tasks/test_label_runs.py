@@ -60,7 +60,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), ("ddp", 3), ("fsdp2", 2)])  # two ranks, and ranks of ddp
+@pytest.mark.parametrize(("name", "ranks"), [long("ddp", 2), long("ddp", 3), ("fsdp2", 2)])
 def test_every_kind_has_the_same_bits_on_any_number_of_processes(
     name: str, ranks: int, folder: Path, alone: dict
 ) -> None:

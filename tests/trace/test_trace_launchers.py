@@ -56,8 +56,9 @@ def _reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)
-# Ranks of torch elastic are traced from their first import on in test_trace_bits: torchrun's and Accelerate's by hand
-@pytest.mark.parametrize("name", ["spawn", *map(slow, ("deepspeed", "ray")), *map(long, ("torchrun", "accelerate"))])
+# Ranks of torch elastic are traced from their first import on in test_trace_bits: torchrun's, Accelerate's and
+# DeepSpeed's by hand
+@pytest.mark.parametrize("name", ["spawn", slow("ray"), *map(long, ("deepspeed", "torchrun", "accelerate"))])
 def test_ranks_of_a_launcher_are_traced(name: str, reference: Path, tmp_path: Path) -> None:
     if name in ("accelerate", "deepspeed", "ray") and importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
