@@ -36,7 +36,7 @@ def test_a_tensor_hook_sees_one_backward_alone() -> None:
     assert weight.grad.tolist() == [10.0, 10.0]
 
 
-@rests_on_it("src/lockstep/strategies/exact/held_state.py", "src/lockstep/strategies/engines/fsdp.py")
+@rests_on_it("src/lockstep/strategies/exact/training_state.py", "src/lockstep/strategies/engines/fsdp.py")
 def test_gradients_can_be_wider_than_weights() -> None:
     """With grad_dtype float32, .grad of a bfloat16 weight is float32, and gradients accumulate in float32."""
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -48,7 +48,7 @@ def test_gradients_can_be_wider_than_weights() -> None:
     assert weight.grad.item() == 257.0
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/single.py")
+@rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/strategies/single.py")
 def test_an_unused_weight_has_no_gradient() -> None:
     """A weight that a backward does not reach keeps None as .grad; a weight whose gradient is zero gets a tensor of
     zeros."""
@@ -59,7 +59,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
     assert unused.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/update.py")
 def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
     """.grad of a contiguous weight is contiguous, even if the matrix product returns its gradient as a transposed
     matrix."""

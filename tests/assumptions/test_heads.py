@@ -159,7 +159,7 @@ def test_models_leave_ids_and_mask_as_they_are() -> None:
         assert all(value._version == 0 for value in (*inputs.values(), *more.values()))
 
 
-@rests_on_it("src/lockstep/tasks/models/weight_decay.py")
+@rests_on_it("src/lockstep/strategies/exact/parameter_groups.py")
 def test_vectors_are_biases_or_of_modules_named_norm() -> None:
     """In BERT, GPT-2, Llama, BART and T5 each one-dimensional parameter is a bias or belongs to a module whose class
     name contains "norm"."""

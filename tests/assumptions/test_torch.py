@@ -175,7 +175,7 @@ def test_a_loader_draws_from_the_generator_of_all() -> None:
     assert not torch.equal(before, torch.get_rng_state())
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/strategies/exact/update.py")
 def test_foreach_norm_is_summed_in_double() -> None:
     """torch._foreach_norm with dtype float64 sums squares in float64: small numbers next to a large one count."""
     (norm,) = torch._foreach_norm([torch.tensor([1e4, *[1e-2] * 1000])], 2, torch.float64)

@@ -106,7 +106,7 @@ def test_found_inf_leaves_weights_and_state() -> None:
     assert not moments[1].any()
 
 
-@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/gradient.py")
+@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/update.py")
 def test_clipping_multiplies_by_at_most_one() -> None:
     """clip_grad_norm_ returns the norm before clipping, multiplies by limit / (norm + 1e-6), and by 1 if the norm is
     below the limit."""
@@ -119,7 +119,7 @@ def test_clipping_multiplies_by_at_most_one() -> None:
     assert torch.equal(before, weight.grad)
 
 
-@rests_on_it("src/lockstep/strategies/exact/finite_check.py", "src/lockstep/plain/train.py")
+@rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/plain/train.py")
 def test_clipping_a_gradient_that_is_not_finite_makes_all_nan() -> None:
     """clip_grad_norm_ does not raise for a NaN and makes every gradient NaN, so lockstep checks the norm first."""
     good, bad = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))

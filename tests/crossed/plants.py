@@ -67,7 +67,7 @@ def forgotten_moments() -> None:
 
 def forgotten_clip() -> None:
     """Gradients are as long as they are."""
-    from lockstep.strategies.exact.gradient import Gradient
+    from lockstep.strategies.exact.update import Gradient
 
     Gradient.clip_ = lambda self, norm, limit: None  # type: ignore[method-assign]
 

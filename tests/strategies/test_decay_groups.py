@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, Trainer
 from lockstep.config.sections import OptimSection
 from lockstep.plain import train as plain
 from lockstep.strategies.exact import parameter_groups
-from lockstep.tasks.models import heads, weight_decay
+from lockstep.tasks.models import heads
 
 # Without decay in lockstep, decayed by Trainer: weights of norms whose class is not `nn.LayerNorm` and whose names
 # Trainer does not know (ResNet's, Mamba's `norm_f`). A norm's scale is near 1; shrinking it does not regularize the
@@ -182,10 +182,10 @@ def test_own_modules() -> None:
         "tokens.norm.weight", "tokens.norm.bias", "bias_detector.0.0.weight", "bias_detector.0.0.bias",
         "detector.bias.encoder.bias", "rnn.bias", "shift.bias", "lstm.bias_ih_l0", "lstm.bias_hh_l0",
     }  # fmt: skip
-    assert weight_decay.exempt(Own()) == exempt
+    assert parameter_groups.without_decay(Own()) == exempt
     assert plain_groups(Own()) == {name for name, _ in Own().named_parameters()} - exempt
 
 
 def test_a_copy_that_peft_trains_has_the_decay_of_the_weight() -> None:
-    assert weight_decay.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
-    assert not weight_decay.is_bias("base_model.classifier.modules_to_save.default.weight")
+    assert parameter_groups.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
+    assert not parameter_groups.is_bias("base_model.classifier.modules_to_save.default.weight")

@@ -13,8 +13,8 @@ import torch
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import loss_scale
-from lockstep.strategies.exact.loss_scale import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
+from lockstep.strategies.exact import precision
+from lockstep.strategies.exact.precision import FIRST_SCALE, HIGHEST_SCALE, LOWEST_SCALE, SCALE_INTERVAL, LossScale
 from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import resolve_strategy
@@ -33,7 +33,7 @@ LOSSES = torch.ones(8, dtype=torch.float64)
 def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = torch.amp.GradScaler("cpu")
     assert (theirs.get_scale(), theirs.get_growth_interval()) == (FIRST_SCALE, SCALE_INTERVAL)
-    monkeypatch.setattr(loss_scale, "SCALE_INTERVAL", 5)
+    monkeypatch.setattr(precision, "SCALE_INTERVAL", 5)
     theirs.set_growth_interval(5)
     scale = LossScale(torch.device("cpu"))
     weight = torch.nn.Parameter(torch.ones(()))

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.exchange import Exchange, buckets
-from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction_tree import (
     ReductionTree,
@@ -21,6 +20,7 @@ from lockstep.strategies.exact.reduction_tree import (
     share,
 )
 from lockstep.strategies.exact.rows import exchange_rows
+from lockstep.strategies.exact.update import Gradient, Part
 from support.brackets import bracket, leaf
 from support.harness import run_on, tiny
 

@@ -15,7 +15,6 @@ from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
 from lockstep.strategies.exact import make_model, parameter_groups, stepper
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
-from lockstep.tasks.models import weight_decay
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
 from support.harness import TINY
@@ -34,7 +33,7 @@ def bert() -> torch.nn.Module:
 
 
 def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
-    exempt = weight_decay.exempt(bert)
+    exempt = parameter_groups.without_decay(bert)
     assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
     decayed, free = stepper.build(OptimSection(weight_decay=0.1), bert).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)

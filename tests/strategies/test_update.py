@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.finite_check import FiniteCheck, NotFinite
-from lockstep.strategies.exact.gradient import Gradient, Part, clip_
 from lockstep.strategies.exact.rows import by_row
+from lockstep.strategies.exact.update import FiniteCheck, Gradient, NotFinite, Part, clip_
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.strategies.single import Single
 from lockstep.training.data_loader import StepLoader

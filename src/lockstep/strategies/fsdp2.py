@@ -31,7 +31,6 @@ from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     OutputWrapper,
@@ -45,9 +44,8 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.exact.exchange import Scatter, buckets
-from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
@@ -55,11 +53,11 @@ from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, m
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
-from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.exact.training_state import TrainingState
+from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
+from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy, first_inputs
-from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
+from lockstep.strategies.strategy import DataShard, ShardedRecovery, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -308,7 +306,7 @@ class ShardedTensors(TrainingState):
     @override
     def own(self) -> dict[str, Tensor]:
         tensors = {name: p.detach() for name, p in self.parts.items()} | dict(self.model.named_buffers())
-        return held_state.tensors_to_save(tensors, self.stepper, self.scaling)
+        return training_state.tensors_to_save(tensors, self.stepper, self.scaling)
 
     @override
     def export(self) -> dict[str, Tensor] | None:

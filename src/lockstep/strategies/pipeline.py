@@ -28,7 +28,6 @@ from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World, all_reduce
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, cuts, pipelining
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.pipelining import (
@@ -41,16 +40,15 @@ from lockstep.strategies.engines.pipelining import (
     skip_negotiation,
 )
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
-from lockstep.strategies.exact import held_state, parameter_groups, stepper
+from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
-from lockstep.strategies.exact.gradient import Gradient, Part
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import most_held, share
-from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.exact.training_state import TrainingState
+from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
+from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.single import call_on_cpu
-from lockstep.strategies.strategy import DataShard, all_reduce_in
+from lockstep.strategies.strategy import DataShard, ShardedRecovery, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
 
@@ -97,13 +95,13 @@ class StageState(TrainingState):
     @override
     def sharded_state_dict(self) -> dict[str, Tensor]:
         owned = {name for _, weights in self.stages for name in weights.owned}
-        return held_state.tensors_to_save(self.weights.to_save(), self.stepper, self.scaling, owned)
+        return training_state.tensors_to_save(self.weights.to_save(), self.stepper, self.scaling, owned)
 
     @override
     def load_sharded_state_dict(self, saved: Saved) -> None:
         for part, weights in self.stages:
             tensors = {name: part.tensor(name).detach() for name in part.names}
-            held_state.load(saved, tensors, self.stepper, self.scaling, weights.parameters)
+            training_state.load_tensors(saved, tensors, self.stepper, self.scaling, weights.parameters)
 
     @override
     def export(self) -> dict[str, Tensor] | None:

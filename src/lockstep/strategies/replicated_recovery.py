@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing_extensions import override
 
-from lockstep.strategies.abilities import WholeStateRecovery
 from lockstep.strategies.single import ReplicatedStrategy
-from lockstep.strategies.strategy import DataShard
+from lockstep.strategies.strategy import DataShard, WholeStateRecovery
 
 
 class RecoveringReplicas(ReplicatedStrategy, WholeStateRecovery):

@@ -24,15 +24,14 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import blocks, layers, side_effects
-from lockstep.strategies.exact import held_state, make_model, parameter_groups, stepper
+from lockstep.strategies.exact import make_model, parameter_groups, stepper, training_state
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.observer import observing
-from lockstep.strategies.recomputation import ReplicatedRecomputation
-from lockstep.strategies.strategy import Strategy, WeightFormats
+from lockstep.strategies.strategy import ReplicatedRecomputation, Strategy, WeightFormats
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class ReplicatedStrategy(Strategy):
             self.region = Region(self, task, self.model)
         self.weights = self.make_weights(masters=run.model.trained_in_bfloat16 and run.optim.master_weights)
         if run.model.trained_in_bfloat16:
-            held_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
+            training_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
         self.rows = [i for i, name in enumerate(self.weights.named) if name in sparse]  # row-sparse gradients
         self.leaves = LeafGradients(self.parameters, self.rows)
         treated = parameter_groups.assigned(run.optim, self.model)

@@ -4,43 +4,45 @@ In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a 
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
 It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`, `TrainingState`
-(what is saved), `MemoryEstimate` and `Recomputation`. Read `single.py` first, from beginning to end; `abilities.py` has
-how a strategy survives the loss of a rank.
+(what is saved), `MemoryEstimate` and `Recomputation` (one micro-batch again, for `sdc_check`). Read `single.py` first,
+from beginning to end. How a strategy survives the loss of a rank is an optional ability, one class each, from which it
+inherits: test with `issubclass`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lockstep.config.run import RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, StrategyRules
 from lockstep.data.job import WeightFormats as WeightFormats
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import StepTimer
 from lockstep.distributed.world import World, all_reduce
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
-from lockstep.strategies.exact.finite_check import NotFinite as NotFinite
-from lockstep.strategies.exact.gradient import Gradient
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.step_totals import StepTotals
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.exact.training_state import TrainingState
-from lockstep.strategies.exact.update import WeightUpdate
+from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
+from lockstep.strategies.exact.update import Gradient, WeightUpdate
+from lockstep.strategies.exact.update import NotFinite as NotFinite
 from lockstep.strategies.observer import StepObserver
-from lockstep.strategies.recomputation import Recomputation
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -215,3 +217,110 @@ def make_strategy(job: Job, world: World) -> Strategy:
     """Return the job's strategy, not built yet."""
     assert issubclass(job.strategy, Strategy), job.strategy
     return job.strategy(job, world)
+
+
+class WholeStateRecovery(Strategy):
+    """A strategy with the full state on every rank, so that surviving ranks can continue in a new process group after a
+    failure: `launch.on_rank_failure: continue`."""
+
+    plugin = "strategies"  # a base: it has no name in a run file
+
+    @abstractmethod
+    def detach_group(self) -> None:
+        """Drop everything that belongs to the process group: the wrapper and pending messages. Keeps the state between
+        two updates."""
+
+    @abstractmethod
+    def attach_group(self) -> None:
+        """Use a new process group, whose ranks all have the full state. Collective."""
+
+
+class ShardedRecovery(Strategy):
+    """A strategy with sharded state that surviving ranks can reshard after a failure: `launch.on_rank_failure:
+    continue`. Its `state` tells what this rank holds after an interrupted step: the state before the update or the one
+    after it. `training/recovery/reshard.py` does the rest.
+    """
+
+    plugin = "strategies"  # a base: it has no name in a run file
+    supports_reshard: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
+    build_empty = False  # whether to build it without weights, because a state is loaded next
+
+    @classmethod
+    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
+        """Return `strategy.options` that fit this number of processes."""
+        return section.options
+
+    @classmethod
+    def survives_rank_failure(cls, section: StrategySection) -> bool:
+        """Whether the state of the surviving ranks is consistent."""
+        return cls.gives_bits(section)
+
+    def axis(self, name: str) -> str:
+        """Return a mesh axis name that is unique to this process group. Torch caches by mesh and treats equal-looking
+        meshes as one, although this rank's index may differ between them."""
+        return name if self.world.members is None else f"{name}_{self.world.members.generation.number}"
+
+    @override
+    def set_optimizer(self, optimizer: Stepper) -> None:
+        super().set_optimizer(optimizer)
+        if self.world.members is not None and self.state.has_copies:
+            self.update.barrier = lambda: self.world.barrier()
+
+    def discard(self) -> None:
+        """Release everything, also after an interrupted step; another strategy replaces this one. It is unusable
+        afterwards."""
+        self.__dict__.clear()
+
+
+class Recomputation(ABC):
+    """Micro-batches of a strategy, computed again."""
+
+    together: ClassVar[bool] = False  # whether `compute` is collective
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    @classmethod
+    def supports(cls, job: Job) -> bool:
+        """Whether it works with the job's options."""
+        return True
+
+    @abstractmethod
+    def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        """Compute a micro-batch outside its step, on any rank, while no parameter has a `.grad`. Only the observer
+        receives the gradient."""
+
+    @abstractmethod
+    def replicated_weights(self) -> list[Tensor]:
+        """Return the weights that every rank holds in full."""
+
+    @abstractmethod
+    def replicated_state(self) -> list[Tensor]:
+        """Return the part of the state that every rank holds in full. Collective."""
+
+
+class ReplicatedRecomputation(Recomputation):
+    """Of a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
+
+    @override
+    def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        strategy, totals, precision = self.strategy, self.strategy.totals, self.strategy.precision
+
+        def backward() -> Tensor:
+            outputs = strategy.model(**strategy.inputs_of(micro))
+            loss = totals.loss_sum(strategy.task, outputs, micro, strategy.observer)
+            with precision.autocast(False):
+                torch.autograd.grad(precision.scaled(loss / targets), strategy.parameters, allow_unused=True)
+            return loss.detach()
+
+        with precision.autocast(), totals.preserved():
+            strategy.compute(step, micro, backward)
+
+    @override
+    def replicated_weights(self) -> list[Tensor]:
+        return [p.detach() for p in self.strategy.parameters]
+
+    @override
+    def replicated_state(self) -> list[Tensor]:
+        state = sorted(self.strategy.state.sharded_state_dict().items())
+        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]

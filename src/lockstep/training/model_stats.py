@@ -33,9 +33,9 @@ from lockstep.data.splitting import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
+from lockstep.strategies.strategy import ShardedRecovery
 from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader

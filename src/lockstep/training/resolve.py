@@ -185,14 +185,14 @@ def resolve_strategy(run: Run, processes: int) -> type[StrategyRules]:
 
 def _refuse_strategy(job: Job) -> None:
     """Let the strategy and each of its parts refuse unsupported keys. Errors: `RunError`."""
-    from lockstep.strategies.exact import averaging, held_state
+    from lockstep.strategies.exact import averaging, training_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.tasks.models import quantized
 
     run, strategy = job.run, job.strategy
     _refuse_features(job)
     optimizers.check(job)
-    held_state.check_masters(job)
+    training_state.check_masters(job)
     if run.model.quantization is not None:
         quantized.check(job)
     averaging.check(job)
@@ -264,9 +264,8 @@ def launcher_class(launch: LaunchSection) -> type[Starter]:
 def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
-    from lockstep.strategies.abilities import ShardedRecovery
     from lockstep.strategies.single import ReplicatedStrategy
-    from lockstep.strategies.strategy import recomputes
+    from lockstep.strategies.strategy import ShardedRecovery, recomputes
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -312,7 +311,7 @@ def _refuse_features(job: Job) -> None:
 def ends_with_a_rank(job: Job) -> str | None:
     """Explain, as far as the job reveals it, why a failed rank ends the others too; None if it does not.
     `training/recovery/` adds reasons that depend on device and model."""
-    from lockstep.strategies.abilities import ShardedRecovery, WholeStateRecovery
+    from lockstep.strategies.strategy import ShardedRecovery, WholeStateRecovery
 
     run, strategy = job.run, job.strategy
     later = strategy.memory.needs_choice(job)

@@ -18,10 +18,9 @@ from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import Strategy, make_strategy
+from lockstep.strategies.strategy import ShardedRecovery, Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader

@@ -21,7 +21,7 @@ from lockstep.config.model_selection import higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.trained_weights import TrainedWeights
+from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.abilities import Predicts
 from lockstep.tasks.task import Task

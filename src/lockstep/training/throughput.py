@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.data.batch import StepBatch, StepResult
-from lockstep.strategies.exact.loss_scale import LossScale
+from lockstep.strategies.exact.precision import LossScale
 
 
 @dataclass(frozen=True)

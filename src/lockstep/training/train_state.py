@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import Progress, score_of
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.data.job import Job
-from lockstep.strategies.exact.loss_scale import LossScale
+from lockstep.strategies.exact.precision import LossScale
 from lockstep.training.fingerprints import Fingerprints
 from lockstep.training.throughput import Counts, Meter
 

@@ -117,12 +117,12 @@ def empty_model(draft: RunDraft, script: Script) -> Any:
 def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
     """Return (weight name -> number of dimensions, names of weights that lockstep never decays) for the script's model.
     None if the model cannot be read, or if an adapter is trained."""
-    from lockstep.tasks.models.weight_decay import exempt
+    from lockstep.strategies.exact.parameter_groups import without_decay
 
     model = None if "model.adapter" in draft.keys else empty_model(draft, script)
     if model is None:
         return None
-    return {name: weight.dim() for name, weight in model.named_parameters()}, exempt(model)
+    return {name: weight.dim() for name, weight in model.named_parameters()}, without_decay(model)
 
 
 def note_saved_dtype(draft: RunDraft, where: str) -> None:

@@ -31,7 +31,7 @@ from lockstep.config.sections import LaunchSection, ModelSection, StrategySectio
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import share_gpus
 from lockstep.strategies.engines import layers, tensor_plans
-from lockstep.strategies.exact import held_state
+from lockstep.strategies.exact import training_state
 from lockstep.strategies.exact.exchange import Exchange, Scatter
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import ReductionTree, share
@@ -381,7 +381,7 @@ def sums_in_float32(model: nn.Module) -> None:
 
     def widen(module: FSDPModule, _: Any) -> None:
         for group in _groups_of(module):
-            held_state.sums_in_float32(own for _, own in _unsharded(group))
+            training_state.sums_in_float32(own for _, own in _unsharded(group))
 
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -28,7 +28,6 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -36,14 +35,14 @@ from lockstep.strategies.engines.zero_partition import join_group, own_activatio
 from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import parameter_groups, stepper
-from lockstep.strategies.exact.gradient import Part
 from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.training_state import TrainingState
+from lockstep.strategies.exact.update import Part
 from lockstep.strategies.observer import listening, observing
-from lockstep.strategies.recomputation import Recomputation
 from lockstep.strategies.single import call_on_cpu
+from lockstep.strategies.strategy import Recomputation, ShardedRecovery
 from lockstep.tasks.task import Task
 
 

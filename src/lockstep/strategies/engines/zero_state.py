@@ -18,8 +18,7 @@ from lockstep.distributed.sharded import Saved
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.zero_sums import FlatCuts
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.exact.trained_weights import TrainedWeights
-from lockstep.strategies.exact.training_state import TrainingState
+from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 
 
 def flat_weights(engine: Any) -> list[Tensor]:

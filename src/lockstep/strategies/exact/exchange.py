@@ -18,14 +18,13 @@ from lockstep.strategies.exact.reduce_schedule import (
     Bucket,
     InFlight,
     LinkSpeeds,
-    Node,
     PendingSend,
     ReduceStage,
     all_gather,
     gather_in_stages,
     plan,
 )
-from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of
+from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, layout_of
 
 
 class Scatter:

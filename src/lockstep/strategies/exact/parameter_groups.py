@@ -1,14 +1,14 @@
 """The learning rate factor, weight decay and optimizer rule of every trained weight, by name, under every strategy.
 
 In: the `optim` section and a model, possibly on the meta device. Out: one `ParamGroupSpec` per trained weight, or torch
-parameter groups made of them.
+parameter groups made of them. Biases (including tables of relative positions) and norms have no weight decay.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,32 @@ from torch import Tensor, nn
 from lockstep.config.run import RunError
 from lockstep.config.sections import OptimSection
 from lockstep.strategies.optimizers.optimizer import Weight, rule
-from lockstep.tasks.models import weight_decay
+
+_WRAPPERS = ("modules_to_save", "default")  # name parts that peft inserts for trained copies of a module
+
+
+def without_decay(model: nn.Module) -> set[str]:
+    """Names of the parameters without weight decay: weights of modules whose class name contains "norm", and parameters
+    named "bias" or in a module named so (`relative_attention_bias.weight`, `lstm.bias_ih_l0`)."""
+    return {name for name, module in _owned(model) if _is_norm(module) or is_bias(name)}
+
+
+def is_bias(name: str) -> bool:
+    """Whether the name of a parameter, or of its module, contains "bias". List indices are skipped."""
+    words = [word for word in name.split(".") if not word.isdigit() and word not in _WRAPPERS]
+    return any("bias" in word.lower() for word in words[-2:])
+
+
+def _owned(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the name of each parameter and the module that holds it."""
+    for prefix, module in model.named_modules():
+        for name, _ in module.named_parameters(recurse=False):
+            yield (f"{prefix}.{name}" if prefix else name), module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
+
 
 _LAYER = re.compile(r"(.*?)\.(\d+)(?:\.|$)")  # the list of layers, and the layer's index in it
 
@@ -36,7 +61,7 @@ class ParamGroupSpec:
 def assigned(optim: OptimSection, model: nn.Module) -> dict[str, ParamGroupSpec]:
     """Return the parameter group of every trained weight, in the model's order. Errors: `RunError` for patterns without
     a match."""
-    exempt, cls = weight_decay.exempt(model), rule(optim)
+    exempt, cls = without_decay(model), rule(optim)
     embeddings = {
         id(p)
         for module in model.modules()

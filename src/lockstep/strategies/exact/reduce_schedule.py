@@ -13,7 +13,7 @@ tree are ever added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -25,8 +25,7 @@ from torch import Tensor
 from lockstep.config.sections import StrategySection
 from lockstep.distributed.torch_internals import by_host, on_device
 from lockstep.distributed.world import World
-
-Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
+from lockstep.strategies.exact.reduction_tree import Node, merged
 
 AT_ONCE = 8  # maximum number of ranks of one host that exchange directly
 
@@ -49,37 +48,6 @@ def links(strategy: StrategySection, world: World, group: dist.ProcessGroup | No
     """Return the `LinkSpeeds` of a group, by default of all ranks."""
     ranks = range(world.size) if group is None else dist.get_process_group_ranks(group)
     return LinkSpeeds(strategy.all_reduce, tuple(world.hosts[rank] for rank in ranks))
-
-
-def lift(node: Node, leaves: int) -> Node:
-    """Raise a node to the level at which it has a sibling, or to the root: a node whose sibling covers no leaf equals
-    its parent."""
-    level, index = node
-    while (1 << level) < leaves <= (index ^ 1) << level:
-        level, index = level + 1, index >> 1
-    return level, index
-
-
-def sibling(node: Node) -> Node:
-    """Return the other child of a node's parent."""
-    return node[0], node[1] ^ 1
-
-
-def parent(node: Node) -> Node:
-    """Return the parent of a node."""
-    return node[0] + 1, node[1] >> 1
-
-
-def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
-    """Merge siblings among partial sums as far as possible, in leaf order."""
-    nodes_after: set[Node] = set()
-    for node in nodes:
-        node = lift(node, leaves)
-        while sibling(node) in nodes_after:
-            nodes_after.remove(sibling(node))
-            node = lift(parent(node), leaves)
-        nodes_after.add(node)
-    return tuple(sorted(nodes_after, key=lambda node: node[1] << node[0]))
 
 
 @dataclass(frozen=True, eq=False)

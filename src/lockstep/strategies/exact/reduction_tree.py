@@ -7,16 +7,45 @@ not associate: a fixed bracketing gives fixed bits. `exchange.py` sends partial 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from lockstep.strategies.exact.reduce_schedule import Node as Node
-from lockstep.strategies.exact.reduce_schedule import lift, merged, parent, sibling
-
+Node = tuple[int, int]  # (level, index): the sum of the leaves [index * 2^level, (index + 1) * 2^level) that exist
 Shares = tuple[range, ...]  # by rank: the leaves that it runs; contiguous, ascending by rank, at least one each
+
+
+def lift(node: Node, leaves: int) -> Node:
+    """Raise a node to the level at which it has a sibling, or to the root: a node whose sibling covers no leaf equals
+    its parent."""
+    level, index = node
+    while (1 << level) < leaves <= (index ^ 1) << level:
+        level, index = level + 1, index >> 1
+    return level, index
+
+
+def sibling(node: Node) -> Node:
+    """Return the other child of a node's parent."""
+    return node[0], node[1] ^ 1
+
+
+def parent(node: Node) -> Node:
+    """Return the parent of a node."""
+    return node[0] + 1, node[1] >> 1
+
+
+def merged(nodes: Iterable[Node], leaves: int) -> tuple[Node, ...]:
+    """Merge siblings among partial sums as far as possible, in leaf order."""
+    nodes_after: set[Node] = set()
+    for node in nodes:
+        node = lift(node, leaves)
+        while sibling(node) in nodes_after:
+            nodes_after.remove(sibling(node))
+            node = lift(parent(node), leaves)
+        nodes_after.add(node)
+    return tuple(sorted(nodes_after, key=lambda node: node[1] << node[0]))
 
 
 class ReductionTree:

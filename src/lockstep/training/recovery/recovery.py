@@ -39,8 +39,7 @@ from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
-from lockstep.strategies.abilities import ShardedRecovery, WholeStateRecovery
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import ShardedRecovery, Strategy, WholeStateRecovery
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.resolve import ends_with_a_rank

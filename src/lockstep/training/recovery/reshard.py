@@ -17,10 +17,9 @@ from lockstep.checkpoint.shard_files import StateHash, hashed, held_here
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
-from lockstep.strategies.abilities import ShardedRecovery
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import make_strategy
+from lockstep.strategies.strategy import ShardedRecovery, make_strategy
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.session import Session
