@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,10 +15,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousBackend,
@@ -40,6 +45,8 @@ class Meeting:
     def num_nodes_waiting(self) -> int:
         waiting, self.waiting = self.waiting, 0
         return waiting
+
+    use_agent_store = False
 
     def get_run_id(self) -> str:
         return "job"
@@ -172,3 +179,128 @@ def test_a_rendezvous_has_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not one._keep_alive_timer._thread.is_alive()
     one._op_executor.run(_RendezvousExitOp(), one._get_deadline(timedelta(seconds=9)))
     assert not one._state_holder.state.participants
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_agent.py", "src/lockstep/launchers/launcher.py")
+def test_an_agent_starts_workers_with_these_variables_and_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent starts workers by `start_processes` of its module, with the environment of each in `envs`: these names,
+    ranks and world size as in Worker(local, global, role, size, size of role). In an argument that is a text, and not
+    in one within a tuple, `$$` becomes `$` and `${local_rank}` the rank; wait() of what it returns gives a
+    RunProcsResult whose failure is one of return codes, and is_failed tells it."""
+    started: dict[str, Any] = {}
+
+    def start(**named: Any) -> Any:
+        started.update(named)
+        return SimpleNamespace(pids=lambda: {0: 4, 1: 5}, wait=lambda _: RunProcsResult(return_values={0: 7, 1: 0}))
+
+    monkeypatch.setattr(local_elastic_agent, "start_processes", start)
+    arguments = ("$$x ${local_rank}", ("$$x",))
+    spec = WorkerSpec("r", 2, Meeting(), entrypoint=print, args=arguments, max_restarts=3)  # type: ignore[arg-type]
+    agent: Any = LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
+    agent._remaining_restarts = 2
+    group = agent._worker_group
+    group.workers = [Worker(local, local + 4, local, 8, 2) for local in range(2)]
+    group.store, group.group_rank, group.group_world_size = dist.HashStore(), 2, 4
+    group.master_addr, group.master_port = "10.0.0.1", 29
+    assert agent._start_workers(group) == {0: 4, 1: 5}
+    assert started["args"][1] == ("$x 1", ("$$x",))
+    names = {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    assert started["envs"][1].items() >= names.items()
+    others = {"ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS"}
+    assert started["envs"][1].keys() - names.keys() <= others
+    for worker in group.workers:
+        worker.id = started["args"].keys() and {0: 4, 1: 5}[worker.local_rank]
+    finished = agent._monitor_workers(group)
+    assert (finished.state, finished.return_values) == (WorkerState.SUCCEEDED, {4: 7, 5: 0})
+    failure = ProcessFailure(0, 4, 9, os.devnull)
+    assert [RunProcsResult(failures=each).is_failed() for each in ({}, {0: failure})] == [False, True]
+    assert [RunResult(state).is_failed() for state in (WorkerState.SUCCEEDED, WorkerState.FAILED)] == [False, True]
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
+def test_what_ends_an_agent_before_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendezvous that raises RendezvousGracefulExitError makes run() return None; RendezvousClosedError,
+    RendezvousTimeoutError and SignalException come out of it. All but the last are RendezvousErrors."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import api
+
+    class Ending(Meeting):
+        def next_rendezvous(self) -> RendezvousInfo:
+            raise error
+
+    for error in (
+        api.RendezvousGracefulExitError("over"),
+        api.RendezvousClosedError("closed"),
+        api.RendezvousTimeoutError("late"),
+        SignalException("asked", sigval=signal.SIGTERM),
+    ):
+        spec = WorkerSpec("r", 1, Ending(), entrypoint=print)  # type: ignore[arg-type]
+        agent: Any = LocalElasticAgent(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
+        assert isinstance(error, api.RendezvousError) is not isinstance(error, SignalException)
+        if isinstance(error, api.RendezvousGracefulExitError):
+            assert agent.run() is None
+            continue
+        with pytest.raises(type(error)) as caught:
+            agent.run()
+        assert caught.value is error
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
+def test_the_state_of_a_rendezvous_is_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A _RendezvousState has these eight parts and no others, a _NodeDesc three, in this order. set_state gets it as a
+    pickle, whose deadline names a time zone; a formation that lacks machines waits until that moment, and one whose
+    deadline has passed is complete."""
+    monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: None)  # it would be a second
+    backend = InMemory()
+    timeouts = RendezvousTimeout(*(timedelta(seconds=each) for each in (9, 0.05, 10, 5)))
+    assert (timeouts.join, timeouts.last_call, timeouts.close, timeouts.heartbeat) == (
+        *(timedelta(seconds=each) for each in (9, 0.05, 10, 5)),
+    )
+    empty = {"round": 0, "complete": False, "deadline": None, "closed": False}
+    lists = {"participants": {}, "wait_list": set(), "redundancy_list": set(), "last_heartbeats": {}}
+    assert vars(_RendezvousState()) == empty | lists
+    assert [field.name for field in dataclasses.fields(_NodeDesc)] == ["addr", "pid", "local_id"]
+    states: list[Any] = []
+    plain = backend.set_state
+    backend.set_state = lambda state, token=None: states.append(pickle.loads(state)) or plain(state, token)  # type: ignore[method-assign, func-returns-value]
+    made = DynamicRendezvousHandler.from_backend(
+        *("job", dist.HashStore(), backend, 1, 2, "127.0.0.1", timeouts),
+        keep_alive_interval=1,
+        keep_alive_max_attempt=3,
+    )
+    info = made.next_rendezvous()
+    made._stop_heartbeats()
+    assert (info.rank, info.world_size) == (0, 1)
+    deadlines = [state.deadline for state in states if state.deadline is not None]
+    assert deadlines
+    assert all(each.tzinfo is not None for each in deadlines)
+    (heartbeat,) = states[-1].last_heartbeats.values()
+    assert heartbeat.tzinfo is not None
+    assert made.num_nodes_waiting() == 0
+    assert not made.is_closed()
+
+
+@rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
+def test_the_first_machine_says_where_ranks_meet() -> None:
+    """RendezvousStoreInfo.build(rank, store, address) of rank 0 writes its address and a free port into the store,
+    which needs only set and get, and others read them."""
+    written: dict[str, bytes] = {}
+    store: Any = SimpleNamespace(set=written.__setitem__, get=written.__getitem__)
+    first = RendezvousStoreInfo.build(0, store, "10.0.0.7")
+    assert (first.master_addr, first.master_port > 0) == ("10.0.0.7", True)
+    assert RendezvousStoreInfo.build(1, store, "10.0.0.8") == first
+    info = RendezvousInfo(store, 1, 2, first)
+    assert (info.store, info.rank, info.world_size, info.bootstrap_store_info) == (store, 1, 2, first)

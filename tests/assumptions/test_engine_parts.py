@@ -205,3 +205,50 @@ def test_a_tensor_is_read_from_pieces_of_several_files(tmp_path: Path) -> None:
     assert torch.equal(target["a"], whole)
     kept: Any = found.state_dict_metadata["a"]
     assert (kept.size, kept.properties.dtype) == (torch.Size([5, 2]), torch.float32)
+
+
+@rests_on_it("src/lockstep/distributed/torch_internals.py", "src/lockstep/distributed/rendezvous.py")
+def test_a_gloo_group_has_options_and_a_name() -> None:
+    """Options of a gloo group have `_devices`, `_threads` (2) and `_timeout`; create_device takes the name of an
+    interface, and raises RuntimeError for one that is not there. A group has the group_desc that it is given;
+    get_backend is "gloo" for a group of gloo, that of the default group if a new group names none, and for a backend by
+    devices the whole text."""
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(interface="lo"), kind.create_default_device()]
+    assert (len(options._devices), options._threads) == (2, 2)
+    options._threads, options._timeout = 1, timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=7)
+    with pytest.raises(RuntimeError):
+        kind.create_device(interface="none0")
+    control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=9), group_desc="control")
+    assert (control.group_desc, dist.get_backend(control), dist.get_backend(dist.new_group(None))) == (
+        *("control", "gloo", "gloo"),
+    )
+    both: Any = dist.new_group(backend="cpu:gloo")
+    assert dist.get_backend(both) == "cpu:gloo"
+
+
+@rests_on_it("src/lockstep/distributed/world.py")
+def test_collectives_of_a_group_can_be_waited_for_later() -> None:
+    """all_reduce and all_gather with async_op return a work whose wait() leaves the result in the tensors;
+    broadcast_object_list replaces the items of its list; barrier and broadcast take a group."""
+    group: Any = dist.new_group(backend="gloo")
+    box, mine = torch.tensor([3]), torch.tensor([1.5, -0.0], dtype=torch.float64)
+    boxes = [torch.empty_like(mine)]
+    works = [
+        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group, async_op=True),
+        dist.all_gather(boxes, mine, group=group, async_op=True),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert box.tolist() == [3]
+    assert torch.equal(boxes[0].view(torch.int64), mine.view(torch.int64))
+    held = [{"a": 1}]
+    first = held[0]
+    dist.broadcast_object_list(held, src=0, group=group)
+    assert held == [{"a": 1}]
+    assert held[0] is first  # on the source
+    dist.broadcast(mine, src=0, group=group)
+    dist.barrier(group=group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
@@ -202,3 +203,23 @@ def test_a_key_that_never_comes_is_an_error_of_its_kind(store: dist.TCPStore) ->
     """`get` of a missing key raises DistStoreError after the store's timeout, not a bare RuntimeError."""
     with pytest.raises(dist.DistStoreError):
         store.get("never")
+
+
+@rests_on_it("src/lockstep/distributed/rendezvous.py", "src/lockstep/distributed/hang_watchdog.py")
+def test_a_store_takes_a_socket_that_listens_and_has_clones() -> None:
+    """A master TCPStore with wait_for_workers False serves on the socket in master_listen_fd at once, and `port` is its
+    port; a clone of a PrefixStore is another connection with the same prefix; a text is stored as its bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        file = listener.detach()
+    options: dict[str, Any] = {"timeout": timedelta(seconds=5), "wait_for_workers": False}
+    served = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=file, **options)
+    assert served.port == port
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=5))
+    below = dist.PrefixStore("room", client)
+    clone = below.clone()
+    clone.set("é", "é")
+    assert below.get("é") == "é".encode()
+    assert served.get("room/é") == "é".encode()
+    del below, client
+    assert clone.check(["é"])

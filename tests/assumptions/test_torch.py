@@ -258,3 +258,194 @@ def test_variable_length_attention_does_not_choose_cudnn() -> None:
     calls = [part for part in source.split("\n\n\n") if "torch.ops.aten._cudnn_attention" in part]
     assert len(calls) == 2  # forward and backward
     assert all("if use_cudnn:" in part and "_use_cudnn(" in part for part in calls)
+
+
+@rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/world.py")
+def test_switches_of_kernels_on_a_cpu() -> None:
+    """mkldnn.set_flags(False) turns mkldnn off and returns the flags before, which it takes again; enable_flash_sdp
+    holds on a CPU, too: without it scaled_dot_product_attention takes the plain way (0 of _fused_sdp_choice) instead of
+    flash (1); set_fastpath_enabled(False) keeps TransformerEncoderLayer in evaluation from its own fused kernel."""
+    flags = torch.backends.mkldnn.set_flags(False)
+    try:
+        assert not torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.set_flags(*flags)
+    assert torch.backends.mkldnn.enabled is flags[0]
+    x = torch.randn(1, 2, 4, 8)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    fused: list[int] = []
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_transformer_encoder_layer_fwd", lambda x, *_, **__: fused.append(1) or x, "CPU")
+    choices, calls = [], []
+    try:
+        for on in (True, False):
+            torch.backends.cuda.enable_flash_sdp(on)
+            torch.backends.mha.set_fastpath_enabled(on)
+            choices.append(torch._fused_sdp_choice(x, x, x))
+            with torch.no_grad():
+                layer(x[0])
+            calls.append(len(fused))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.mha.set_fastpath_enabled(True)
+        del library
+    assert (choices, calls) == ([1, 0], [1, 1])
+
+
+@rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/consistency_check.py")
+def test_names_of_processors() -> None:
+    """get_cpu_capability is one of these words, of which DEFAULT and others name other kernels; get_capabilities of
+    torch.cpu has avx2 and fma3 as bool on x86; numpy's show_config lists the instructions that it uses as "found"."""
+    import platform
+
+    assert torch.backends.cpu.get_cpu_capability() in (
+        "DEFAULT",
+        "AVX2",
+        "AVX512",
+        "NO AVX",
+        "VSX",
+        "SVE256",
+        "Z VECTOR",
+    )
+    if platform.machine() == "x86_64":
+        able = torch.cpu.get_capabilities()
+        assert {type(able[name]) for name in ("avx2", "fma3")} == {bool}
+    listed: Any = np.show_config(mode="dicts")
+    assert all(isinstance(name, str) for name in listed["SIMD Extensions"].get("found", []))
+    assert "baseline" in listed["SIMD Extensions"]
+
+
+@rests_on_it("src/lockstep/distributed/portable.py")
+def test_an_array_over_a_tensor_leaves_its_storage_resizable() -> None:
+    """np.from_dlpack of a detached tensor shares its memory, and its storage can be resized later; Tensor.numpy makes
+    the storage one that cannot."""
+    tensor = torch.ones(4)
+    np.from_dlpack(tensor.detach())[0] = 5  # type: ignore[arg-type]
+    assert tensor[0] == 5
+    assert tensor.untyped_storage().resizable()
+    tensor.numpy()
+    with pytest.raises(RuntimeError, match="resiz"):
+        tensor.untyped_storage().resize_(0)
+
+
+@rests_on_it("src/lockstep/distributed/portable.py")
+def test_functions_that_portable_ones_are_made_of() -> None:
+    """np.sqrt rounds as IEEE 754 does; frexp gives a mantissa of at least 1/2 and below 1, also for denormal numbers,
+    and keeps 0, inf and NaN; exp2 of the imaginary x / log 2 is cos x + i sin x; gelu is x (1 + erf(x / sqrt 2)) / 2
+    unless told otherwise; np.matmul writes into a slice that is its `out`; an operation's overloads are named, the
+    first one "default"."""
+    from decimal import Context, Decimal
+
+    numbers = np.array([2.0, 3.0, 1e-300, 7.7, 5e-324])
+    exact = [float(Decimal(float(x)).sqrt(Context(60))) for x in numbers]
+    assert np.sqrt(numbers, out=np.empty(5)).tolist() == exact
+    wide = torch.tensor([0.0, 1.0, 0.75, 5e-324, float("inf"), float("nan")], dtype=torch.float64)
+    mantissa, exponent = torch.frexp(wide)
+    assert mantissa[:4].tolist() == [0.0, 0.5, 0.75, 0.5]
+    assert exponent[:4].tolist() == [0, 1, 0, -1073]
+    assert (mantissa[4].isinf().item(), mantissa[5].isnan().item()) == (True, True)
+    x = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    turned = torch.exp2(torch.complex(torch.zeros_like(x), x / np.log(2)))
+    assert torch.allclose(turned, torch.complex(x.cos(), x.sin()), rtol=1e-14, atol=1e-15)
+    assert torch.allclose(nn.functional.gelu(x), x * (1 + torch.erf(x / 2**0.5)) / 2, rtol=1e-14, atol=1e-15)
+    out = np.zeros((3, 2))
+    np.matmul(np.eye(2), np.ones((2, 2)), out=out[1:])
+    assert out.tolist() == [[0, 0], [1, 1], [1, 1]]
+    assert torch.ops.aten.cholesky_solve.overloads() == ["default", "out"]
+
+
+@rests_on_it("src/lockstep/distributed/randomness.py")
+def test_masks_of_dropout_are_drawn_by_one_operation(recwarn: pytest.WarningsRecorder) -> None:
+    """Dropout and attention on a CPU draw their masks by `bernoulli_.float`, with the probability to keep and no
+    generator; a kernel registered for it is called instead, until its library is dropped."""
+    calls: list[Any] = []
+
+    def bernoulli(tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
+        calls.append((p, generator, tuple(tensor.shape)))
+        return tensor.fill_(1)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("bernoulli_.float", bernoulli, "CPU")
+    ones = torch.ones(3, 2, requires_grad=True)
+    nn.functional.dropout(ones, 0.25)
+    nn.functional.dropout2d(ones[..., None, None], 0.25)
+    scaled_dot_product_attention(*[torch.ones(1, 1, 2, 2)] * 3, dropout_p=0.5)
+    assert calls == [(0.75, None, (3, 2)), (0.75, None, (3, 2, 1, 1)), (0.5, None, (1, 1, 2, 2))]
+    del library
+    nn.functional.dropout(ones, 0.25)
+    assert len(calls) == 3
+
+
+@rests_on_it("src/lockstep/distributed/randomness.py")
+def test_generators_give_these_numbers() -> None:
+    """SFC64 gives the same 64-bit numbers for a seed in every version of numpy. randint up to 2**63 - 1 without a
+    generator draws from torch's default one; default_generator.manual_seed seeds a CPU as manual_seed does; np.random
+    refuses seeds from 2**32 on. lt of int32 writes 1 and 0 into an `out` of floats."""
+    assert np.random.SFC64(12345).random_raw(3).tolist() == [
+        *(3527068094297800258, 5648030432468382359, 9063957079744815110),
+    ]
+    drawn = []
+    for generator in (None, torch.default_generator):
+        torch.default_generator.manual_seed(7)
+        drawn.append(int(torch.randint(2**63 - 1, (), generator=generator)))
+    assert drawn == [1407639518939636932] * 2
+    states = []
+    for seed in (torch.manual_seed, torch.default_generator.manual_seed):
+        seed(2**63 - 1)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    with pytest.raises(ValueError, match="32"):
+        np.random.seed(2**32)
+    out = torch.empty(3, dtype=torch.bfloat16)
+    assert torch.lt(torch.tensor([-(2**31), 2, 3], dtype=torch.int32), 3, out=out).tolist() == [1, 1, 0]
+
+
+@rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/engines/region.py")
+def test_deterministic_algorithms_fill_new_tensors() -> None:
+    """Under use_deterministic_algorithms torch.empty fills with NaN, and not if fill_uninitialized_memory is False;
+    set_deterministic_debug_mode("default") turns the switch off, and cudnn.deterministic stays as it was."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic  # type: ignore[attr-defined]
+    filled = []
+    try:
+        torch.use_deterministic_algorithms(True)
+        for fill in (True, False):
+            torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+            filled.append(bool(torch.empty(1000).isnan().all()))
+        assert torch.get_deterministic_debug_mode() == 2
+        torch.set_deterministic_debug_mode("default")
+        assert not torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = before[0]  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(False)
+    assert (before[0], filled) == (True, [True, False])
+    assert torch.backends.cudnn.deterministic is before[1]
+
+
+@rests_on_it("src/lockstep/distributed/step_timer.py")
+def test_a_profile_is_ready_after_its_steps_or_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile with a schedule calls on_trace_ready once, after `active` steps or in stop() if some were recorded;
+    key_averages has the counts of all active steps with acc_events, times in microseconds, and rows named
+    ProfilerStep*; a trace named .gz is compressed."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    ready: list[dict[str, int]] = []
+    path = tmp_path / "trace.json.gz"
+
+    def on_ready(trace: Any) -> None:
+        trace.export_chrome_trace(str(path))
+        rows = trace.key_averages()
+        assert all(row.self_cpu_time_total >= 0 and row.self_device_time_total == 0 for row in rows)
+        ready.append({row.key: row.count for row in rows})
+
+    for active, steps in ((2, 6), (5, 3)):
+        times = schedule(wait=1, warmup=1, active=active, repeat=1)
+        recorder = profile(activities=[ProfilerActivity.CPU], schedule=times, on_trace_ready=on_ready, acc_events=True)
+        recorder.start()
+        for _ in range(steps):
+            torch.ones(2).exp()
+            recorder.step()
+        recorder.stop()
+    assert [rows["aten::exp"] for rows in ready] == [2, 1]
+    assert all("ProfilerStep*" in rows for rows in ready)
+    assert path.read_bytes()[:2] == b"\x1f\x8b"

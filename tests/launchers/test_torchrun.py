@@ -9,13 +9,16 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.elastic.agent.server import local_elastic_agent
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import EventSource
+from torch.distributed.elastic.multiprocessing.api import RunProcsResult
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, RunError, load
@@ -24,7 +27,8 @@ from lockstep.distributed import consistency_check
 from lockstep.distributed.consistency_check import agree, disagreement, facts, fingerprint
 from lockstep.distributed.world import World
 from lockstep.launchers.accelerate import Accelerate
-from lockstep.launchers.processes.elastic_agent import Agent
+from lockstep.launchers.launcher import LaunchPlan
+from lockstep.launchers.processes.elastic_agent import Agent, run_agent
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, Limits, Node
 from lockstep.launchers.start import joining, run_as_rank
 from lockstep.launchers.torchrun import Torchrun, node_range
@@ -311,6 +315,22 @@ def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeyp
     LocalElasticAgent._construct_event(agent, "FAILED", EventSource.WORKER, raw_error="")
     assert asked, "torch elastic's own does, or calls it otherwise now"
     rendezvous.shutdown()
+
+
+def test_texts_of_a_run_reach_ranks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start(*_: Any, entrypoint: Any, args: Any, **__: Any) -> Any:
+        entrypoint(*args[0])
+        finished = RunProcsResult(return_values={0: 0})
+        return SimpleNamespace(pids=lambda: {0: 4}, wait=lambda _: finished, close=lambda *_: None)
+
+    monkeypatch.setattr(local_elastic_agent, "start_processes", start)
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+    plan, rendezvous = LaunchPlan(tiny(), 1, []), met(0, True)
+    arguments = ('{"prompt": "$$x$$ ${local_rank}"}', ("train",), {})
+    assert run_agent(plan, 1, rendezvous, lambda *given: started.extend(given), arguments, print) == 0
+    assert tuple(started) == arguments
 
 
 @pytest.mark.parametrize(

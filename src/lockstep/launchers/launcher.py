@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -214,3 +214,8 @@ def write_files(plan: LaunchPlan) -> None:
             Path(path).write_text(text, encoding="utf-8")
     except OSError as failure:
         raise RunError("LS7388", f"output: cannot write {failure.filename}: {failure.strerror}") from None
+
+
+def call(entry: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Call `entry(*arguments)`: for launchers that take single texts, and not a tuple, for patterns of their own."""
+    entry(*arguments)

@@ -39,7 +39,7 @@ from lockstep.distributed import job_record, network
 from lockstep.distributed.lost_contact import MARKER
 from lockstep.distributed.membership import SOON_S, MemberAddress
 from lockstep.distributed.signals import Interrupts, handled
-from lockstep.launchers.launcher import LaunchPlan
+from lockstep.launchers.launcher import LaunchPlan, call
 from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, End
 from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.launchers.processes.surviving_ranks import Machines, Ranks, RanksAmongMachines, lives
@@ -76,8 +76,8 @@ def run_agent(
     spec = WorkerSpec(
         role="lockstep",
         local_world_size=processes,
-        entrypoint=entry,
-        args=tuple(arguments),
+        entrypoint=call,  # torch elastic replaces `$$` and `${local_rank}` in arguments that are texts
+        args=(entry, tuple(arguments)),
         rdzv_handler=rendezvous,  # type: ignore[arg-type]
         max_restarts=plan.launch.max_restarts,
         monitor_interval=0.1,
@@ -182,7 +182,8 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, DefaultLogsSpecs(os.devnull), start_method="forkserver")
         self._shutdown_timeout = int(plan.launch.timeout_s)  # not a parameter before torch 2.13
         self.rendezvous, self.plan, self.say, self.memory = rendezvous, plan, say, Memory()
-        self.trains = len(spec.args) < 2 or tuple(spec.args[1]) == job_record.TRAIN  # else it only records some steps
+        words = spec.args[1][1:2] if spec.args else ()
+        self.trains = not words or tuple(words[0]) == job_record.TRAIN  # else it only records some steps
         self.verdict: int | None = None  # exit status taken over from another machine
         self.saved = False  # whether ranks or another machine stopped with a checkpoint
         self.over = False
@@ -312,7 +313,7 @@ class Agent(LocalElasticAgent):
         if not self.goes_on:
             return super()._start_workers(worker_group)
         spec, store, workers = worker_group.spec, self.rendezvous, worker_group.workers
-        key = dict(spec.args[-1]).get(network.SECRET_VARIABLE, network.secret_from_environment())
+        key = dict(spec.args[1][-1]).get(network.SECRET_VARIABLE, network.secret_from_environment())
         entered, count = self._room
         room = self._in or f"lockstep-ranks-{uuid.uuid4().hex}"
         soon_s = max(SOON_S, store.limits.lost + MARGIN_S) if store.most > 1 else SOON_S
