@@ -156,6 +156,31 @@ def test_a_slice_of_an_arrow_array_shares_its_buffers() -> None:
     assert part.to_pylist() == [4, 5]
 
 
+@rests_on_it("src/lockstep/data/arrow_cache.py")
+def test_the_bytes_of_a_slice_are_those_of_a_copy_only_after_copying() -> None:
+    """An IPC stream of a slice also has some of what follows the slice in its buffers, so it differs from that of equal
+    values; concat_tables of two parts and combine_chunks copy, also if the second part is empty, and then the bytes
+    are the same, for integers, texts, lists, structures and nulls."""
+
+    def written(table: pa.Table) -> bytes:
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        return bytes(sink.getvalue())
+
+    def copied(table: pa.Table) -> pa.Table:
+        return pa.concat_tables([table[:1], table[1:]]).combine_chunks()
+
+    for values in ([1, None, 3, 4], ["a", None, "bb", "c"], [[1], None, [2, 3], [4]], [{"a": "x"}, {"a": None}] * 2):
+        for count in (1, 3):
+            fresh, longer = pa.table({"x": values[:count]}), pa.table({"x": [values[-1], *values]})
+            part = longer[1 : count + 1]
+            pieces = pa.concat_tables([fresh[:1], fresh[1:]])
+            assert {written(copied(each)) for each in (part, pieces, fresh)} == {written(fresh)}
+    whole = pa.table({"x": [1, 2, 3, 4]})
+    assert written(whole[:3].combine_chunks()) != written(pa.table({"x": [1, 2, 3]}))
+
+
 @rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/batch.py")
 def test_list_columns_are_one_flat_array_with_offsets() -> None:
     """For a slice of a pyarrow list array, flatten() returns the slice's values, and .values those of all rows."""
@@ -300,3 +325,167 @@ def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
     assert read["json"]["b"][:] == ["01", "02"]
     assert read["csv"][:] == {"a": [None, None], "b": [1, 2], "c": ["x", None]}
     assert read["text"]["text"][:] == ["a\u2028b", "c\x0cd", "e\x85f", "g\x1ch", "", "i"]
+
+
+@rests_on_it(
+    "src/lockstep/data/usable_rows.py", "src/lockstep/data/row_files.py", "src/lockstep/tasks/image_classification.py"
+)
+def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
+    """concatenate_datasets with axis=1 puts columns beside each other, of selected rows too, and raises for unequal
+    numbers of rows and for equal names; select_columns gives the order of its names."""
+    from datasets import Dataset, concatenate_datasets
+
+    left = Dataset.from_dict({"x": [1, 2, 3], "y": ["a", "b", "c"]})
+    both = concatenate_datasets([left.select([2, 0]).select_columns(["x"]), Dataset.from_dict({"z": [7, 8]})], axis=1)
+    assert both[:] == {"x": [3, 1], "z": [7, 8]}
+    for other in ({"z": [7]}, {"x": [7, 8, 9]}):
+        with pytest.raises(ValueError):
+            concatenate_datasets([left, Dataset.from_dict(other)], axis=1)
+    assert left.select_columns(["y", "x"]).column_names == ["y", "x"]
+
+
+@rests_on_it("src/lockstep/data/source.py", "src/lockstep/tasks/translation.py", "src/lockstep/data/row_files.py")
+def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
+    """rename_columns exchanges two names; with a name that another column keeps there are two of it, without a word.
+    add_column to selected rows takes a list, numpy's dtype, a list of None as the type null, or a feature, and raises
+    for another number of rows; removed and missing columns raise."""
+    from datasets import Dataset, Value
+
+    made = Dataset.from_dict({"x": [1, 2, 3], "y": ["a", "b", "c"]})
+    assert made.rename_columns({"x": "y", "y": "x"})[:] == {"y": [1, 2, 3], "x": ["a", "b", "c"]}
+    assert made.rename_columns({"x": "y"}).column_names == ["y", "y"]
+    some = made.select([2, 0])
+    assert some.add_column("n", [[1], [2]])[:]["n"] == [[1], [2]]
+    assert some.add_column("n", np.full(2, 7, np.int8)).features["n"] == Value("int8")
+    assert some.add_column("n", [None, None]).features["n"] == Value("null")
+    assert some.add_column("n", ["a", None], feature=Value("string")).features["n"] == Value("string")
+    for wrong in (lambda: made.add_column("n", [1]), lambda: made.remove_columns(["q"])):
+        with pytest.raises(ValueError):
+            wrong()
+
+
+@rests_on_it("src/lockstep/data/row_files.py", "src/lockstep/data/labels.py")
+def test_a_cast_keeps_numbers_or_raises() -> None:
+    """cast raises ArrowInvalid for integers that do not fit, fractions as integers, and integers beyond 2**53 as
+    floats; nulls and empty lists become every type; a structure gets missing fields as null. cast_column of whole
+    floats to int64 keeps them, and of 1.0 to a text it writes "1"."""
+    from datasets import Dataset, Features, List, Value
+
+    for value, kind in ((300, "int8"), (1.5, "int64"), (2**53 + 1, "float64")):
+        with pytest.raises(pa.ArrowInvalid):
+            Dataset.from_dict({"x": [value]}).cast(Features({"x": Value(kind)}))
+    assert Dataset.from_dict({"x": [None]}).cast(Features({"x": Value("string")}))[:] == {"x": [None]}
+    assert Dataset.from_dict({"x": [[]]}).cast(Features({"x": List(Value("string"))}))[:] == {"x": [[]]}
+    wider = Dataset.from_dict({"x": [{"a": 1}]}).cast(Features({"x": {"a": Value("int64"), "b": Value("string")}}))
+    assert wider[:] == {"x": [{"a": 1, "b": None}]}
+    numbers = Dataset.from_dict({"x": [1.0, -2.0]})
+    assert numbers.cast_column("x", Value("int64"))[:] == {"x": [1, -2]}
+    assert numbers.cast_column("x", Value("string"))[:] == {"x": ["1", "-2"]}
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/conversations.py")
+def test_a_function_that_gives_tables_is_mapped_over_slices() -> None:
+    """map of a data set in the format arrow calls its function with tables of batch_size rows in order, takes the
+    table that it returns, and has the given features; the result has the format of the data set. A function's batch of
+    another type is cast, or raises."""
+    from datasets import Dataset, Features, Value
+
+    features, sizes = Features({"z": Value("int64")}), list[int]()
+
+    def tripled(table: pa.Table) -> pa.Table:
+        sizes.append(len(table))
+        return pa.table({"z": pc.multiply(table["x"], 3)}, schema=features.arrow_schema)
+
+    options: Any = {"batched": True, "batch_size": 2, "load_from_cache_file": False}
+    inner = Dataset.from_dict({"x": [1, 2, 3]}).with_format("arrow")
+    made = inner.map(tripled, remove_columns=["x"], features=features, **options)
+    assert (made.format["type"], made.features, sizes) == ("arrow", features, [2, 1])
+    assert made.with_format(None)[:] == {"z": [3, 6, 9]}
+    for values, kind in ((["1"], "int32"), (["a"], None)):
+        rows = Dataset.from_dict({"z": [0]})
+        if kind is None:
+            with pytest.raises(pa.ArrowInvalid):
+                rows.map(lambda _, values=values: {"z": values}, features=features, **options)
+        else:
+            mapped = rows.map(lambda _, values=values: {"z": values}, features=Features({"z": Value(kind)}), **options)
+            assert mapped[:] == {"z": [1]}
+
+
+@rests_on_it("src/lockstep/data/row_files.py")
+def test_a_written_arrow_file_has_its_features_and_another_name_is_read_anew(tmp_path: Path) -> None:
+    """ArrowWriter.write_table appends tables, and after finalize Dataset.from_file has the features, names of classes
+    and JSON too. load_dataset returns cached rows of a file that was replaced within the same modification time, and
+    reads it again under another configuration name."""
+    import os
+
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+    from datasets.table import table_cast
+
+    features = datasets.Features({"x": datasets.Json(), "c": datasets.ClassLabel(names=["a", "b"])})
+    with ArrowWriter(features=features, path=str(tmp_path / "a.arrow")) as writer:
+        for text in ('{"k": 1}', "2"):
+            writer.write_table(table_cast(pa.table({"x": [text], "c": [None]}), features.arrow_schema))
+        writer.finalize()
+    read = datasets.Dataset.from_file(str(tmp_path / "a.arrow"))
+    assert (read.features, read[:]) == (features, {"x": [{"k": 1}, 2], "c": [None, None]})
+    rows = []
+    for name, number in (("one", 1), ("one", 2), ("two", 2)):
+        (tmp_path / "a.csv").write_text(f"a\n{number}\n")
+        os.utime(tmp_path / "a.csv", ns=(10**18, 10**18))
+        options: Any = {"data_files": [str(tmp_path / "a.csv")], "cache_dir": str(tmp_path / "cache")}
+        rows.append(datasets.load_dataset("csv", name, split="train", **options)["a"][0])
+    assert rows == [1, 1, 2]
+
+
+@rests_on_it("src/lockstep/data/row_files.py")
+def test_errors_of_files_without_a_row(tmp_path: Path) -> None:
+    """load_dataset raises for a table with a header only, and says "corresponds to no data"; for an empty table, with
+    the reader's error as the cause."""
+    import datasets
+
+    (tmp_path / "a.csv").write_text("a,b\n")
+    (tmp_path / "b.csv").touch()
+
+    def loaded(name: str) -> Any:
+        files, cache = [str(tmp_path / name)], str(tmp_path / "cache")
+        return datasets.load_dataset("csv", data_files=files, split="train", cache_dir=cache)
+
+    with pytest.raises(ValueError, match="corresponds to no data"):
+        loaded("a.csv")
+    with pytest.raises(Exception) as caught:
+        loaded("b.csv")
+    assert caught.value.__cause__ is not None
+
+
+@rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/source.py", "src/lockstep/data/annotated.py")
+def test_declared_rows_have_all_columns_and_classes_their_numbers() -> None:
+    """from_dict of texts for a ClassLabel stores their numbers, and raises for a number beyond its names; equal names
+    raise. from_list takes its columns from the first row, so lockstep passes features and whole rows."""
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    features = Features({"y": ClassLabel(names=["no", "yes"])})
+    assert Dataset.from_dict({"y": ["yes", "no", None]}, features=features)[:] == {"y": [1, 0, None]}
+    for wrong in (lambda: Dataset.from_dict({"y": [2]}, features=features), lambda: ClassLabel(names=["a", "a"])):
+        with pytest.raises(ValueError):
+            wrong()
+    assert Dataset.from_list([{"a": 1}, {"b": 2}]).column_names == ["a"]
+    declared = Features({"a": Value("int64"), "b": Value("string")})
+    assert Dataset.from_list([{"a": 1, "b": None}], features=declared).features == declared
+    assert Value("string") != Value("large_string")
+
+
+@rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/stream.py")
+def test_a_table_in_memory_is_a_data_set_without_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dataset of an InMemoryTable keeps the fingerprint and the features that it is given, reads nothing of the table,
+    and has the table's bytes in data.nbytes and its rows in data.num_rows."""
+    from datasets import Dataset, DatasetInfo, Features, Value
+    from datasets.table import InMemoryTable
+
+    table = pa.table({"x": pa.array([1, 2], pa.int64())})
+    features = Features({"x": Value("int64")})
+    made = Dataset(InMemoryTable(table), info=DatasetInfo(features=features), fingerprint="given")
+    assert (made._fingerprint, made.features) == ("given", features)
+    assert (made.data.nbytes, made.data.num_rows) == (16, 2)
+    with pytest.raises(ValueError, match="match"):
+        Dataset(InMemoryTable(table), info=DatasetInfo(features=Features({"x": Value("string")})), fingerprint="given")

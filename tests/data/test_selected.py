@@ -118,6 +118,19 @@ def test_conditions_that_make_no_sense_are_refused(wanted: dict, told: str, tmp_
     assert told.format(path) in refused(path, filter=wanted)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("int64", [1.5]), ("int64", {"min": 1.5}), ("uint64", {"min": 1}), ("float32", {"max": 2**24 + 1})],
+)
+def test_numbers_that_arrow_cannot_compare_are_refused(kind: str, wanted: Any, tmp_path: Path) -> None:
+    """These ended with an error of Arrow."""
+    rows = np.array([2**63 if kind == "uint64" else 2**53 + 1, 1], kind)
+    datasets.Dataset.from_dict({"text": ["a", "b"], "id": rows}).to_parquet(tmp_path / "a.parquet")
+    assert f"id: the train split of {tmp_path}/a.parquet holds {kind.replace('float32', 'float')} there: Integer" in (
+        refused(tmp_path / "a.parquet", filter={"id": wanted})
+    )
+
+
 def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     rows = [{"text": f"t{i}", "label": i % 3 - 1} for i in range(9)]

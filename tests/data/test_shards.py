@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from lockstep.config.run import RunError
@@ -274,3 +276,25 @@ def test_without_shared_memory_the_parts_are_done_one_after_another(monkeypatch:
     done: list[range] = []
     arrow_cache.map_parts([range(5), range(5, 9)], done.append, "counting")
     assert done == [range(5), range(5, 9)]
+
+
+def test_numbers_keep_their_dtype_and_every_digit() -> None:
+    """Slices, masks, operators and np.asarray of a column returned float64, which loses digits beyond 2**53."""
+    column = Columns(pa.record_batch({"x": pa.array([2**60 + 1, 5])})).flat("x")
+    for numbers in (np.asarray(column), column[:], column[np.array([True, True])], column + 0, column[[0, 1]]):
+        assert (numbers.tolist(), numbers.dtype) == ([2**60 + 1, 5], np.int64)
+    assert np.asarray(column, np.float32).dtype == np.float32
+
+
+def test_the_hash_of_rows_does_not_depend_on_the_pieces_they_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file of more than 10,000 texts had another hash than two files of the same texts."""
+    monkeypatch.setattr(arrow_cache, "_HASHED", 3)
+    texts, tags = ["x" * n if n != 4 else None for n in range(8)], [[str(n)] * (n % 3) for n in range(8)]
+    rows: dict[str, Any] = {"text": texts, "tags": tags}
+    parts = [datasets.Dataset.from_dict({k: v[a:b] for k, v in rows.items()}) for a, b in ((0, 1), (1, 5), (5, 8))]
+    whole = datasets.Dataset.from_dict(rows)
+    longer = datasets.Dataset.from_dict({k: [v[-1], *v, v[0]] for k, v in rows.items()})
+    same = [whole, datasets.concatenate_datasets(parts), longer.select(range(1, 9)), whole.select([*range(8)])]
+    hashes = [arrow_cache.content(each, ["text", "tags"]) for each in (*same, longer.select(range(8)))]
+    assert len({*hashes[:-1]}) == 1
+    assert hashes[-1] != hashes[0]

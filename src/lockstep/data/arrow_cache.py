@@ -131,7 +131,8 @@ class NumberColumn(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         parts = [part for _, part in self.parts()]
-        return np.concatenate([np.empty(0, parts[0].dtype if parts else np.int64), *parts]).astype(dtype or None)
+        whole = np.concatenate([np.empty(0, parts[0].dtype if parts else np.int64), *parts])
+        return whole if dtype is None else whole.astype(dtype)  # astype(None) is float64
 
     def parts(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the numbers shard by shard, each with the index of its first row."""
@@ -628,7 +629,9 @@ def content(dataset: Dataset, columns: list[str]) -> str:
     table = dataset.select_columns(columns).with_format("arrow")
 
     def written(start: int) -> pa.Buffer:
-        batch = table[start : start + _HASHED].combine_chunks().replace_schema_metadata(None)
+        part = table[start : start + _HASHED].replace_schema_metadata(None)
+        # copied, since of a slice Arrow also writes some of what follows it in its buffers
+        batch = pa.concat_tables([part[:1], part[1:]]).combine_chunks()
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_table(batch)

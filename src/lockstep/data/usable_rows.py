@@ -557,9 +557,12 @@ def _holds(column: pa.Array, condition: FilterValue) -> pa.Array:
             masks.append(pc.invert(_among(column, value)))
         else:
             measured = _measured(column, key.partition("_")[2])
-            if pa.types.is_float32(measured.type):  # 0.7 differs in float32
-                value = pa.scalar(value, pa.float32())
-            masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
+            try:
+                if pa.types.is_float32(measured.type):  # 0.7 differs in float32
+                    value = pa.scalar(value, pa.float32())
+                masks.append((pc.greater_equal if key.startswith("min") else pc.less_equal)(measured, value))
+            except pa.ArrowException as error:  # integers beyond 2**53 and a decimal; float16
+                raise _Unlike(f"{measured.type} there: {error}") from None
     return reduce(pc.and_, masks)
 
 
@@ -572,11 +575,11 @@ def _among(column: pa.Array, values: list[Scalar]) -> pa.Array:
         if value_kind != _kind(kind):
             quoted = ": put it between quotes" if _kind(kind) == "a text" else ""
             raise _Unlike(f"{_several(kind)} there, and {value!r} is {value_kind}{quoted}")
-    if any(isinstance(value, float) for value in values) and not pa.types.is_float32(kind):
-        column = column.cast(pa.float64())
     try:
+        if any(isinstance(value, float) for value in values) and not pa.types.is_float32(kind):
+            column = column.cast(pa.float64())
         is_member = pc.is_in(column, value_set=pa.array(values).cast(column.type))
-    except pa.ArrowInvalid as error:  # a number beyond the column's type
+    except pa.ArrowException as error:  # a number beyond the column's type, or beyond 2**53 among decimals
         raise _Unlike(f"{kind} there: {error}") from None
     return pc.if_else(pc.is_null(column), pa.scalar(None, pa.bool_()), is_member)
 

@@ -1,0 +1,216 @@
+"""What lockstep assumes about pyarrow: arrays from Python values, schemas, files, comparisons of columns."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from support.assumed import rests_on_it
+
+
+def written(path: Path, table: pa.Table) -> Path:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    return path
+
+
+@rests_on_it(
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/value_types.py",
+    "src/lockstep/tasks/masked_language_modeling.py",
+)
+def test_values_become_a_type_or_raise() -> None:
+    """pa.array with a type raises for integers that do not fit, for truths and texts as numbers, numbers as texts,
+    lone surrogates, and numpy's floats with a fraction; Python's floats it cuts off to integers. Rows of lists can be
+    numpy's; keys that a structure lacks are left out, and missing ones are null."""
+    wrong: list[tuple[Any, pa.DataType]] = [
+        ([2**40], pa.int32()),
+        (np.array([2**40]), pa.int32()),
+        ([2**63], pa.int64()),
+        ([True], pa.int32()),
+        (["1"], pa.int32()),
+        ([1], pa.string()),
+        (["\ud800"], pa.string()),
+        (np.array([1.5]), pa.int32()),
+    ]
+    for values, kind in wrong:
+        with pytest.raises((pa.ArrowException, TypeError, ValueError, OverflowError)):
+            pa.array(values, kind)
+    assert pa.array([1.5, 2.0], pa.int32()).to_pylist() == [1, 2]
+    assert pa.array([np.array([1, 2]), [3], None], pa.list_(pa.int32())).to_pylist() == [[1, 2], [3], None]
+    structures = pa.array([{"a": 1, "z": 2}, {}, None], pa.struct({"a": pa.int64()}))
+    assert structures.to_pylist() == [{"a": 1}, {"a": None}, None]
+    assert pa.array([1, 2.5, None]).type == pa.float64()
+    with pytest.raises(pa.ArrowInvalid):
+        pa.array([1, "a"])
+
+
+@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/tasks/image_classification.py")
+def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema() -> None:
+    """ListArray.from_arrays takes numpy's int32 offsets, also of empty lists; record_batch casts columns to the types
+    of its schema, in lists too, and raises where numbers do not fit; filter leaves out null and False."""
+    lists = pa.ListArray.from_arrays(np.array([0, 2, 2, 3], np.int32), np.array([1, 2, 3], np.int64))
+    assert lists.to_pylist() == [[1, 2], [], [3]]
+    schema = pa.schema([("x", pa.list_(pa.int32()))])
+    batch = pa.record_batch([lists], schema=schema)
+    assert batch.schema == schema
+    assert batch.filter(pa.array([True, None, False])).to_pydict() == {"x": [[1, 2]]}
+    with pytest.raises(pa.ArrowInvalid):
+        pa.record_batch([pa.array([2**40])], schema=pa.schema([("x", pa.int32())]))
+
+
+@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/lm_documents.py", "src/lockstep/data/row_reader.py")
+def test_combined_batches_are_one_and_none_are_no_batch() -> None:
+    """combine_chunks().to_batches() of several batches is one batch in order, of none, with a schema, no batch; a slice
+    of a column in a mapping makes a batch of that slice; slice(at, count) of a batch has its rows."""
+    parts = [pa.record_batch({"x": pa.array(values)[1:]}) for values in ([9, 1], [9, 2, 3])]
+    (whole,) = pa.Table.from_batches(parts).combine_chunks().to_batches()
+    assert whole.to_pydict() == {"x": [1, 2, 3]}
+    assert whole.slice(1, 1).to_pydict() == {"x": [2]}
+    assert pa.Table.from_batches([], whole.schema).combine_chunks().to_batches() == []
+
+
+@rests_on_it("src/lockstep/data/stream.py", "src/lockstep/data/arrow_cache.py", "src/lockstep/data/cache.py")
+def test_metadata_of_a_schema_is_in_the_file_and_is_left_out_by_name(tmp_path: Path) -> None:
+    """from_pylist takes a schema of names of types, with null for absent keys, and uint64 exactly; an IPC stream keeps
+    the schema's metadata, as bytes; replace_schema_metadata(None) and schema(list(...)) leave it out, and concat_tables
+    then accepts what differs in it alone."""
+    schema = pa.schema({"a": "int64", "hash": "uint64"}).with_metadata({"told": '{"x": 1}'})
+    table = pa.Table.from_pylist([{"a": 1, "hash": 2**64 - 1, "z": 0}, {"hash": 0}], schema)
+    with pa.memory_map(str(written(tmp_path / "a", table))) as mapped:
+        read = pa.ipc.open_stream(mapped).read_all()
+    assert read.to_pydict() == {"a": [1, None], "hash": [2**64 - 1, 0]}
+    assert read.schema.metadata == {b"told": b'{"x": 1}'}
+    assert read.replace_schema_metadata(None).schema.metadata is None
+    assert pa.schema(list(read.schema)).metadata is None
+    plain = read.replace_schema_metadata(None)
+    assert pa.concat_tables([plain, plain[:1]]).column("a").to_pylist() == [1, None, 1]
+    with pytest.raises(pa.ArrowInvalid):
+        pa.concat_tables([plain, pa.table({"a": ["x"], "hash": ["y"]})])
+
+
+@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/row_files.py", "src/lockstep/data/file_formats.py")
+def test_a_file_of_batches_is_read_by_number_and_is_no_stream(tmp_path: Path) -> None:
+    """An IPC file, compressed by lz4 too, has as many batches as write_table was given tables of one batch; get_batch
+    reads one, which stays after the map is closed. A stream is no file and a file no stream: each raises ArrowInvalid,
+    an empty file too; a missing one FileNotFoundError."""
+    options, path = pa.ipc.IpcWriteOptions(compression="lz4"), tmp_path / "file"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pa.schema({"a": "int32"}), options=options) as out:
+        for values in ([1, 2, 3], [7]):
+            out.write_table(pa.table({"a": pa.array(values, pa.int32())}))
+    with pa.memory_map(str(path)) as mapped:
+        opened = pa.ipc.open_file(mapped)
+        batches = [opened.get_batch(number) for number in range(opened.num_record_batches)]
+    assert [each.to_pydict() for each in batches] == [{"a": [1, 2, 3]}, {"a": [7]}]
+    stream = written(tmp_path / "stream", pa.table({"a": [1]}))
+    (tmp_path / "empty").touch()
+    for name, read in (("file", pa.ipc.open_stream), ("stream", pa.ipc.open_file), ("empty", pa.ipc.open_stream)):
+        with pytest.raises(pa.ArrowInvalid), pa.memory_map(str(stream.with_name(name))) as mapped:
+            read(mapped)
+    with pytest.raises(FileNotFoundError):
+        pa.memory_map(str(tmp_path / "none"))
+
+
+@rests_on_it("src/lockstep/data/row_reader.py", "src/lockstep/data/row_files.py", "src/lockstep/data/file_formats.py")
+def test_the_end_of_a_parquet_file_says_its_groups_and_types(tmp_path: Path) -> None:
+    """ParquetFile has num_row_groups, and metadata with rows and bytes of each; read_schema and schema_arrow keep the
+    schema's metadata; a damaged file raises an ArrowException, a missing one FileNotFoundError."""
+    table = pa.table({"a": [1, 2, 3]}).replace_schema_metadata({"k": "v"})
+    pq.write_table(table, tmp_path / "a", row_group_size=2)
+    with pq.ParquetFile(tmp_path / "a") as file:
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        assert [group.num_rows for group in groups] == [2, 1]
+        assert all(group.total_byte_size > 0 for group in groups)
+        assert (file.metadata.num_rows, file.schema_arrow.metadata) == (3, {b"k": b"v"})
+    assert pq.read_schema(tmp_path / "a") == table.schema
+    (tmp_path / "bad").write_bytes((tmp_path / "a").read_bytes()[:-3])
+    with pytest.raises(pa.ArrowException):
+        pq.ParquetFile(tmp_path / "bad")
+    with pytest.raises(FileNotFoundError):
+        pq.ParquetFile(tmp_path / "none")
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_what_a_comparison_with_nulls_and_nan_gives() -> None:
+    """is_null(nan_is_null=True) is also true for NaN, and takes texts and lists; `or_` of a truth and null is null;
+    comparisons of NaN are False, but is_in finds NaN; invert of null is null, and fill_null replaces it."""
+    assert pc.is_null(pa.array([float("nan"), None, 1.0]), nan_is_null=True).to_pylist() == [True, True, False]
+    for values in (["", None], [[], None]):
+        assert pc.is_null(pa.array(values), nan_is_null=True).to_pylist() == [False, True]
+    nothing = pa.array([None, None], pa.bool_())
+    assert pc.or_(pa.array([True, False]), nothing).to_pylist() == [None, None]
+    assert pc.greater_equal(pa.array([float("nan"), None]), 1).to_pylist() == [False, None]
+    assert pc.is_in(pa.array([float("nan")]), value_set=pa.array([float("nan")])).to_pylist() == [True]
+    assert pc.fill_null(pc.invert(pa.array([True, None])), False).to_pylist() == [False, False]
+    assert pc.is_valid(pa.array([1, None])).to_pylist() == [True, False]
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_numbers_are_compared_exactly_or_not_at_all() -> None:
+    """A comparison of integers with a float, and a cast to float64, raise ArrowInvalid for integers beyond 2**53; with
+    a larger integer they are compared as numbers; uint64 beyond 2**63 with an integer raises; float16 has no kernel:
+    an ArrowException. A float64 cast to float32 is rounded, so 0.7 is found among float32."""
+    big = pa.array([2**53 + 1, 5])
+    for call in (lambda: big.cast(pa.float64()), lambda: pc.greater_equal(big, 5.5)):
+        with pytest.raises(pa.ArrowInvalid):
+            call()
+    with pytest.raises(pa.ArrowInvalid):
+        pc.greater_equal(pa.array([2**63], pa.uint64()), 1)
+    with pytest.raises(pa.ArrowException):
+        pc.greater_equal(pa.array([1.0], pa.float16()), 1.5)
+    assert pc.greater_equal(pa.array([1, 2], pa.int8()), 300).to_pylist() == [False, False]
+    small = pa.array([0.7], pa.float32())
+    assert pc.is_in(small, value_set=pa.array([0.7]).cast(pa.float32())).to_pylist() == [True]
+    assert pc.greater_equal(small, 0.7).to_pylist() == [False]
+    with pytest.raises(pa.ArrowInvalid):
+        pa.array([-1]).cast(pa.uint8())
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py")
+def test_fields_of_structures_and_items_of_lists_are_null_where_their_holder_is() -> None:
+    """struct_field of a null structure is null, also in a slice; list_value_length and list_flatten take lists of a
+    fixed size, too, and skip nulls; take of an index beyond the array raises."""
+    structures = pa.array([{"a": 9}, None, {"a": 1}])[1:]
+    assert pc.struct_field(structures, [0]).to_pylist() == [None, 1]
+    fixed = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int8(), 2))
+    assert pc.list_value_length(fixed).to_pylist() == [2, None, 2]
+    assert pc.list_flatten(fixed).to_pylist() == [1, 2, 3, 4]
+    with pytest.raises(pa.ArrowException):
+        pa.array([1]).take(pa.array([1]))
+    assert pc.unique(pa.chunked_array([[2, 1], [2]])).to_pylist() == [2, 1]
+
+
+@rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/stream.py")
+def test_kinds_of_types_do_not_include_each_other() -> None:
+    """is_list, is_large_list and is_fixed_size_list are of one kind each, and is_string is not of large ones;
+    is_floating is also of float16, and neither it nor is_integer of decimals and truths; JSON's type is an extension
+    type and no string."""
+    kinds = [pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 2)]
+    tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    assert [[test(kind) for test in tests] for kind in kinds] == np.eye(3, dtype=bool).tolist()
+    assert [pa.types.is_string(kind) for kind in (pa.string(), pa.large_string(), pa.json_())] == [True, False, False]
+    assert isinstance(pa.json_(), pa.BaseExtensionType)
+    others = (pa.float16(), pa.decimal128(3), pa.bool_(), pa.uint8())
+    assert [pa.types.is_floating(kind) for kind in others] == [True, False, False, False]
+    assert [pa.types.is_integer(kind) for kind in others] == [False, False, False, True]
+
+
+@rests_on_it("src/lockstep/data/file_formats.py")
+def test_a_compressed_stream_of_zstd_is_read_as_bytes(tmp_path: Path) -> None:
+    """CompressedInputStream of zstd reads the bytes that CompressedOutputStream wrote, from a path or from a Python
+    file, and raises an OSError or ArrowException for what is none."""
+    with pa.OSFile(str(tmp_path / "a"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as out:
+        out.write(b"text" * 1000)
+    with open(tmp_path / "a", "rb") as own:
+        for source in (pa.OSFile(str(tmp_path / "a")), own):
+            assert pa.CompressedInputStream(source, "zstd").read() == b"text" * 1000
+    (tmp_path / "b").write_bytes(os.urandom(8) + b"no zstd")
+    with pytest.raises((OSError, pa.ArrowException)):
+        pa.CompressedInputStream(pa.OSFile(str(tmp_path / "b")), "zstd").read()
