@@ -249,3 +249,9 @@ def test_deepspeed_and_resume_are_told_what_they_are_here(capfd: pytest.CaptureF
     for word, wanted in {"resume": "resumes", "eval": "evaluate", "generate": "predict", "upload": "push"}.items():
         assert main([word, "out"]) == 2
         assert mentions(capfd.readouterr().err, "LS8420", wanted)
+
+
+def test_names_of_devices_and_of_kinds_of_training() -> None:
+    assert load(None, ["launch.device=gpu"], SMALL).launch.device == "cuda"
+    assert "did you mean 'fsdp2' or 'pipeline'?" in said("strategy=megatron")
+    assert "did you mean 'summarization' or 'translation'?" in said("task=seq2seq")

@@ -176,11 +176,25 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
         ("launch: {processes: null}", "null; expected an integer or 'auto'; leave the key out for its default, auto ("),
         ("optim: {betas: [1, 2, 3]}", "optim.betas: invalid value [1, 2, 3]; expected 2 values"),
         ("optim: {name: sgd, momentum: 1}", "optim.momentum: invalid value 1; expected a number less than 1 ("),
-        ("data: {source: x, train: [5]}", "data.train: invalid value [5]; expected a text or a list of texts ("),
+        (
+            "data: {source: x, train: [5]}",
+            "data.train: invalid value [5]; expected a text or a list of texts: YAML reads",
+        ),
         ("max_time: 3 hours", "time after which to save and stop"),
         ("max_time: 0h0.0s", "max_time: 0h0.0s leaves no time to train"),
         ("launch: {processes: 1.5}", "launch.processes: invalid value 1.5; expected an integer or 'auto' ("),
-        ("task: {label_names: [1]}", "task.label_names: invalid value 1; expected a text ("),
+        (
+            "task: {label_names: [1]}",
+            "task.label_names: invalid value 1; expected a text: YAML reads it as a number unless it is in quotes (",
+        ),
+        (
+            "task: {label_names: [no, yes]}",
+            "invalid value false; expected a text: YAML reads yes, no, on and off as true or",
+        ),
+        (
+            "output: on",
+            "output: invalid value true; expected a text without control characters (default: outputs/NAME): YAML",
+        ),
         ("model: {type: x, trust_remote_code: maybe}", "invalid value 'maybe'; expected true or false ("),
         ("evaluate: 3", "evaluate: invalid value 3; expected a mapping of keys ("),
     ],

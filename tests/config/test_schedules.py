@@ -145,7 +145,7 @@ def test_it_is_drawn_in_blocks() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["optim.schedule=coss"], "invalid value 'coss'; expected one of constant, linear, cosine, inverse_sqrt"),
+        (["optim.schedule=coss"], "invalid value 'coss'; did you mean 'cosine'? expected one of constant, linear"),
         (
             ["optim.schedule=cosine_with_min_lr"],
             "it is cosine here, with optim.min_lr_ratio (a share of learning_rate)",

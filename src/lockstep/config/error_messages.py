@@ -208,6 +208,20 @@ def _written(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
+_PATTERNS = {  # pattern of a key -> what it requires
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "of letters, digits, dots, underscores and dashes, the first a letter or digit",
+    r"^[^\x00-\x1f\x7f]*$": "without control characters",
+    r"^[^\x00-\x1f\x7f]+$": "without control characters",
+}
+
+
+def _unquoted(value: Any) -> str:
+    """Return why a value that was meant as a text is none."""
+    if isinstance(value, bool):
+        return ": YAML reads yes, no, on and off as true or false unless they are in quotes"
+    return ": YAML reads it as a number unless it is in quotes" if isinstance(value, int | float) else ""
+
+
 def _expected(item: dict[str, Any], field: FieldInfo | None) -> str:
     kind, context = str(item["type"]), item.get("ctx") or {}
     if kind == "literal_error":
@@ -215,7 +229,9 @@ def _expected(item: dict[str, Any], field: FieldInfo | None) -> str:
     pattern = next((each.pattern for each in field.metadata if getattr(each, "pattern", None)), None) if field else None
     if kind == "string_pattern_mismatch" or (kind == "string_type" and pattern):
         description = f" ({field.description})" if field is not None and field.description else ""
-        return f"expected a text that matches {context.get('pattern', pattern)}{description}"
+        pattern = str(context.get("pattern", pattern))
+        shape = _PATTERNS.get(pattern, f"that matches {pattern}")
+        return f"expected a text {shape}{description}{_unquoted(item['input'])}"
     if kind in ("too_long", "too_short", "missing"):
         most, least = context.get("max_length"), context.get("min_length")
         exact = next((len(get_args(a)) for a in _members(field) if get_origin(a) is tuple), None)
@@ -231,7 +247,9 @@ def _expected(item: dict[str, Any], field: FieldInfo | None) -> str:
     kind_words = _KINDS.get(kind.partition("_")[0])
     if any(str(part).startswith("list[") for part in item["loc"]):  # the member of a union that was tried
         kind_words = "a list of texts"
-    return f"expected {kind_words}" if kind_words is not None else str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+    if kind_words is None:
+        return str(item["msg"])[:1].lower() + str(item["msg"])[1:]
+    return f"expected {kind_words}{_unquoted(item['input']) if kind == 'string_type' else ''}"
 
 
 def _members(field: FieldInfo | None) -> list[Any]:

@@ -32,6 +32,7 @@ from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
     ALONE,
+    DEVICES,
     ONE_ORIGIN,
     PRECISIONS,
     SHORT,
@@ -657,4 +658,5 @@ def schema() -> dict[str, Any]:
     precision = properties["precision"]
     precision["enum"] += [*PRECISIONS, 32, 16]
     del precision["type"]
+    sections["LaunchSection"]["properties"]["device"]["enum"] += DEVICES
     return json_schema

@@ -6,6 +6,7 @@ one-line plot for a terminal. Imports no torch: `lockstep plan` and the report p
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -48,9 +49,10 @@ def parse_schedule(value: Any) -> Any:
         if str(value) in _ADVICE:
             raise InvalidValue("LS1070", f"invalid value {value!r}; {_ADVICE[str(value)]}")
         if (value := SCHEDULES.get(str(value), value)) not in NAMES:
-            raise InvalidValue(
-                "LS1071", f"invalid value {value!r}; expected one of {', '.join(NAMES)}, or points [[step, rate], ...]"
-            )
+            near = difflib.get_close_matches(str(value), NAMES, 1) or [each for each in NAMES if each in str(value)]
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            expected = f"{hint}expected one of {', '.join(NAMES)}, or points [[step, rate], ...]"
+            raise InvalidValue("LS1071", f"invalid value {value!r}; {expected}")
         return value
     expected = "expected points [[step, rate], ...] in the order of their steps, the first of them 0"
     try:

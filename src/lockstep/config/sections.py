@@ -58,7 +58,7 @@ SHORT = {
     "launch": "name",
     "track": "to",
 }
-# Names of precisions in other systems.
+# Names of precisions and devices in other systems.
 PRECISIONS = {"bfloat16": "bf16", "bf16-mixed": "bf16", "float32": "fp32", "32": "fp32", "32-true": "fp32"}
 PRECISIONS |= {"float16": "fp16", "16": "fp16", "16-mixed": "fp16", "half": "fp16"}
 
@@ -79,6 +79,8 @@ def _dtype(value: Any) -> Any:
 
 
 Dtype = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
+DEVICES = {"gpu": "cuda"}
+Device = Annotated[Literal["auto", "cpu", "cuda"], BeforeValidator(lambda value: DEVICES.get(str(value), value))]
 Precision = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(lambda value: PRECISIONS.get(str(value), value))]
 Names = Annotated[list[str], BeforeValidator(_listed)]
 ONE_ORIGIN = "give either source (pretrained) or type (from scratch), and not both"
@@ -402,7 +404,7 @@ class LaunchSection(PluginSection):
         description="processes a machine; auto: processes_per_gpu a GPU, else one a core (SageMaker: one an instance), "
         "at most micro_batches",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is a GPU")
+    device: Device = Field("auto", description="auto: cuda if there is a GPU")
     processes_per_gpu: Positive = Field(
         1, description="processes that share a GPU, over gloo: to try a job of several processes on the one you have"
     )
