@@ -12,17 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import attributes, lightning, loading, loop_module, loss_means, trainer_script
-from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config import (
+    attributes,
+    lightning,
+    loading,
+    loop_module,
+    loss_means,
+    precision_calls,
+    schedule_calls,
+    trainer_script,
+)
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
-from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd, whole_warmup
+from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.resuming import best_saved, without_resuming
-from lockstep.lab.import_config.schedule_calls import COSINE, of_cosine, per_process
+from lockstep.lab.import_config.schedule_calls import COSINE, assignments
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
 from lockstep.lab.import_config.table import (
     ADAFACTOR,
@@ -31,8 +39,6 @@ from lockstep.lab.import_config.table import (
     batches,
     decays_all,
     number,
-    schedule_ends,
-    trackers,
 )
 
 
@@ -71,7 +77,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         created = frozenset() if at.is_transformers() else loop_module.created(script, at.optimizers, at.loader)
         statements = Statements(script, draft, at.is_transformers(), nodes, created)
         statements.read()
-        at.contexts(statements)
+        precision_calls.contexts(at, statements)
         at.loaders(statements)
     at.constants(statements)
     at.settle()
@@ -125,22 +131,22 @@ class Loop(Reading):
         elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
             self._seed(call)
         elif name in ("autocast", "Accelerator", "GradScaler"):
-            self._precision(call)
+            precision_calls.precision(self, call)
         elif name == "Trainer" and root in trainer_script.LOOPS:
             lightning.trainer(call, self)
         elif name in ("EarlyStopping", "ModelCheckpoint"):
             lightning.callback(call, self)
         elif name in ("DistributedDataParallel", "DDP"):
-            self._set(call, "strategy.name", "ddp")
+            self.setting(call, "strategy.name", "ddp")
         elif name in ("FullyShardedDataParallel", "FSDP", "fully_shard"):
-            self._set(call, "strategy.name", "fsdp2")
+            self.setting(call, "strategy.name", "fsdp2")
         elif name in ("get_scheduler", COSINE) or ("schedule" in name and name.startswith("get_")):
-            self._schedule(call)
+            schedule_calls.schedule(self, call)
         elif ("lr_scheduler" in call.origin and name[:1].isupper()) or name == "LambdaLR":
             self.scheduled = True
             self.draft.lacks(str(call), _STEPWISE, "optim.schedule")
         elif call.origin == "torch.compile":
-            self._set(call, "model.compile", True)
+            self.setting(call, "model.compile", True)
 
     def _seed(self, call: Call) -> None:
         """Read a seed, also one that a function of the script gets from its only call."""
@@ -156,18 +162,18 @@ class Loop(Reading):
                     node.id, None if node.id in own.nodes else self.script.known(defaults.get(node.id))
                 )
                 if value is not None and not own.more:
-                    self._set(calls[0], "seed", value)
+                    self.setting(calls[0], "seed", value)
                     return
         self._known(call, "seed", ("seed",), "seed")
 
-    def _set(self, call: Call, key: str, value: Any) -> None:
+    def setting(self, call: Call, key: str, value: Any) -> None:
         self.draft.set(key, value, f"{call.name}, line {call.line}")
         self.read(call, key)
 
     def _known(self, call: Call, key: str, names: tuple[str, ...], name: str) -> None:
         arguments = self.script.arguments(call, names)
         if name in arguments.known:
-            self._set(call, key, arguments.known[name])
+            self.setting(call, key, arguments.known[name])
         else:
             self.draft.unclear(f"{call}", loading.RUNS, key, decides=key != "seed")
 
@@ -329,68 +335,10 @@ class Loop(Reading):
             return node
         values = [
             each.value
-            for each in _assignments(self.script)
+            for each in assignments(self.script)
             if any(isinstance(target, ast.Name) and target.id == node.id for target in each.targets)
         ]
         return values[0] if len(values) == 1 else node
-
-    def _precision(self, call: Call) -> None:
-        if call.name == "autocast" and call.receiver is not None and root_of(call.receiver) not in self.script.imports:
-            return  # Accelerate's, of the precision that its Accelerator has
-        arguments = self.script.arguments(call, ("device_type", "dtype") if call.name == "autocast" else ())
-        kind = arguments.known.get("mixed_precision", arguments.known.get("dtype"))
-        if call.name == "GradScaler" and any("dtype" in self.script.arguments(c).nodes for c in self._autocasts()):
-            return  # it scales the loss by a power of two, and sets no type
-        if call.name == "autocast" and arguments.known.get("enabled", True) is False:
-            kind = "no"
-        elif call.name == "GradScaler" or (call.name == "autocast" and "dtype" not in arguments.nodes):
-            kind = "fp16" if arguments.known.get("enabled", True) else "no"
-            if "enabled" in arguments.unknown:
-                kind = None
-        if kind is not None:
-            self._set(call, "precision", NAMES["precisions"].get(str(kind), kind))
-        self.unknown_values(call, arguments, dict.fromkeys(("mixed_precision", "dtype", "enabled"), "precision"))
-        if call.name == "Accelerator":
-            self.accumulated = int(arguments.known.get("gradient_accumulation_steps", 1))
-            self.every_at = f"line {call.line}: {call.name}(gradient_accumulation_steps={self.accumulated})"
-            self.unknown_values(call, arguments, {"gradient_accumulation_steps": "micro_batches"})
-            for name in ("split_batches", "gradient_accumulation_plugin", "dataloader_config"):
-                if name in arguments.nodes and arguments.known.get(name, True):
-                    where = f"line {call.line}: {name}={code_of(arguments.nodes[name])}"
-                    why = "batch_size is a whole step's, micro_batches the number of its parts"
-                    self.draft.lacks(where, why, "batch_size", "micro_batches")
-            for name, node in arguments.nodes.items():
-                turned_off = name in ("step_scheduler_with_optimizer", "even_batches") and not arguments.known.get(name)
-                if turned_off or name not in NAMES["accelerator_arguments"]:
-                    self.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "lockstep has no such setting")
-            if arguments.known.get("log_with"):
-                trackers(self.draft, "log_with", arguments.known["log_with"])
-
-    def _autocasts(self) -> list[Call]:
-        return [call for call in self.script.calls if call.name == "autocast"]
-
-    def contexts(self, statements: Statements) -> None:
-        """Check that each mixed-precision context is around the step, and that Accelerate accumulates."""
-        self._accumulates()
-        around = {id(each) for each in statements.contexts}
-        autocasts = self._autocasts()
-        if statements.walked and autocasts and not any(id(call.node) in around for call in autocasts):
-            why = "it is not a context around what the loop does to a batch, so its scope is unknown"
-            self.draft.unclear(str(autocasts[0]), why, "precision")
-
-    def _accumulates(self) -> None:
-        """Check that `accumulate()` is there, and that the optimizer is prepared: else each batch makes a step."""
-        if not self.every_at or self.accumulated == 1:
-            return
-        by = ("micro_batches", "batch_size")
-        if not any(call.name == "accumulate" for call in self.script.calls):
-            self.draft.lacks(self.every_at, "without accumulate() it only divides the loss", *by)
-        prepared = [c.node for c in self.script.calls if c.name.startswith("prepare")]
-        codes = {ast.unparse(each) for node in prepared for each in node.args}
-        for call in self.optimizers[:1]:
-            names = {ast.unparse(t) for n in _assignments(self.script) if n.value is call.node for t in n.targets}
-            if names and not names & codes and not any(code.startswith("*") for code in codes):
-                self.draft.lacks(str(call), "prepare() does not have it: each batch makes a step", *by)
 
     def loaders(self, statements: Statements) -> None:
         """Check that the loop goes through the loader that was read, and through no other one."""
@@ -403,87 +351,6 @@ class Loop(Reading):
             if without_order(node) != usual:
                 why = f"the loop may go through this loader, and through that of line {self.loader.line}"
                 self.draft.unclear(f"line {node.lineno}: {code_of(node)}", why, "batch_size")
-
-    def _schedule(self, call: Call) -> None:
-        self.scheduled = True
-        if self.every_at and not self.lightning and not self._prepared(call):
-            why = "it is not prepared, so it advances with every batch of every process; in lockstep with every step"
-            self.draft.lacks(str(call), why, "optim.schedule")
-            return
-        if not self.lightning and not self._stepped(call):
-            why = "its step() is never called, so the rate stays at its first value"
-            self.draft.lacks(str(call), why, "optim.schedule")
-            return
-        names = ("optimizer", "num_warmup_steps", "num_training_steps")
-        arguments = self.script.arguments(call, ("name", *names) if call.name == "get_scheduler" else names)
-        name = arguments.known.get("name") or call.name.removeprefix("get_").partition("_schedule")[0]
-        if call.name == COSINE:
-            name, arguments = "cosine", of_cosine(self.script, call)
-        name = {"polynomial_decay": "polynomial"}.get(name, name)
-        if "constant" in call.name and "warmup" in call.name:
-            name = "constant_with_warmup"
-        if name not in NAMES["schedules"]:
-            self.draft.lacks(str(call), "optim.schedule has no such schedule", "optim.schedule")
-            return
-        self.draft.set("optim.schedule", NAMES["schedules"][name], f"line {call.line}")
-        if self.every_at and not self.lightning:
-            self._per_process(call, arguments)
-        if name not in ("constant", "constant_with_warmup", "inverse_sqrt"):
-            self.schedule_end = f"line {call.line}: {call.name}", arguments.nodes.get("num_training_steps")
-        if (steps := arguments.known.get("num_warmup_steps")) and name != "constant":
-            self.draft.set("optim.warmup_steps", int(steps), f"num_warmup_steps, line {call.line}")
-        share = self._share(arguments.nodes.get("num_warmup_steps"), arguments.nodes.get("num_training_steps"))
-        if name != "constant" and "num_warmup_steps" in arguments.unknown and share is not None:
-            self.draft.set("optim.warmup_fraction", share, f"num_warmup_steps, line {call.line}")
-            if (node := self._assigned(arguments.nodes["num_warmup_steps"])) and "ceil" not in code_of(node):
-                nearest = "round(" in code_of(node)
-                self.draft.at_end.append(lambda draft: whole_warmup(draft, share, nearest, call.line))
-        elif name != "constant" and "num_warmup_steps" in arguments.unknown:
-            code = f"line {call.line}: {call.name}(num_warmup_steps={arguments.unknown['num_warmup_steps']})"
-            self.draft.unclear(code, loading.RUNS, "optim.warmup_steps", "optim.warmup_fraction")
-        if "last_epoch" in arguments.nodes and arguments.known.get("last_epoch") != -1:
-            why = "the schedule begins at another step than the first"
-            where = f"line {call.line}: last_epoch={code_of(arguments.nodes['last_epoch'])}"
-            self.draft.lacks(where, why, "optim.schedule")
-        ends = {k: v for k, v in arguments.known.items() if k not in ("name", *names, "last_epoch")}
-        ends |= ends.pop("scheduler_specific_kwargs", None) or {}
-        rate = number(self.draft.keys.get("optim.learning_rate")) or 5e-5
-        schedule_ends(self.draft, name, ends, rate, f"{call.name}, line {call.line}")
-        others = dict.fromkeys(arguments.unknown.keys() - {"name", *names, "last_epoch"}, "optim.schedule")
-        self.unknown_values(call, arguments, others)
-        self.read(call, "optim.schedule")
-
-    def _per_process(self, call: Call, arguments: Arguments) -> None:
-        processes = self.processes or 1
-        nodes = {name: self._assigned(arguments.nodes.get(name)) for name in ("num_warmup_steps", "num_training_steps")}
-        if rest := per_process(self.script, arguments, nodes, processes):
-            why = f"the schedule advances {processes} times in a step, once for each process"
-            self.draft.lacks(f"line {call.line}: num_warmup_steps={rest}", why, "optim.warmup_steps")
-
-    def _share(self, warmup: ast.expr | None, total: ast.expr | None) -> float | None:
-        """Return the share of `int(0.1 * total)`, if `total` is the schedule's length."""
-        node = self._assigned(warmup)
-        while isinstance(node, ast.Call) and ast.unparse(node.func) in ("int", "round", "math.ceil") and node.args:
-            node = self._assigned(node.args[0])
-        if not isinstance(node, ast.BinOp) or total is None:
-            return None
-        names = {ast.unparse(total), ast.unparse(self._assigned(total) or total)}
-        for of, by in ((node.left, node.right), (node.right, node.left)):
-            same = {ast.unparse(of), ast.unparse(self._assigned(of) or of)} & names
-            value = number(self.script.known(by))
-            if not same or not value:
-                continue
-            if isinstance(node.op, ast.Mult):
-                share = value
-            elif isinstance(node.op, ast.Div | ast.FloorDiv) and of is node.left:
-                share = 1 / value
-            else:
-                return None
-            return share if 0 < share < 1 else None
-        return None
-
-    def _assigned(self, node: ast.expr | None) -> ast.expr | None:
-        return self.script.bound(node) if isinstance(node, ast.Name) else node
 
     # -- values outside of calls ---------------------------------------------------------------------------------------
 
@@ -584,24 +451,6 @@ class Loop(Reading):
             code = code_of(node) if ranged else f"range({code_of(node)})"
             self.draft.unclear(f"line {line}: {code}", loading.RUNS, "epochs", "steps")
 
-    def _prepared(self, call: Call) -> bool:
-        """Return whether Accelerate steps this scheduler, or each batch is one step of one process."""
-        if self.accumulated == 1 and (self.processes or 1) == 1:
-            return True
-        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
-        prepared = [c.node for c in self.script.calls if c.name in ("prepare", "prepare_scheduler")]
-        return not names or any(ast.unparse(each) in names for node in prepared for each in node.args)
-
-    def _stepped(self, call: Call) -> bool:
-        """Return whether this scheduler is stepped anywhere, by its name or an alias, or passed on."""
-        names = {ast.unparse(t) for each in _assignments(self.script) if each.value is call.node for t in each.targets}
-        receivers = [
-            ast.unparse(node.func.value)
-            for node in ast.walk(self.script.tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step"
-        ]
-        return not names or any(each in names or "sched" in each.lower() for each in receivers)
-
     def settle(self) -> None:
         """Set the keys that the loop leaves at a default."""
         draft = self.draft
@@ -615,7 +464,7 @@ class Loop(Reading):
         if not self.scheduled:
             if any(
                 "lr" in ast.unparse(n.targets[0]) and "param_group" in ast.unparse(n.targets[0])
-                for n in _assignments(self.script)
+                for n in assignments(self.script)
             ):
                 why = "the script sets the rate itself: optim.schedule is the rate as a function of the step"
                 draft.unclear("param_group['lr'] = ...", why, "optim.schedule")
@@ -676,10 +525,6 @@ class Loop(Reading):
         node = None if self.loader is None else self.script.arguments(self.loader).nodes.get("collate_fn")
         if self.loader is not None and node is not None and (code := trainer_script.own_collator(self.script, node)):
             self.draft.lacks(f"line {self.loader.line}: collate_fn={code}", "the task makes the batches")
-
-
-def _assignments(script: Script) -> list[ast.Assign]:
-    return [node for node in ast.walk(script.tree) if isinstance(node, ast.Assign)]
 
 
 _STEPWISE = "optim.schedule is the rate as a function of the step"
