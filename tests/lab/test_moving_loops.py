@@ -138,7 +138,8 @@ def test_which_weights_rows_and_rates_a_loop_takes_is_not_lost(
         ("shuffle=True,", 'sampler=RandomSampler(data["train"]),'),
         (
             "            optimizer.step()",
-            "            accelerator.clip_grad_norm_(model.parameters(), 1.0, 2)\n            optimizer.step()",
+            "            if accelerator.sync_gradients:\n"
+            "                accelerator.clip_grad_norm_(model.parameters(), 1.0, 2)\n            optimizer.step()",
         ),
     ],
 )

@@ -113,6 +113,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
     criterion = nn.CrossEntropyLoss()
     for epoch in range(args.epochs):
+        loader.sampler.set_epoch(epoch)
         for x, y in loader:
             optimizer.zero_grad()
             out = model(x)

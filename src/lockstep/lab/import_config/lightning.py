@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
+from lockstep.lab.import_config import call_arguments, lightning_data
 from lockstep.lab.import_config.bound_names import names_in
+from lockstep.lab.import_config.lightning_values import BASES, classes_of
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.observing import first_effect
 from lockstep.lab.import_config.quiet_code import QuietCode
@@ -28,11 +29,10 @@ _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _DECORATORS = ("staticmethod", "classmethod", "property", "no_grad", "inference_mode", "override", "rank_zero_only")
 _OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 _ROOTS = ("lightning.", "pytorch_lightning.", "lightning_fabric.")
-_NAMES = ("monitor", "min_delta", "patience")
 
 
 def modules(script: Script) -> list[ast.ClassDef]:
-    return [c for c in script.classes.values() if any("LightningModule" in ast.unparse(base) for base in c.bases)]
+    return classes_of(script, "LightningModule")
 
 
 # -- the Trainer -------------------------------------------------------------------------------------------------------
@@ -40,6 +40,7 @@ def modules(script: Script) -> list[ast.ClassDef]:
 
 def trainer(call: Call, loop: Any) -> None:
     arguments, draft = loop.script.arguments(call), loop.draft
+    call_arguments.check(loop.script, draft, call)
     keys: Mapping[str, str] = NAMES["lightning_trainer"]
     for name, usual in NAMES["lightning_deciding"].items():
         if (value := arguments.known.get(name)) is not None and str(value) not in usual:
@@ -53,7 +54,16 @@ def trainer(call: Call, loop: Any) -> None:
         draft.lacks(f"line {call.line}: accumulate_grad_batches={times}", "every step has batch_size examples")
     loop.accumulated = times if isinstance(times, int) else 1
     loop.every_at = f"line {call.line}: accumulate_grad_batches={loop.accumulated}"
-    if isinstance(devices := arguments.known.get("devices"), int) and devices > 0:
+    devices = arguments.known.get("devices")
+    devices = len(devices) if isinstance(devices, list) else devices
+    devices = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
+    if devices in (-1, "-1"):
+        draft.unclear(f"line {call.line}: devices={devices}", "how many there are is unknown", "launch.processes")
+    ends = [arguments.known.get(name) for name in ("max_epochs", "max_steps")]
+    if all(each not in (None, -1) for each in ends):
+        why = "training ends after the one that is reached first; a run has one of them"
+        draft.lacks(f"line {call.line}: max_epochs={ends[0]}, max_steps={ends[1]}", why, "steps", "epochs")
+    if isinstance(devices, int) and devices > 0:
         loop.processes = loop.processes or devices
         draft.set("launch.processes", devices, f"devices, line {call.line}")
     if (strategy := arguments.known.get("strategy")) is not None:
@@ -87,11 +97,6 @@ def _time(call: Call, arguments: Arguments, draft: RunDraft) -> None:
 
 def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     """Check the arguments that are not on a list, the callbacks, and the interval of evaluations that may stop it."""
-    read = {*NAMES["lightning_trainer"], *NAMES["lightning_deciding"], *NAMES["lightning_quiet"]}
-    for name, node in arguments.nodes.items():
-        off = arguments.known.get(name, True) in (None, False) and name != "use_distributed_sampler"
-        if name not in read and not off:
-            loop.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "its effect on training is unknown")
     chosen: ast.expr | None = arguments.nodes.get("callbacks")
     value = loop.script.bound(chosen, last=True) if isinstance(chosen, ast.Name) else chosen
     called = ast.unparse(chosen) if isinstance(chosen, ast.Name) else ""
@@ -119,7 +124,7 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
 def callback(call: Call, loop: Any) -> None:
     """Read EarlyStopping and ModelCheckpoint."""
     stops = call.name == "EarlyStopping"
-    arguments = loop.script.arguments(call, _NAMES if stops else ())
+    arguments = loop.script.arguments(call, call_arguments.positions(call.name))
     draft = loop.draft
     metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
     if metric:
@@ -193,6 +198,7 @@ def module(loop: Any, transformers: bool) -> None:
     of_classes = (line for each in loop.script.classes.values() for line in each.body if isinstance(line, _FUNCTION))
     for line in (each for each in of_classes if each.name in _OF_BATCHES):
         loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
+    lightning_data.check(loop)
     Around(loop).body(loop.script.tree.body)
     for call in (c for c in loop.script.calls if c.name == "fit" and not transformers and c.receiver is not None):
         fit(call, loop)
@@ -233,7 +239,7 @@ class Around:
 
     def __init__(self, loop: Any) -> None:
         self.script, self.draft = loop.script, loop.draft
-        self.classes = {each.name for each in modules(self.script)}
+        self.classes = {c.name for base in BASES for c in classes_of(self.script, base)}
         self.names: set[str] = set()  # of the module, its Trainer and their parts
         self.quiet = QuietCode(self.script, self._gap, self._is_read)
         for call in (each for each in ast.walk(self.script.tree) if isinstance(each, ast.Call)):
@@ -293,9 +299,15 @@ class Around:
             "test",
             "predict",
             "save_checkpoint",
+            "setup",
+            "prepare_data",
+            "train_dataloader",
+            "val_dataloader",
+            "test_dataloader",
         )
-        read = used or name in NAMES["loop_calls"] or self.script.origin_of(call.func) in self.classes
-        return read or self.script.origin_of(call.func).startswith(_ROOTS)
+        origin = self.script.origin_of(call.func)
+        listed = origin.startswith(_ROOTS) and "(" not in origin and name in NAMES["lightning_objects"]
+        return used or name in NAMES["loop_calls"] or origin in self.classes or listed
 
     def _gap(self, node: ast.AST, why: str, *by: str) -> None:
         line = f"line {getattr(node, 'lineno', 0)}:"
@@ -430,56 +442,3 @@ def _optimizers(method: ast.FunctionDef, loop: Any) -> None:
             entries[loop.script.known(target.slice)] = loop.script.known(line.value)
     if created and (entries.get("interval") != "step" or entries.get("frequency", 1) != 1):
         loop.draft.lacks(str(created[0]), _EPOCH, "optim.schedule")
-
-
-# -- hyperparameters ---------------------------------------------------------------------------------------------------
-
-
-def with_values(script: Script) -> ast.Module | None:
-    """Return the tree with the values of `self.hparams.lr`, and of `self.lr = lr`, in a module that is created once;
-    None without any."""
-    classes = modules(script)
-    name = classes[0].name if classes else ""
-    created = [call for call in script.calls if call.origin == name and isinstance(call.node.func, ast.Name)]
-    starts = [
-        m for m in (classes[0].body if classes else ()) if isinstance(m, ast.FunctionDef) and m.name == "__init__"
-    ]
-    if len(classes) != 1 or len(created) != 1 or len(starts) != 1:
-        return None
-    names = tuple(each.arg for each in starts[0].args.args[1:])
-    defaults = dict(zip(names[::-1], starts[0].args.defaults[::-1], strict=False))
-    defaults |= {a.arg: d for a, d in zip(starts[0].args.kwonlyargs, starts[0].args.kw_defaults, strict=True) if d}
-    own = script.arguments(created[0], names)
-    values = {each: script.known(node) for each, node in defaults.items() if each not in own.nodes} | own.known
-    stores = [
-        ast.unparse(n)
-        for n in ast.walk(classes[0])
-        if isinstance(n, ast.Attribute | ast.Name) and isinstance(n.ctx, ast.Store)
-    ]
-    lines_ = [ast.unparse(line) for line in starts[0].body if isinstance(line, ast.Expr)]
-    saved = "self.save_hyperparameters()" in lines_
-    known: dict[str, Any] = {}
-    for each, value in values.items():
-        if value is None or not isinstance(value, str | int | float) or each in stores or own.more:
-            continue
-        known |= {f"self.hparams.{each}": value} if saved else {}
-        if stores.count(f"self.{each}") == 1 and f"self.{each} = {each}" in map(ast.unparse, starts[0].body):
-            known[f"self.{each}"] = value
-    if not known:
-        return None
-    tree = deepcopy(script.tree)
-    _Values(known).visit(next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name))
-    return ast.fix_missing_locations(tree)
-
-
-class _Values(ast.NodeTransformer):
-    """Writes known values in the place of attributes."""
-
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self.known = known
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        text = ast.unparse(node)
-        if isinstance(node.ctx, ast.Load) and text in self.known:
-            return ast.copy_location(ast.Constant(self.known[text]), node)
-        return self.generic_visit(node)

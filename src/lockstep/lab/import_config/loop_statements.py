@@ -10,6 +10,7 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.lab.import_config import step_order
 from lockstep.lab.import_config.batch_counts import BatchCounts
 from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.library_names import is_own, is_progress
@@ -19,7 +20,6 @@ from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.train_mode import PART, TrainMode
-from lockstep_trace.plurals import quantity
 
 _UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
@@ -53,21 +53,24 @@ class Statements:
     path: set[str] = field(default_factory=set)  # names that the loss depends on
     learned: set[int] = field(default_factory=set)  # ids of the calls of the model that the loss is made of
     inputs: ModelInputs = field(default_factory=ModelInputs)
-    contexts: list[ast.expr] = field(default_factory=list)  # contexts around the processing of a batch
+    contexts: list[tuple[ast.expr, ast.With]] = field(default_factory=list)  # around the processing of a batch
     walked: bool = False  # whether the loop over batches was visited
     trained: bool = False  # whether the statements visited are repeated by the loop over epochs, or follow training
     divisor: Any = None  # of the loss
     every_is_known: bool = True  # whether the condition around a step was understood
     loss_is_known: bool = False  # whether backward() is called on a loss that was understood
+    scaled: bool = False  # whether a GradScaler scales the loss
+    accumulates: bool = False  # whether Accelerate decides which batches make a step
     guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
 
     def __post_init__(self) -> None:
         self.parents = {id(child): node for node in ast.walk(self.script.tree) for child in ast.iter_child_nodes(node)}
-        self.quiet = QuietCode(self.script, self._gap, self._is_read, created=self.created)
+        self.quiet = QuietCode(self.script, self.report, self._is_read, created=self.created)
         self.drivers: dict[int, Any] = {}
         self.reported: set[int] = set()
+        self.accumulates = any(c.name == "accumulate" for c in self.script.calls)
 
-    def _gap(self, node: ast.AST, why: str = _UNKNOWN, *by: str) -> None:
+    def report(self, node: ast.AST, why: str = _UNKNOWN, *by: str) -> None:
         if id(node) not in self.reported:
             self.reported.add(id(node))
             self.draft.unclear(f"line {getattr(node, 'lineno', 0)}: {code_of(node)}", why, *by)
@@ -78,23 +81,23 @@ class Statements:
         backward = [c for c in self.script.calls if c.name == "backward"]
         if len(backward) != 1:
             for call in backward[1:]:
-                self._gap(call.node, "gradients are computed in a second place")
+                self.report(call.node, "gradients are computed in a second place")
             if not backward:
                 return
         self._drivers(backward[0].node)
         loops = [n for n in self.around(backward[0].node) if isinstance(n, ast.For | ast.While)]
         if not loops or not isinstance(loops[0], ast.For) or not self._is_loader(loops[0].iter):
             if not loops:
-                self._gap(backward[0].node, _ELSEWHERE)
+                self.report(backward[0].node, _ELSEWHERE)
             else:
-                self._gap(loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test, _NO_LOADER)
+                self.report(loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test, _NO_LOADER)
             self._outside(loops)
             return
         self.batch_loop = loops[0]
         self._path(backward[0].node)
         for function in self.drivers.values():
             if (by := self.quiet.replaced(function, "training_decorators")) is not None:
-                self._gap(by, f"this decorator may replace {function.name}, which trains, by another function")
+                self.report(by, f"this decorator may replace {function.name}, which trains, by another function")
         top = [self.script.tree] if not self.drivers or None in self.drivers.values() else []
         for scope in (*top, *(f for f in self.drivers.values() if f is not None)):
             self.trained = False
@@ -102,7 +105,7 @@ class Statements:
         if not top:
             self._around_loop(self.script.tree.body)
         if self.walked:
-            self._check_events()
+            step_order.check(self)
             self._check_modes()
         self.draft.at_end.append(self.inputs.check)
 
@@ -125,7 +128,7 @@ class Statements:
             name = getattr(scope, "name", None)
             calls = [c for c in self.script.calls if isinstance(c.node.func, ast.Name) and c.node.func.id == name]
             for call in calls[1:]:
-                self._gap(call.node, "a second call of the function that trains")
+                self.report(call.node, "a second call of the function that trains")
             waiting += [self.script.scopes.get(id(call.node)) for call in calls]
 
     def around(self, node: ast.AST) -> list[ast.AST]:
@@ -208,7 +211,7 @@ class Statements:
                 self._epochs(node)
             elif isinstance(node, ast.With):
                 for item in node.items:
-                    self._context(item)
+                    self._context(item, node)
                 self._around_loop(node.body)
             elif isinstance(node, ast.Try) and all(map(_is_of_interrupts, node.handlers)):
                 self._around_loop([*node.body, *node.orelse, *node.finalbody])
@@ -219,7 +222,7 @@ class Statements:
                 self.trained = True
             else:
                 test = getattr(node, "test", node)
-                self._gap(test, "it decides whether and how long training runs", "steps", "epochs")
+                self.report(test, "it decides whether and how long training runs", "steps", "epochs")
 
     def _constant(self) -> frozenset[str]:
         """Return names that the loss depends on and the loop over batches does not assign: the model, the loss.
@@ -246,7 +249,7 @@ class Statements:
             and not is_own(self.script, call.func)
         )
         if not is_range or self.epoch_loop is not None or node.orelse:
-            self._gap(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
+            self.report(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
         self.epoch_loop, self.trained = node, True
         before, self.quiet.repeated = self.quiet.repeated, True
         self._around_loop(node.body)
@@ -262,30 +265,30 @@ class Statements:
         loop: Any = self.batch_loop
         by = odd[0].by or next((c for c in mode.calls if c.func.attr == "train"), None)  # type: ignore[attr-defined]
         if any(each.training == PART for each in odd):
-            self._gap(by or loop.iter, "some modules of the model are trained in evaluation mode, without dropout")
+            self.report(by or loop.iter, "some modules of the model are trained in evaluation mode, without dropout")
         elif len(modes) > 1 and odd[0].by is None:
             why = "the batches before it are trained without dropout: from_pretrained gives a model in evaluation mode"
-            self._gap(by or loop.iter, why)
+            self.report(by or loop.iter, why)
         elif len(modes) > 1:
-            self._gap(odd[0].by, "the next batches are trained in evaluation mode: no model.train() follows")  # type: ignore[arg-type]
+            self.report(odd[0].by, "the next batches are trained in evaluation mode: no model.train() follows")  # type: ignore[arg-type]
         elif not self.transformers:
             why = "the script trains in evaluation mode, without dropout; lockstep trains in training mode"
-            self._gap(by or loop.iter, why)
+            self.report(by or loop.iter, why)
         else:
             where = f"line {loop.lineno}: no model.train() is called before it"
             where = where if odd[0].by is None else f"line {odd[0].by.lineno}: {code_of(odd[0].by)}"
             self.draft.at_end.append(lambda draft: without_dropout(draft, where))
 
-    def _context(self, item: ast.withitem) -> None:
+    def _context(self, item: ast.withitem, block: ast.With) -> None:
         call = item.context_expr
         if isinstance(call, ast.Name):  # ctx = autocast(...)
             call = self.script.bound(call) or call
-        self.contexts.append(call)
+        self.contexts.append((call, block))
         name = self.script.origin_of(call.func if isinstance(call, ast.Call) else call).rpartition(".")[2]
         if name not in NAMES["loop_contexts"]:
-            self._gap(call)
+            self.report(call)
         if name == "set_grad_enabled" and isinstance(call, ast.Call) and self.script.known(call.args[0]) is not True:
-            self._gap(call)
+            self.report(call)
 
     # -- the batches ---------------------------------------------------------------------------------------------------
 
@@ -303,7 +306,7 @@ class Statements:
         self.walked = True
         self._unpack(target, ("batch", "whole"), node.target)
         if node.orelse:
-            self._gap(node.orelse[0])
+            self.report(node.orelse[0])
         before, self.quiet.repeated = self.quiet.repeated, True
         self._body(node.body, 0)
         self.quiet.repeated = before
@@ -326,7 +329,7 @@ class Statements:
             for part, each in zip(parts, target.elts, strict=True):
                 self._unpack(each, ("batch", part), where)
         else:
-            self._gap(where)
+            self.report(where)
 
     def _body(self, body: list[Any], depth: int) -> None:
         for node in body:
@@ -336,7 +339,7 @@ class Statements:
                 self._guard(node, depth)
             elif isinstance(node, ast.With):
                 for item in node.items:
-                    self._context(item)
+                    self._context(item, node)
                 self._body(node.body, depth)
             elif (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and self._event(node.value)) or (
                 isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and self._event(node.value) == "clip"
@@ -349,15 +352,7 @@ class Statements:
                 self.quiet.statement(node, frozenset(self.path - anew))
 
     def _event(self, call: ast.Call) -> str | None:
-        """Record the role of a call in the step."""
-        name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
-        kinds = {"backward": "backward", "zero_grad": "zero", "unscale_": "unscale", "clip_grad_norm_": "clip"}
-        kinds |= {"clip_grad_norm": "clip", "clip_grad_value_": "clip", "update": "update"}
-        if (name == "update" and "scaler" not in ast.unparse(call.func)) or is_own(self.script, call.func):
-            return None
-        if name == "step" and isinstance(call.func, ast.Attribute):
-            return "scheduler" if "sched" in ast.unparse(call.func.value).lower() else "step"
-        return kinds.get(name)
+        return step_order.kind_of_call(self.script, call, is_own(self.script, call.func))
 
     def _clears(self, call: ast.Call) -> bool:
         """Return whether a call is `zero_grad()` of the optimizer or of the whole model."""
@@ -379,45 +374,40 @@ class Statements:
     def _update(self, call: ast.Call, depth: int) -> None:
         kind = self._event(call)
         if isinstance(call.func, ast.Attribute) and (own := self.quiet.own_method(call.func)) is not None:
-            self._gap(call, f"it is the script's own method, line {own.lineno}, whose effect is unknown")
+            self.report(call, f"it is the script's own method, line {own.lineno}, whose effect is unknown")
         if kind == "zero" and not self._clears(call):
-            self._gap(call)
+            self.report(call)
         if kind == "backward":
             self._backward(call)
-        if kind == "step" and not self._is_optimizer(call):
-            self._gap(call)
+        step_order.check_arguments(self, call, str(kind))
         self.events.append((str(kind), call.lineno, depth))
-
-    def _is_optimizer(self, call: ast.Call) -> bool:
-        """Return whether a call is `optimizer.step()` or `scaler.step(optimizer)`; a closure is not supported."""
-        receiver = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-        if not call.args and not call.keywords:
-            return True
-        return "scaler" in ast.unparse(receiver) and len(call.args) == 1 and not call.keywords
 
     def _backward(self, call: ast.Call) -> None:
         node: ast.expr = call.args[0] if call.args else call.func.value  # type: ignore[attr-defined]
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale":
-            node = node.args[0] if node.args else node
+            self.scaled = ast.unparse(node.func.value) in step_order.scalers(self.script)
+            node = node.args[0] if len(node.args) == 1 and not node.keywords else node
         role = self._role(node)
         words = [word for word in call.keywords if word.arg != "retain_graph"]
         if words or role is None or role[0] != "loss":
-            self._gap(call, "backward() is not called on the loss alone" if not words else _UNKNOWN, "task.loss")
+            self.report(call, "backward() is not called on the loss alone" if not words else _UNKNOWN, "task.loss")
         else:
             self.divisor, self.loss_is_known = role[1], True
 
     def _guard(self, node: ast.If, depth: int) -> None:
         """Read the condition around a step, `if (i + 1) % 4 == 0:`, or Accelerate's."""
-        text = ast.unparse(node.test)
         if node.orelse:
-            self._gap(node.orelse[0])
-        if text.endswith(".sync_gradients"):
-            self._body(node.body, depth)
+            self.report(node.orelse[0])
+        if isinstance(node.test, ast.Attribute) and node.test.attr == "sync_gradients":
+            self._body(node.body, depth + self.accumulates)
             return
+        if self.accumulates:
+            why = "accumulate() decides already which batches make a step"
+            self.report(node.test, why, "micro_batches")
         every = BatchCounts(self.script, self).every(node.test)
         if every is None or self.accumulated not in (None, every):
             why = "the batches per step are unknown; read is `(i + 1) % N == 0` with i counted from 0"
-            self._gap(node.test, why, "micro_batches")
+            self.report(node.test, why, "micro_batches")
             self.every_is_known = False
         else:
             self.accumulated = every
@@ -442,7 +432,7 @@ class Statements:
             return
         calls = [each for each in ast.walk(node.value or target) if isinstance(each, ast.Call)]
         if names_in(target) <= self.path and any(root_of(each.func) in self._models() for each in calls):
-            self._gap(node, _COMPUTED, "task.loss")
+            self.report(node, _COMPUTED, "task.loss")
             self.roles |= dict.fromkeys(names_in(target), ("out", None))
             return
         self.quiet.statement(node, frozenset(self.path))
@@ -577,57 +567,6 @@ class Statements:
             name = self.script.origin_of(node.func).rpartition(".")[2]
             return self._wrapped(node.args[0]) if name in NAMES["wrappers"] and name != "prepare" else ""
         return node.id if isinstance(node, ast.Name) else ""
-
-    # -- the step ------------------------------------------------------------------------------------------------------
-
-    def _check_events(self) -> None:
-        if any(c.origin == "deepspeed.initialize" for c in self.script.calls):
-            return  # refused by its line: its engine clips, clears and counts as its configuration says
-        kinds = [kind for kind, _, _ in self.events]
-        loop: Any = self.batch_loop
-        accelerate = any(c.name == "accumulate" for c in self.script.calls)
-        for kind in ("backward", "step", "scheduler", "zero", "clip"):
-            if kinds.count(kind) > 1:
-                line = [line for each, line, _ in self.events if each == kind][1]
-                self.draft.unclear(f"line {line}: a second {kind} in the loop", _UNKNOWN)
-        if "step" not in kinds or "backward" not in kinds:
-            self._gap(loop.iter, "no optimizer.step() after backward() is seen in this loop", "micro_batches")
-            return
-        depth = {kind: level for kind, _, level in self.events}
-        if "zero" not in kinds:
-            self._gap(loop.iter, "no zero_grad() is in this loop: gradients accumulate over all steps")
-            return
-        back, step, zero = (kinds.index(kind) for kind in ("backward", "step", "zero"))
-        line = self.events[step][1]
-        if not (back < step and not back < zero < step):
-            self.draft.unclear(f"line {line}: step()", "gradients are not those of this batch: the order of calls")
-        if "clip" in kinds and not back < kinds.index("clip") < step:
-            self.draft.unclear(
-                f"line {line}: step()", "gradients are not clipped directly before it", "optim.max_grad_norm"
-            )
-        scaled = any("scaler" in ast.unparse(c.node) for c in self.script.calls if c.name == "scale")
-        if "clip" in kinds and scaled and "unscale" not in kinds:
-            self.draft.unclear(f"line {line}: step()", "gradients are clipped before they are unscaled")
-        if depth["zero"] != depth["step"] and not accelerate:
-            self.draft.unclear(f"line {self.events[zero][1]}: zero_grad()", "gradients are not cleared once per step")
-        if "scheduler" in kinds and kinds.index("scheduler") < step:
-            line = self.events[kinds.index("scheduler")][1]
-            why = "the schedule advances before the optimizer's step: each update has the rate of the next one"
-            self.draft.unclear(f"line {line}: step() of the schedule", why, "optim.schedule")
-        elif "scheduler" in kinds and depth["scheduler"] != depth["step"]:
-            self.draft.unclear(f"line {line}: step()", "the schedule advances at another time", "optim.schedule")
-        if self.loss_is_known and self.every_is_known:
-            self._check_divisor(line)
-
-    def _check_divisor(self, line: int) -> None:
-        every = self.accumulated or 1
-        if self.divisor is None and every > 1:
-            why = f"the loss is not divided by {every}, so that gradients of {every} batches are added, not averaged"
-            self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
-        elif self.divisor is not None and self.divisor != every:
-            name = self.divisor if self.divisor is not Unknown else "an unknown number"
-            why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
-            self.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
 
 
 def _is_of_interrupts(handler: ast.ExceptHandler) -> bool:

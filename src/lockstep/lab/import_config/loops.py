@@ -14,12 +14,16 @@ from typing import Any
 
 from lockstep.lab.import_config import (
     attributes,
+    call_arguments,
     lightning,
+    lightning_data,
+    lightning_values,
     loading,
     loop_module,
     loss_means,
     precision_calls,
     schedule_calls,
+    step_order,
     trainer_script,
 )
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
@@ -54,7 +58,7 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
         return None
     tree = None
     if name == "a script of Lightning":
-        tree = lightning.with_values(script)
+        tree = lightning_values.with_values(script)
     elif needs_inlining(script.tree):
         tree = written_out(script.tree)
     script = script if tree is None else Script(script.path, script.text, script.options, tree)
@@ -66,6 +70,10 @@ def read(script: Script) -> tuple[str, Callable[[RunDraft, int | None], None]] |
 def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[str]) -> None:
     draft.notes += notes
     at = Loop(script, draft, processes=processes, lightning=bool(lightning.modules(script)))
+    if at.lightning:
+        at.trained_on, missing = lightning_data.train_loaders(script)
+        if missing is not None:
+            draft.unclear(f"the loader {missing}", "which loader Lightning trains on is not found", "batch_size")
     for call in script.calls:
         if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
             at.call(call)
@@ -79,6 +87,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         statements.read()
         precision_calls.contexts(at, statements)
         at.loaders(statements)
+        step_order.note_epochs(statements, at.loader)
     at.constants(statements)
     at.settle()
     at.ends(statements)
@@ -100,12 +109,20 @@ class Loop(Reading):
     accumulated: int = 1
     optimizers: list[Call] = field(default_factory=list)
     loader: Call | None = None
+    trained_on: set[int] = field(default_factory=set)  # ids of the DataLoaders that Lightning trains on; empty: unknown
     scheduled: bool = False
     schedule_end: tuple[str, ast.expr | None] | None = None  # line of its creation, num_training_steps
     dropped: str = ""  # the line that drops the last, smaller batch
     every_at: str = ""  # the line that sets the batches per step, if a library divides by them
 
     def call(self, call: Call) -> None:
+        self._dispatch(call)
+        root = call.origin.partition(".")[0]
+        evaluates = call.name == "DataLoader" and call is not self.loader
+        if not evaluates and (call.name != "Trainer" or root in trainer_script.LOOPS) and call.name != "fit":
+            call_arguments.check(self.script, self.draft, call)
+
+    def _dispatch(self, call: Call) -> None:
         name = call.name
         root = call.origin.partition(".")[0]
         if name in NAMES["optimizers"] and root in (
@@ -270,9 +287,12 @@ class Loop(Reading):
         return self._constant(node.id) if value is None and isinstance(node, ast.Name) else value
 
     def _loader(self, call: Call) -> None:
-        arguments = self.script.arguments(call, ("dataset", "batch_size", "shuffle", "sampler"))
+        if self.trained_on and id(call.node) not in self.trained_on:
+            return
+        arguments = self.script.arguments(call, call_arguments.positions("DataLoader"))
         about = ast.unparse(call.node).lower()
         trains = arguments.known.get("shuffle") or "train" in about or "sampler" in arguments.nodes
+        trains = trains or bool(self.trained_on)
         if self.loader is not None and (not trains or self.batch is not None):
             return
         if not trains and any(c.name == "DataLoader" and c is not call for c in self.script.calls):
@@ -281,9 +301,6 @@ class Loop(Reading):
         size = arguments.known.get("batch_size", None if "batch_size" in arguments.unknown else 1)
         self.batch = size if isinstance(size, int) and not arguments.more else None
         self.unknown_values(call, arguments, {"batch_size": "batch_size"})
-        for name, node in arguments.nodes.items():
-            if name not in NAMES["loader_arguments"]:
-                self.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "unknown argument")
         last = arguments.known.get("drop_last", False)
         if "drop_last" in arguments.unknown or last:
             self.dropped = f"line {call.line}: {call.name}(drop_last={code_of(arguments.nodes['drop_last'])})"
