@@ -128,10 +128,8 @@ def chart(theme: str) -> str:
 
 def shortened(text: str) -> str:
     """The part shown in README: up to the plain reference, without the middle rows."""
-    lines = text.split("training the same steps with the plain")[0].splitlines()
-    return "\n".join(
-        line.partition(", because zero2")[0] for line in lines if not line.startswith(("dtypes", "largest"))
-    )
+    lines = text.split("training the plain reference")[0].splitlines()
+    return "\n".join(line.partition(": zero2 adds")[0] for line in lines if not line.startswith(("dtypes", "largest")))
 
 
 def main() -> None:

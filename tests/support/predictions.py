@@ -5,5 +5,6 @@ from __future__ import annotations
 
 def numbers(text: str) -> dict[str, list[float]]:
     """Rows of the table."""
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    lines = text.splitlines()
+    rows = [line.split() for line in lines[lines.index("scores") + 2 :]] if "scores" in lines else []
     return {name: [float(value.replace(",", "")) for value in values] for name, *values in rows}

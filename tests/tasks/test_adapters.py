@@ -18,6 +18,7 @@ from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from support.harness import build, digest, run_on
 from support.messages import raises
+from support.predictions import numbers
 from support.task_runs import make
 
 pytest.importorskip("peft")
@@ -127,8 +128,7 @@ def test_exports(kind: str, export: str, folder: Path, tmp_path: Path, capfd: py
     last = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     capfd.readouterr()
     assert main(["evaluate", str(tmp_path / "out")]) == 0
-    line = next(line for line in capfd.readouterr().out.splitlines() if "│ loss" in line)
-    assert float(line.split("│")[2]) == pytest.approx(last["loss"], rel=1e-4)
+    assert numbers(capfd.readouterr().out)["loss"][0] == pytest.approx(last["loss"], rel=1e-4)
     assert main(["predict", str(tmp_path / "out"), "the dog runs"]) == 0
     if export == "adapter":  # as peft's own users load it
         import transformers

@@ -17,6 +17,7 @@ from lockstep.tasks.models.inference import answers
 from lockstep.training.predicting import Reads, predictions, row_of
 from support.harness import TINY
 from support.messages import mentions, raises
+from support.predictions import numbers
 from support.task_runs import write
 
 pytestmark = pytest.mark.slow  # together a third of the time of tests without processes
@@ -156,7 +157,7 @@ def test_a_checkpoint_is_asked_and_scored(output: Path, capfd: pytest.CaptureFix
     scored = []
     for place in ("", "/checkpoints/step-000004", "/checkpoints/step-000002"):
         assert main(["evaluate", f"{output}{place}", "--split", "validation"]) == 0
-        scored.append([line for line in capfd.readouterr().out.splitlines() if line.startswith("│")])
+        scored.append(numbers(capfd.readouterr().out))
     assert scored[0] == scored[1] != scored[2]
     assert main(["predict", f"{output}/checkpoints/step-000009", "x"]) == 2
     assert mentions(capfd.readouterr().err, "LS5010", "step-000009", "no such folder", "has step-000001, step-000002,")

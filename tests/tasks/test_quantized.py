@@ -22,6 +22,7 @@ from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.messages import raises
+from support.predictions import numbers
 from support.task_runs import make
 
 WIDE = {
@@ -199,8 +200,7 @@ def test_exports_are_what_was_trained(
     last = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     for where in ("", "/checkpoints/latest"):
         assert main(["evaluate", f"{tmp_path / 'out'}{where}"]) == 0
-        line = next(line for line in capfd.readouterr().out.splitlines() if "│ loss" in line)
-        assert float(line.split("│")[2]) == pytest.approx(last["loss"], rel=1e-4)
+        assert numbers(capfd.readouterr().out)["loss"][0] == pytest.approx(last["loss"], rel=1e-4)
     assert main(["predict", str(tmp_path / "out"), "the dog runs"]) == 0
 
 

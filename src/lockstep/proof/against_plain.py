@@ -114,7 +114,7 @@ def covers(run: Run) -> bool:
 def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
     """Compare the steps recorded in OUTPUT/plain and print the result. `verdict`: JSON file that the result is added
     to. Returns the exit status."""
-    console.say("training the same steps with the plain reference (lockstep.plain, without dropout) ...")
+    console.say("training the plain reference (lockstep.plain) without dropout ...")
     ACTIVITY.set("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
@@ -129,8 +129,8 @@ def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) 
         rows = [_row(step.number, step.differences) for step in result.steps]
         console.table("relative differences from the plain reference", COLUMNS, rows, key="plain")
         for limits, numbers in _tolerances(result.steps).items():
-            where = f"step{'s' if len(numbers) > 1 else ''} {' and '.join(numbers)}"
-            console.say(f"tolerance in {where}, measured by changing last bits: {limits}", 2)
+            where = "" if len(numbers) == len(result.steps) else f" in step {' and '.join(numbers)}"
+            console.say(f"tolerance{where}: {limits}", 2)
     if verdict is not None:
         content = json.loads(verdict.read_text(encoding="utf-8")) if verdict.exists() else {"agrees": True}
         content["agrees"] = content["agrees"] and not result.differences

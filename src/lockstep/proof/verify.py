@@ -69,16 +69,14 @@ def findings(mine: Recording, verdict: Comparison) -> list[str]:
     return lines + mine.doubts + ([f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else [])
 
 
-def promise(recording: Recording) -> str:
-    """Describe the expected result and its reason."""
+def promise(recording: Recording, kept: bool = False) -> str:
+    """Describe the expected result and its reason. `kept`: as the result."""
+    before, after = ("result: ", ", as expected") if kept else ("expected: ", "")
     if recording.bits:
-        return (
-            f"expected: the same bits, because {recording.strategy} sums the micro-batches of a step in a fixed "
-            "order at any number of processes"
-        )
+        return f"{before}the same bits{after}: {recording.strategy} adds micro-batches in a fixed order"
     return (
-        f"expected: equal within rounding ({recording.rounding:.0e}), because {recording.strategy} sums in its own "
-        "order here (strategy.exact is false, or the engine or an option cannot keep the fixed order)"
+        f"{before}equal within rounding ({recording.rounding:.0e}){after}: {recording.strategy} adds in its own order "
+        "here (strategy.exact is false, or the engine or an option cannot keep the fixed order)"
     )
 
 
@@ -156,13 +154,14 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     say_numbers(console, compared, f"{mine.strategy} on {quantity(mine.processes, 'process')}, beside one process")
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
     console.say(f"dtypes: {', '.join(kinds)}".replace("torch.", ""), 2)
-    console.say(promise(mine), 2)
+    if wrong:
+        console.say(promise(mine), 2)
     if mine.uncovered:
         console.say(f"{UNCOVERED}: {', '.join(mine.uncovered)}", 2)
     for doubt in mine.doubts:
         console.say(doubt, 2)
     if not wrong:
-        console.say(f"result: {'the same bits' if mine.bits else 'equal within rounding'}, as expected")
+        console.say(promise(mine, kept=True), 2)
     else:
         console.say("result: DIFFERENT from what was expected")
         for line in wrong:

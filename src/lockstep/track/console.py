@@ -47,6 +47,7 @@ Voice = Literal["normal", "quiet", "verbose"]
 PLAIN_LINES = 4  # training lines without a bar, in a run of minutes
 LAST_SAMPLES = 2  # samples shown at the end of a run
 _SHELL_WORDS = re.compile(r""" #.*|(?:'[^']*'|"[^"]*"|\\.|[^\s'"])+""")  # with a trailing comment
+_DETAIL = re.compile(r"(; [^;()]*| \([^()]*\))$")  # at the end of a value
 LEAST_S, MOST_S = 5.0, 60.0  # interval between plain training lines
 
 
@@ -130,13 +131,15 @@ class Console:
         """Start to print on this rank, after the rank that printed has failed."""
         self.rich.quiet, self._loud, self._log = False, True, log
 
-    def facts(self, rows: Mapping[str, str], whole: bool = False) -> None:
-        """Print `name  value` lines. `whole`: values are shell commands; long ones continue after a backslash."""
+    def facts(self, rows: Mapping[str, str], whole: bool = False, cut: bool = False) -> None:
+        """Print `name  value` lines. `whole`: values are shell commands; long ones continue after a backslash. `cut`: a
+        terminal too narrow for a value omits its last details (`_without_details`); the log file has them."""
         for name, value in rows.items():
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                text = self._continued(value) if whole else self._hung(value, 11)
+                fitting = _without_details(value, self.rich.width - 11) if cut and self.rich.is_terminal else value
+                text = self._continued(value) if whole else self._hung(fitting, 11)
                 self.rich.print(Text(f"{name:<10}", "bold") + _plain(f" {text}"))
             append(self._log, f"{name:<10} {value}")
 
@@ -340,8 +343,8 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None if the output is none."""
-        return int(self.rich.width) if self.rich.is_terminal else None
+        """Columns of the terminal; None if the output is none, or recorded."""
+        return int(self.rich.width) if self.rich.is_terminal and self._record is None else None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:
         """Print rows in columns without borders, below a title. On a terminal a long last column wraps within itself,
@@ -372,7 +375,7 @@ class Console:
         lines, columns = [list(row) for row in rows], list(columns)
         if self._record is not None:
             self._record.add_table(key, columns, lines)
-        table = Table(title=_plain(title), title_justify="left", title_style="bold")
+        table = Table(title=_plain(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
         for i, column in enumerate(columns):
             numbers = any(row[i].lstrip("+-")[:1].isdigit() for row in lines)
             table.add_column(_plain(column), justify="right" if numbers and i > 0 else "left", overflow="fold")
@@ -427,6 +430,13 @@ def _filled(parts: Iterable[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
+
+
+def _without_details(text: str, width: int) -> str:
+    """Omit parentheses and clauses after a semicolon, the last ones first, until the text fits in `width` columns."""
+    while cell_len(text) > width and (shorter := _DETAIL.sub("", text)) != text:
+        text = shorter
+    return text
 
 
 def _rate(step: int, rate: float) -> str:

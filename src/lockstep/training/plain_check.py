@@ -252,7 +252,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
         groups = groups_of(sides)
         count = len({place for places in groups.values() for place in places})
         by = "your own functions" if session.task.own_model else "plain transformers"
-        return True, f"loss and gradients of {count} examples match {by} (dropout off, within rounding)"
+        return True, f"loss and gradients match {by} within rounding ({count} examples, dropout off)"
     if session.task.own_model and not _repeatable(sides, strategy):
         return True, "not compared with a plain computation: your code gives different numbers each time"
     lines = "\n".join(f"  {difference}" for difference in differing[:6])

@@ -6,6 +6,7 @@ In: the objects that a rank has built, and the results. Out: facts and tables fo
 from __future__ import annotations
 
 import hashlib
+import math
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -102,8 +103,9 @@ def closing(
     if counts.steps:
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
-        console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"})
-    for rows in score_tables(scores, max(LINE, console.width or 0)):
+        console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"}, cut=True)
+    tables = score_tables(scores, max(LINE, console.width or 0))
+    for rows in tables if console.width is None else tables[:1]:  # the log and the report have all metrics
         console.columns("", rows)
     for name, values in best_possible(task, list(scores)).items():
         console.facts({"limit": f"label noise caps {name} at {values}"})
@@ -114,11 +116,13 @@ def closing(
     if (page := run.folder / "report.html").is_file():
         console.facts({"report": page.resolve().as_uri()}, whole=True)  # a link that opens in a browser
     then = what_next(task, console.samples)
+    room = math.inf if console.width is None else console.width - 11
     noted = f"{command}  # {does.removeprefix('gives ')}"
-    fits = console.width is None or len(noted) <= console.width - 11  # else the note would need a line of its own
-    again = noted if fits else command
-    once_more = {"repeat": again} if command != then else {}
-    console.facts(once_more | {"next": then}, whole=True)
+    if len(command) > room:  # a terminal too narrow for it: the log has it
+        console.detail({"repeat": noted})
+    elif command != then:
+        console.facts({"repeat": noted if len(noted) <= room else command}, whole=True)
+    console.facts({"next": then}, whole=True)
 
 
 def best_so_far(job: Job, step: int) -> Best:

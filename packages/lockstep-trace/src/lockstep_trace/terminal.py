@@ -29,7 +29,7 @@ from lockstep_trace.report import write
 from lockstep_trace.rules.finding import SUSPICIOUS, WRONG
 from lockstep_trace.run import note_difference, run, step_of_difference
 
-ROWS = 8  # most steps in the table of a comparison: the first four and the last four
+ROWS = 6  # most steps in the table of a comparison: the first three and the last three
 
 
 class Output(Protocol):
