@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.config.run import replace_text
+from lockstep.config.output_files import replace_text
 from lockstep.distributed.event_log import EventLog
 from lockstep.launchers.processes import output_lock
 from lockstep.track.console import append

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from lockstep.plain import train
 from lockstep.proof import against_plain
-from lockstep.training.plain_measures import perturb_
+from lockstep.training.plain_sides import perturb_
 from lockstep_trace import causes
 
 SIZE, TINY = 64, 1e-25  # TINY squared underflows in float32

@@ -300,8 +300,7 @@ def run_of(case: dict[str, Any]) -> Any:
 def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[Any]]:
     """Task, unbuilt strategy and this rank's batches on the host."""
     from lockstep.data.job import Job
-    from lockstep.tasks.abilities import UsesReference
-    from lockstep.tasks.task import make_task
+    from lockstep.tasks.task import UsesReference, make_task
     from lockstep.training.data_loader import StepLoader
     from lockstep.training.resolve import resolve_strategy
     from lockstep_plan.fake_world import FakeWorld

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.export_hashes import clear
 from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
     Manifest,
@@ -34,6 +33,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
 from lockstep.config.errors import CodedError
+from lockstep.config.output_files import clear
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.distributed.event_log import launched_by

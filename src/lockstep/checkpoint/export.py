@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import size_of
 from lockstep.checkpoint.model_card import model_card
+from lockstep.config import output_files
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def write_export(
     try:
         export_hashes.settle(_write_aside(folder, task, weights, scores, steps), folder)
     finally:
-        export_hashes.clear(folder / ".export.partial")
+        output_files.clear(folder / ".export.partial")
     return folder / "export"
 
 
@@ -45,14 +46,14 @@ def try_export(task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict
     try:
         return size_of(_write_aside(run.folder, task, weights, scores, 0))
     finally:
-        export_hashes.clear(run.folder / ".export.partial")
+        output_files.clear(run.folder / ".export.partial")
 
 
 def _write_aside(
     folder: Path, task: Task, weights: Mapping[str, Tensor], scores: dict[str, dict[str, float]], steps: int
 ) -> Path:
     aside = folder / ".export.partial"
-    export_hashes.clear(aside)
+    output_files.clear(aside)
     aside.mkdir(parents=True)
     try:
         task.write(aside, weights)

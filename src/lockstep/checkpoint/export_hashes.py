@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config.errors import reason_of
-from lockstep.config.run import RunError, replace_text
+from lockstep.config.output_files import clear, replace_text, sync
+from lockstep.config.run import RunError
 
 FILE = "export.json"
 _MAPPINGS = ("config.json", "tokenizer.json")  # a model without the keys of these cannot be loaded
@@ -171,21 +171,3 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file. Errors: `OSError`."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def clear(path: Path) -> None:
-    """Remove a temporary folder, ignoring errors; for a link, only the link."""
-    with suppress(OSError):
-        if path.is_symlink():
-            path.unlink()
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a folder, so that it survives a power failure. Errors: `OSError`."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

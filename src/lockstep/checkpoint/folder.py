@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import manifest as manifests
-from lockstep.checkpoint.export_hashes import clear, sync
 from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
-from lockstep.config.folder_inside import FolderInside
-from lockstep.config.run import Run, RunError, redirected
+from lockstep.config.output_files import FolderInside, clear, redirected, sync
+from lockstep.config.run import Run, RunError
 from lockstep.data.cache import cache_folder
 from lockstep.data.job import Job
 

@@ -18,8 +18,9 @@ from typing import Any
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.model_card import HERE, check_card
 from lockstep.config.errors import CodedError, coded
+from lockstep.config.output_files import replace_text
 from lockstep.config.redaction import one_line
-from lockstep.config.run import Run, RunError, replace_text, require_output
+from lockstep.config.run import Run, RunError, require_output
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.track.console import error as tell
 

@@ -1,13 +1,20 @@
-"""Opens files of OUTPUT for writing, never through a symbolic link.
+"""Writes files of OUTPUT: never through a symbolic link, atomically, and only into folders that are still the run's.
 
-In: a path in OUTPUT. Out: the opened file, or an `OSError` that names the link. Data of other programs may be behind a
-link, such as the cache of a data versioning tool. Files that are replaced atomically need no check: the link goes.
+In: a path in OUTPUT; OUTPUT and the name of a folder in it (checkpoints, profiles, TensorBoard), when training begins.
+Out: the opened or replaced file, or an `OSError` that names the link; later, why nothing may be written in the folder,
+or None. Data of other programs may be behind a link, such as the cache of a data versioning tool. Files that are
+replaced atomically need no check: the link goes.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,3 +44,91 @@ def _opener(path: str, flags: int) -> int:
             text = f"{path} is a link to {os.path.realpath(path)}, and nothing is written through it"
             raise OSError(errno.EINVAL, text) from None
         raise
+
+
+def redirected(folder: Path) -> str | None:
+    """Return why a folder, a resolved path, must not be written to any more, or None: it, or a folder above it, is now
+    a link to another folder than the one in which this process (rank 0) began."""
+    if (now := folder.resolve()) == folder:
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads((now / "launch.json").read_bytes())["main"]["pid"] == os.getpid():
+            return None  # the folder was moved, and a link to it created
+    return f"{folder} was replaced by a link to {now}, where nothing is written"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context manager that writes a file atomically: yields a temporary path, which replaces `path` on exit. Errors:
+    `OSError`; the old file is then unchanged and the temporary one removed."""
+    aside = path.with_name(aside_of(path.name))
+    try:
+        if aside.is_symlink():  # not ours: nothing is written through it
+            aside.unlink()
+        yield aside
+        os.replace(aside, path)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file atomically. Errors: `OSError`; the old file is then unchanged."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8")
+
+
+def aside_of(name: str) -> str:
+    """Return a temporary file name, unique per machine and process, because machines may share OUTPUT."""
+    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
+
+
+def clear(path: Path) -> None:
+    """Remove a temporary folder, ignoring errors; for a link, only the link."""
+    with suppress(OSError):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder, so that it survives a power failure. Errors: `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FolderInside:
+    """A folder in OUTPUT that may be a link from the start, but must not become or change one during the run."""
+
+    def __init__(self, output: Path, name: str) -> None:
+        """Record the folder's present target. The folder need not exist yet."""
+        self.path, self._output = output / name, output.resolve()
+        target = _real(self.path)
+        self._target = None if target == self._output / name else target  # target of an initial link
+
+    def redirected(self) -> str | None:
+        """Return why nothing may be written if OUTPUT or this folder now links elsewhere, else None."""
+        if (fault := redirected(self._output)) is not None:
+            return fault
+        if (now := _real(self.path)) == (self._target or self._output.resolve() / self.path.name):
+            return None
+        return f"{self.path} was replaced by a link to {now}, where nothing is written; restart the run to write there"
+
+    def not_of_run(self, pattern: str) -> str | None:
+        """Return why a resumed run may not write here: the folder is a link to one without a file of this `pattern`,
+        so it was linked since the run wrote such files. None if it may."""
+        if self._target is None or any(self.path.glob(pattern)):
+            return None
+        return (
+            f"{self.path} is a link to {self._target}, which has nothing of this run ({pattern}); remove the link, or "
+            "move the run's files there"
+        )
+
+
+def _real(path: Path) -> Path:
+    """Resolve a path's links; a link to itself is resolved as far as possible."""
+    return Path(os.path.realpath(path))

@@ -12,9 +12,8 @@ import glob
 import json
 import os
 import re
-import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
+from lockstep.config.output_files import replace_text
 from lockstep.config.quick_start import QUICK_START as QUICK_START
 from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
@@ -607,43 +607,6 @@ def write_run_yaml(run: Run) -> None:
         replace_text(run.folder / "run.yaml", run.dump())
     except OSError as error:
         raise RunError("LS1117", f"output: cannot write to {run.folder}: {error.strerror}; choose another") from error
-
-
-def redirected(folder: Path) -> str | None:
-    """Return why a folder, a resolved path, must not be written to any more, or None: it, or a folder above it, is now
-    a link to another folder than the one in which this process (rank 0) began."""
-    if (now := folder.resolve()) == folder:
-        return None
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        if json.loads((now / "launch.json").read_bytes())["main"]["pid"] == os.getpid():
-            return None  # the folder was moved, and a link to it created
-    return f"{folder} was replaced by a link to {now}, where nothing is written"
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Context manager that writes a file atomically: yields a temporary path, which replaces `path` on exit. Errors:
-    `OSError`; the old file is then unchanged and the temporary one removed."""
-    aside = path.with_name(aside_of(path.name))
-    try:
-        if aside.is_symlink():  # not ours: nothing is written through it
-            aside.unlink()
-        yield aside
-        os.replace(aside, path)
-    finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file atomically. Errors: `OSError`; the old file is then unchanged."""
-    with replacing(path) as aside:
-        aside.write_text(text, encoding="utf-8")
-
-
-def aside_of(name: str) -> str:
-    """Return a temporary file name, unique per machine and process, because machines may share OUTPUT."""
-    return f".{name}.{socket.gethostname()}-{os.getpid()}.partial"
 
 
 def schema() -> dict[str, Any]:

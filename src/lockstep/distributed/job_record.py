@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.errors import DONE, STOPPED
-from lockstep.config.output_files import open_file
-from lockstep.config.run import RunError, replace_text
+from lockstep.config.output_files import open_file, replace_text
+from lockstep.config.run import RunError
 from lockstep.distributed import host_memory
 from lockstep_trace.plurals import quantity
 

@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from lockstep.config.errors import coded
-from lockstep.config.folder_inside import FolderInside
+from lockstep.config.output_files import FolderInside
 from lockstep.config.run import Run
 from lockstep.distributed.world import World
 from lockstep.track.console import error

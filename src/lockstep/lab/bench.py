@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.errors import STOPPED
-from lockstep.config.run import Run, RunError, load, replace_text, write_run_yaml
+from lockstep.config.output_files import replace_text
+from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import processor
 from lockstep.lab import bench_options

@@ -45,8 +45,16 @@ from lockstep.plain.scores import scores
 from lockstep.plain.train import TrainedStep, build_model, train_steps
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
-from lockstep.training.plain_measures import drawn_examples, masked, perturb_, without_dropout
-from lockstep.training.plain_sides import FOLDER, UNTRAINED, PlainRecord, PlainStep
+from lockstep.training.plain_sides import (
+    FOLDER,
+    UNTRAINED,
+    PlainRecord,
+    PlainStep,
+    drawn_examples,
+    masked,
+    perturb_,
+    without_dropout,
+)
 from lockstep_trace import causes
 
 COLUMNS = ["step", "loss", "norm", "gradients", "changes"]  # relative differences

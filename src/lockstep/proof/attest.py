@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
+from lockstep.config import output_files
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError, load, require_output
 from lockstep.data.job import Job
@@ -39,7 +40,7 @@ def attest(output: Path, key: Path | None) -> int:
     """Write the attestation. Returns 0. Errors: `RunError` for a run that is not finished, or is damaged."""
     console, report = Console(True), describe(output)
     folder = output / FOLDER
-    export_hashes.clear(folder)
+    output_files.clear(folder)
     try:
         (output / SIGNATURE).unlink(missing_ok=True)
         folder.mkdir()

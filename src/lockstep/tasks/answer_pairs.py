@@ -23,7 +23,7 @@ from lockstep.data.arrow_cache import Columns, padded
 from lockstep.data.batch import IGNORED, Sums
 from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
-from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
+from lockstep.tasks.task import GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Encoder, TextData, TextTask, check_template
 
 if TYPE_CHECKING:

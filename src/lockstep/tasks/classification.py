@@ -24,11 +24,11 @@ from lockstep.data.builtin import best_accuracy
 from lockstep.data.column_types import Kind
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
-from lockstep.tasks.abilities import Streams
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
 from lockstep.tasks.objectives.objectives import OneLabel, RegressionObjective, SeveralLabels
+from lockstep.tasks.task import Streams
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:

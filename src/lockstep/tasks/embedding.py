@@ -24,10 +24,9 @@ from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.column_types import Kind
 from lockstep.data.order import by_chance
 from lockstep.data.token_checks import Limit
-from lockstep.tasks.abilities import GivesPredictions, Predicts
 from lockstep.tasks.models import heads, pooling, retrieval
 from lockstep.tasks.objectives import objective
-from lockstep.tasks.task import Forward, Generate, spread_rows
+from lockstep.tasks.task import Forward, Generate, GivesPredictions, Predicts, spread_rows
 from lockstep.tasks.text_task import Arrays, TextData, TextTask
 
 if TYPE_CHECKING:

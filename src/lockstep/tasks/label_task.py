@@ -16,10 +16,9 @@ import numpy as np
 
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
-from lockstep.tasks.abilities import Calibrates, GivesPredictions, Predicts
 from lockstep.tasks.objectives.objective import Objective
 from lockstep.tasks.objectives.objectives import MOST_CLASSES, OneLabel, RegressionObjective, SeveralLabels
-from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.task import Calibrates, Forward, Generate, GivesPredictions, Predicts
 
 if TYPE_CHECKING:
     from torch import Tensor

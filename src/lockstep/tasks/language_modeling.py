@@ -26,10 +26,9 @@ from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import discard
 from lockstep.data.token_checks import Limit
-from lockstep.tasks.abilities import Generates
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken, perplexity
-from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.task import Forward, Generate, Generates
 from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batches
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
-from lockstep.tasks.abilities import GivesPredictions
-from lockstep.tasks.task import make_task
+from lockstep.tasks.task import GivesPredictions, make_task
 
 if TYPE_CHECKING:
     from torch import Tensor

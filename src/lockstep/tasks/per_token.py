@@ -16,8 +16,7 @@ from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.tasks import own_metrics
-from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
-from lockstep.tasks.task import Forward
+from lockstep.tasks.task import Forward, GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Arrays, TextTask
 
 if TYPE_CHECKING:

@@ -20,11 +20,10 @@ from lockstep.data import conversations, tokenizer
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.lm_documents import end_of
-from lockstep.tasks.abilities import UsesReference
 from lockstep.tasks.answer_pairs import AnswerPairOptions, AnswerPairs, tokens_of
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import losses
-from lockstep.tasks.task import Forward
+from lockstep.tasks.task import Forward, UsesReference
 from lockstep.tasks.text_task import Arrays, TextData
 
 if TYPE_CHECKING:

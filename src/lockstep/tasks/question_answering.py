@@ -21,10 +21,9 @@ from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
-from lockstep.tasks.abilities import GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
 from lockstep.tasks.own_metrics import listed
-from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.task import Forward, Generate, GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:

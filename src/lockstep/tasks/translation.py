@@ -26,11 +26,10 @@ from lockstep.data.batch import IGNORED, MicroBatch, Sums
 from lockstep.data.stream import Stream
 from lockstep.data.token_checks import Limit
 from lockstep.tasks import own_metrics
-from lockstep.tasks.abilities import Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.models import heads
 from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import LossChunk, TokenLosses
-from lockstep.tasks.task import Forward, Generate
+from lockstep.tasks.task import Forward, Generate, Generates, GivesPredictions, Predicts, Streams
 from lockstep.tasks.text_task import Arrays, Encoder, TextData
 
 if TYPE_CHECKING:

@@ -33,9 +33,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.errors import with_addresses
-from lockstep.config.output_files import open_file
+from lockstep.config.output_files import open_file, redirected
 from lockstep.config.redaction import printable
-from lockstep.config.run import redirected
 from lockstep.track import live_displays
 from lockstep.track.best import Best
 from lockstep.track.busy import ECHO, ProgressNote

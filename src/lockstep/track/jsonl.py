@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config.output_files import open_file
-from lockstep.config.run import redirected, replacing
+from lockstep.config.output_files import open_file, redirected, replacing
 from lockstep.track.tracker import End, Sample, Tracker
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.config import error_messages as messages
-from lockstep.config.folder_inside import FolderInside
+from lockstep.config.output_files import FolderInside
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.config.folder_inside import FolderInside
+from lockstep.config.output_files import FolderInside
 from lockstep.config.run import Run
 from lockstep.track.tracker import End, Sample, Tracker, named
 

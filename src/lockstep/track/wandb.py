@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from lockstep.config.folder_inside import FolderInside
+from lockstep.config.output_files import FolderInside
 from lockstep.config.redaction import one_line
 from lockstep.config.run import Run
 from lockstep.config.sections import Section

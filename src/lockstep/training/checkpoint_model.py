@@ -19,8 +19,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data import hub
 from lockstep.data.cache import cached
 from lockstep.data.job import Job
-from lockstep.tasks.abilities import Calibrates
-from lockstep.tasks.task import make_task
+from lockstep.tasks.task import Calibrates, make_task
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Files

@@ -15,8 +15,8 @@ from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
-from lockstep.tasks.abilities import Calibrates
 from lockstep.tasks.models import adapters, source_files
+from lockstep.tasks.task import Calibrates
 from lockstep.track.console import Console
 from lockstep.training.checkpoint_model import exported_checkpoint
 from lockstep.training.evaluation import evaluate as evaluated

@@ -25,8 +25,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.averaging import optimizer_average
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.abilities import Generates, GivesPredictions
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Generates, GivesPredictions, Task
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.model_stats import evaluated_at_once, validation_rows
 from lockstep.training.session import Session

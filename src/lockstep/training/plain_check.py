@@ -38,8 +38,19 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides
 from lockstep.training.errors import TrainingFailed
-from lockstep.training.plain_measures import drawn_examples, masked, perturbed, without_dropout
-from lockstep.training.plain_sides import Elsewhere, OtherTokens, PlainFailed, Sides, device_of, plain_path, sides_of
+from lockstep.training.plain_sides import (
+    Elsewhere,
+    OtherTokens,
+    PlainFailed,
+    Sides,
+    device_of,
+    drawn_examples,
+    masked,
+    perturbed,
+    plain_path,
+    sides_of,
+    without_dropout,
+)
 from lockstep.training.session import Session
 
 _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # disabling them changes the set of weights

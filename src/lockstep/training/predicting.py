@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from lockstep.config.run import Run, RunError, replacing
+from lockstep.config.output_files import replacing
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.data.conversations import Question, is_talk
 from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.tasks.abilities import Predicts
+from lockstep.tasks.task import Predicts
 from lockstep.track.console import Console
 from lockstep.training.evaluate_export import finished, note_edited
 from lockstep_trace import streams

@@ -16,8 +16,9 @@ import transformers
 
 from lockstep.checkpoint.checkpoint import CheckpointError
 from lockstep.config.errors import BAD, EXCLUDED, FAILED, HALTED
+from lockstep.config.output_files import redirected
 from lockstep.config.plugins import importing
-from lockstep.config.run import Run, RunError, load, redirected
+from lockstep.config.run import Run, RunError, load
 from lockstep.config.written import with_defaults_named
 from lockstep.data.job import Job
 from lockstep.distributed import job_record

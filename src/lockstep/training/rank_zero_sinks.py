@@ -1,14 +1,21 @@
 """Sends the numbers and samples of a run to the terminal and the trackers, on rank 0.
 
 In: what training, evaluation and recovery report, by step. Out: lines and trackers' calls, each step once.
+
+A run that has no checkpoint yet keeps the trackers' run ids in OUTPUT/trackers.json, so that the next start after a
+kill continues the same run of each tracker. A start with other keys, data or code is a new run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from lockstep.checkpoint import tracker_runs
+from lockstep.config.output_files import replacing
+from lockstep.config.run import Run
+from lockstep.data.arrow_cache import digest
+from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.system_metrics import SystemMetrics
@@ -30,10 +37,10 @@ class RankZeroSinks(Sinks):
         session, console = self._session, self._console
         ids, loud, job, code = session.checkpoints.trackers, self._loud, session.job, session.checkpoints.code
         if loud and not step and not ids:
-            ids.update(tracker_runs.of_earlier_start(job, code))
+            ids.update(ids_of_earlier_start(job, code))
         self._trackers = Trackers(session.run, step, ids, console.tracker, console.note, loud)
         if loud and not step:
-            tracker_runs.keep(job, code, dict(ids))
+            keep_ids(job, code, dict(ids))
         self._usage = SystemMetrics(session.world)
 
     def log(self, step: int, split: str, numbers: dict[str, float], closing: bool = False) -> None:
@@ -75,4 +82,34 @@ class RankZeroSinks(Sinks):
         """Close the trackers. No calls may follow."""
         self._trackers.close(end)
         if self._loud and end == "done":
-            tracker_runs.forget(self._session.run)
+            forget_ids(self._session.run)
+
+
+RUN_IDS = "trackers.json"
+
+
+def ids_of_earlier_start(job: Job, code: Mapping[str, str]) -> dict[str, str]:
+    """Tracker -> run id; empty if there was no such start. `code`: hashes of the user's files."""
+    with suppress(OSError, ValueError, RecursionError):
+        values = json.loads((job.run.folder / RUN_IDS).read_text(encoding="utf-8"))
+        if isinstance(values, dict) and values.get("run") == _digest(job, code):
+            ids = values.get("ids")
+            return {str(n): str(i) for n, i in ids.items()} if isinstance(ids, dict) else {}
+    return {}
+
+
+def keep_ids(job: Job, code: Mapping[str, str], ids: Mapping[str, str]) -> None:
+    """Write the ids, before the first step. A failure to write is ignored."""
+    if ids:
+        with suppress(OSError), replacing(job.run.folder / RUN_IDS) as aside:
+            aside.write_text(json.dumps({"run": _digest(job, code), "ids": dict(ids)}, indent=1) + "\n")
+
+
+def forget_ids(run: Run) -> None:
+    """Remove the file at the end of a run, so that a later start in the same folder is a new run of each tracker."""
+    with suppress(OSError):
+        (run.folder / RUN_IDS).unlink(missing_ok=True)
+
+
+def _digest(job: Job, code: Mapping[str, str]) -> str:
+    return digest(job.arithmetic(), job.data.key, dict(code))

@@ -15,14 +15,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
-from lockstep.config.run import RunError, replacing
+from lockstep.config.output_files import replacing
+from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.abilities import UsesReference
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, UsesReference
 from lockstep.training.model_stats import usual_batch
 
 FILE = "reference.safetensors"

@@ -220,7 +220,7 @@ def _samples(job: Job) -> tuple[str, Any] | tuple[()] | None:
     """Return the task's option for greedy decoding and its value (`()` if it has none) if evaluations would sample or
     search beams and the strategy does not support that; else None."""
     from lockstep.strategies.strategy import Strategy
-    from lockstep.tasks.abilities import Generates
+    from lockstep.tasks.task import Generates
 
     own = issubclass(job.strategy, Strategy) and job.strategy.generate is not Strategy.generate
     task = job.task(job.run)

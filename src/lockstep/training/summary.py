@@ -24,8 +24,7 @@ from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.abilities import Predicts
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Predicts, Task
 from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
 from lockstep.track.report.history import lines_of

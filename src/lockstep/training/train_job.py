@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.config.errors import DONE, FAILED, STOPPED
-from lockstep.config.run import redirected
+from lockstep.config.output_files import redirected
 from lockstep.config.sections import TrackSection
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
@@ -27,9 +27,8 @@ from lockstep.track.console import Console, append
 from lockstep.track.tracker import End
 from lockstep.training import export_check
 from lockstep.training.evaluation import generate_samples
-from lockstep.training.finalize import Final, final_scores
 from lockstep.training.fingerprints import Fingerprints
-from lockstep.training.finish import Trained, export_and_publish, finished_already
+from lockstep.training.finish import Final, Trained, export_and_publish, final_scores, finished_already
 from lockstep.training.loop import train
 from lockstep.training.publish import at_a_stop, publish_until_stopped
 from lockstep.training.rank_zero_sinks import RankZeroSinks

@@ -24,7 +24,8 @@ from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newe
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config import plugins
 from lockstep.config.errors import STOPPED
-from lockstep.config.run import Run, RunError, replace_text, write_run_yaml
+from lockstep.config.output_files import replace_text
+from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed import job_record

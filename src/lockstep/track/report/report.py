@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from lockstep.config import error_messages as messages
+from lockstep.config.output_files import replace_text
 from lockstep.config.redaction import printable
-from lockstep.config.run import replace_text
 from lockstep.track.report import charts, panels
 from lockstep.track.report.history import History, read
 
