@@ -2,10 +2,10 @@
 
 In: calls such as `RunError("LS2031", f"...")` in src/lockstep and packages/; the table of
 docs/how-to/troubleshooting.md, which says what to do about the commonest; docs/codes/*.yaml, which explain those that
-users meet most (why, example, fix); the tables of keys and of words. Out: `messages()`, the text of the site's page
-reference/messages.md, which docs/site.py writes; `code_pages()`, one text with a section for each code, which
-docs/publish.py splits into a page for each. `python docs/messages.py LS1000` prints an entry, without arguments the
-page. Imports nothing from lockstep.
+users meet most (why, example, fix); docs/texts.yaml; the tables of keys and of words. Out: `messages()`, the text of
+the site's page reference/messages.md, which docs/site.py writes; `code_pages()`, one text with a section for each code,
+which docs/publish.py splits into a page for each. `python docs/messages.py LS1000` prints an entry, without arguments
+the page. Imports nothing from lockstep.
 """
 
 from __future__ import annotations
@@ -171,8 +171,15 @@ def _of(file: Path) -> Iterator[Message]:
             if isinstance(code, str) and CODE.fullmatch(code):
                 text = " ".join(_words(node.args[1]).split(" "))
                 if len(re.findall("[a-z]{3,}", PART.sub("", text), re.I)) < FEW:
-                    text = _composed(node, tree) or text
+                    text = _patterns().get(code) or _composed(node, tree) or text
                 yield Message(code, text, file.relative_to(ROOT).as_posix())
+
+
+@functools.cache
+def _patterns() -> dict[str, str]:
+    """Code -> text, of messages that cannot be read where they are raised."""
+    texts: dict[str, str] = yaml.safe_load((ROOT / "docs/texts.yaml").read_text(encoding="utf-8"))
+    return texts
 
 
 def _composed(call: ast.Call, tree: ast.Module) -> str | None:

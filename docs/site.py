@@ -50,7 +50,9 @@ NAMED = re.compile(r'[Tt]he site\'s page "(' + "|".join(GENERATED) + r')"')
 
 def main(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__", "theme", "codes"))
+    shutil.copytree(
+        ROOT / "docs", out, ignore=shutil.ignore_patterns("*.py", "__pycache__", "theme", "codes", "texts.yaml")
+    )
     homes = {page: f"docs/{page}" for page in (path.relative_to(out).as_posix() for path in out.rglob("*.md"))}
     homes |= {page: home for home, page in PAGES.items()}
     copied: set[str] = set()

@@ -69,9 +69,9 @@ def findings(mine: Recording, verdict: Comparison) -> list[str]:
     return lines + mine.doubts + ([f"{UNCOVERED}: {', '.join(mine.uncovered)}"] if mine.uncovered else [])
 
 
-def promise(recording: Recording, kept: bool = False) -> str:
-    """Describe the expected result and its reason. `kept`: as the result."""
-    before, after = ("result: ", ", as expected") if kept else ("expected: ", "")
+def promise(recording: Recording, as_result: bool = False) -> str:
+    """Describe the expected result and its reason. `as_result`: as the result, which is as expected."""
+    before, after = ("result: ", ", as expected") if as_result else ("expected: ", "")
     if recording.bits:
         return f"{before}the same bits{after}: {recording.strategy} adds micro-batches in a fixed order"
     return (
@@ -161,7 +161,7 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     for doubt in mine.doubts:
         console.say(doubt, 2)
     if not wrong:
-        console.say(promise(mine, kept=True), 2)
+        console.say(promise(mine, as_result=True), 2)
     else:
         console.say("result: DIFFERENT from what was expected")
         for line in wrong:

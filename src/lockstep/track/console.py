@@ -15,7 +15,7 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -130,14 +130,15 @@ class Console:
         """Start to print on this rank, after the rank that printed has failed."""
         self.rich.quiet, self._loud, self._log = False, True, log
 
-    def facts(self, rows: Mapping[str, str], whole: bool = False, cut: bool = False) -> None:
-        """Print `name  value` lines. `whole`: values are shell commands; long ones continue after a backslash. `cut`: a
-        terminal too narrow for a value omits its last details (`_without_details`); the log file has them."""
+    def facts(self, rows: Mapping[str, str], whole: bool = False, cut: Collection[str] = ()) -> None:
+        """Print `name  value` lines. `whole`: values are shell commands; long ones continue after a backslash. `cut`:
+        names whose last details a terminal too narrow for them omits (`_without_details`); the log file has them."""
         for name, value in rows.items():
             if self._record is not None:
                 self._record.facts[name] = value
             if self._voice != "quiet":
-                fitting = _without_details(value, self.rich.width - 11) if cut and self.rich.is_terminal else value
+                short = name in cut and self.rich.is_terminal
+                fitting = _without_details(value, self.rich.width - 11) if short else value
                 text = self._continued(value) if whole else self._hung(fitting, 11)
                 self.rich.print(Text(f"{name:<10}", "bold") + _plain(f" {text}"))
             append(self._log, f"{name:<10} {value}")

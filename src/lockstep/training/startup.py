@@ -56,11 +56,13 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     alone = launched_by(run.launch) == "launcher local" and len(set(world.hosts)) == 1
     if alone:  # otherwise the launcher printed it
         console.detail({"run": opening["run"], **where})
-        console.facts({k: v for k, v in opening.items() if k != "run"}, cut=True)
+        console.facts({k: v for k, v in opening.items() if k != "run"}, cut={"data", "step"})
     else:
         if introduced := job_record.INTRODUCED in os.environ:
             console.detail({"run": opening["run"]})
-        console.facts({k: v for k, v in (opening | where).items() if k != "run" or not introduced}, cut=True)
+        console.facts(
+            {k: v for k, v in (opening | where).items() if k != "run" or not introduced}, cut={"data", "step"}
+        )
     if session.job.same_bits and (own := own_generators(session.task, strategy.model)):
         console.note(f"{UNCOVERED}: {', '.join(own)}")
     resolved_here = session.job.notes if session.job.scope < Scope.START else ()  # otherwise the launcher printed them
@@ -71,7 +73,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     if names := strategy.effects.per_process:  # only with one process; several were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_check.cause)
-    console.facts({"compared": compared}, cut=True)
+    console.facts({"compared": compared}, cut={"compared"})
     ACTIVITY.set("looking for a checkpoint")
     if world.is_main:
         job_record.arrived(run.folder, world.size, session.feed.total)

@@ -63,7 +63,7 @@ def parameters(weights: TrainedWeights) -> str:
     whole, trained = weights.parameter_count, weights.trained_count
     text = f"{in_millions(whole)} parameters"
     if trained < whole:
-        text += f", {trained:,} trained ({100 * trained / whole:.2g}%)"
+        text += f", {trained:,} trained ({100 * trained / whole:.3g}%)"
     return text
 
 
@@ -102,7 +102,7 @@ def closing(
     if counts.steps:
         rate = f", {counts.tokens / counts.seconds:,.0f} {task.unit}/s" if task.unit else ""
         speed = f"{clock(counts.seconds)} for {counts.steps:,} steps, {counts.examples / counts.seconds:.0f} examples/s"
-        console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"}, cut=True)
+        console.facts({"time": f"{speed}{rate}{padding_ratio(task, counts)}"}, cut={"time"})
     tables = score_tables(scores, max(LINE, console.width or 0))
     for rows in tables if console.width is None else tables[:1]:  # the log and the report have all metrics
         console.columns("", rows)
