@@ -118,12 +118,12 @@ def train_loaders(script: Script) -> tuple[set[int], str | None]:
     if not fits:
         return set(), None
     nodes = script.arguments(fits[0], positions("fit")).nodes
-    given = nodes.get("train_dataloaders", nodes.get("datamodule"))
-    if given is None:
-        given = nodes.get("datamodule")
-    if given is None or (isinstance(given, ast.Constant) and given.value is None):
+    loaders = nodes.get("train_dataloaders", nodes.get("datamodule"))
+    if loaders is None:
+        loaders = nodes.get("datamodule")
+    if loaders is None or (isinstance(loaders, ast.Constant) and loaders.value is None):
         return _of_methods(script, classes_of(script, "LightningModule"), "train_dataloader")
-    return _of(script, given, 0)
+    return _of(script, loaders, 0)
 
 
 def _of(script: Script, node: ast.expr | None, depth: int) -> tuple[set[int], str | None]:
