@@ -86,7 +86,9 @@ def _arguments(script: Script, call: Any, start: ast.FunctionDef) -> dict[str, A
     defaults = dict(zip(names[::-1], spec.defaults[::-1], strict=False))
     defaults |= {a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d}
     arguments = script.arguments(call, names)
-    values = {} if arguments.more else {n: script.known(d, Unknown) for n, d in defaults.items() if n not in arguments.nodes}
+    values = (
+        {} if arguments.more else {n: script.known(d, Unknown) for n, d in defaults.items() if n not in arguments.nodes}
+    )
     values |= arguments.known
     anew = {n.id for n in ast.walk(start) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     return {n: v for n, v in values.items() if isinstance(v, str | int | float | None) and n not in anew}
