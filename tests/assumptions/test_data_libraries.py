@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from support.assumed import rests_on_it
 
@@ -122,7 +125,6 @@ def test_special_tokens_are_found_in_texts_before_they_are_normalized() -> None:
 def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None:
     """save_file keeps every bit, including NaN and -0.0, in bfloat16 and float32, and refuses tensors that share
     storage."""
-    from safetensors.torch import load_file, save_file
 
     tensors = {
         "wide": torch.tensor([float("nan"), -0.0, 1 / 3, float("inf")]),
@@ -148,3 +150,116 @@ def test_a_stream_splits_by_shards_in_turns() -> None:
     nodes = [[row["x"] for row in split_dataset_by_node(stream, node, 2)] for node in range(2)]
     assert sorted(nodes[0] + nodes[1]) == list(range(12))
     assert nodes[0] == [0, 1, 2, 6, 7, 8]
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/source_ties.py",
+    "src/lockstep/tasks/models/adapters.py",
+    "src/lockstep/tasks/modules/wrapped_module.py",
+    "src/lockstep/data/hub.py",
+    "src/lockstep/proof/attest.py",
+    "src/lockstep/checkpoint/export.py",
+)
+def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
+    """safe_open has names, and shapes without reading tensors; a cut, longer or empty file raises SafetensorError,
+    which is neither OSError nor RuntimeError, a missing one FileNotFoundError. A file that cannot be written raises
+    SafetensorError with "(os error N)"; tensors that are not contiguous raise ValueError."""
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "file")
+    with safe_open(tmp_path / "file", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes == {"a": (2, 3), "b": (3,)}
+    assert not issubclass(SafetensorError, OSError | RuntimeError | ValueError)
+    whole = (tmp_path / "file").read_bytes()
+    for content in (whole[:-1], whole + b"x", whole[:4], b""):
+        (tmp_path / "damaged").write_bytes(content)
+        for read in (load_file, lambda path: safe_open(path, "pt")):
+            with pytest.raises(SafetensorError):
+                read(tmp_path / "damaged")
+    with pytest.raises(FileNotFoundError):
+        load_file(tmp_path / "missing")
+    with pytest.raises(SafetensorError, match=r"\(os error 2\)"):
+        save_file(tensors, tmp_path / "no such folder" / "file")
+    with pytest.raises(ValueError, match="contiguous"):
+        save_file({"a": torch.ones(2, 3).t()}, tmp_path / "file")
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_parts_of_trained_tokenizers_cut_and_join_texts() -> None:
+    """BertNormalizer lowers case, strips accents and control characters, and BertPreTokenizer splits at white space and
+    punctuation; Metaspace marks beginnings of words by U+2581, ByteLevel by U+0120; NFKC replaces compatible
+    characters; WhitespaceSplit and Punctuation in sequence split at both. The decoders join pieces again; the alphabet
+    of bytes has 256 characters."""
+    text = "\u00dcn\u00ef\tX\x00"
+    assert normalizers.BertNormalizer(lowercase=True).normalize_str(text) == "uni x"
+    assert normalizers.NFKC().normalize_str("\ufb01\u2460") == "fi1"
+    split = {
+        pre_tokenizers.BertPreTokenizer(): ["a", "-", "b", "c", ","],
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]): [
+            "a",
+            "-",
+            "b",
+            "c",
+            ",",
+        ],
+        pre_tokenizers.Metaspace(): ["\u2581a-b", "\u2581", "\u2581c,"],
+        pre_tokenizers.ByteLevel(add_prefix_space=True): ["\u0120a", "-", "b", "\u0120", "\u0120c", ","],
+    }
+    for part, pieces in split.items():
+        assert [piece for piece, _ in part.pre_tokenize_str("a-b  c,")] == pieces
+    assert decoders.Metaspace().decode(["\u2581a", "b", "\u2581c"]) == "ab c"
+    assert decoders.ByteLevel().decode(["\u0120a", "\u010a", "\u00c3\u00a9"]) == " a\n\u00e9"
+    assert decoders.WordPiece().decode(["a", "##b", ".", "c"]) == "ab. c"
+    assert len({*pre_tokenizers.ByteLevel.alphabet()}) == 256
+
+
+@rests_on_it("src/lockstep/data/tokenizer.py")
+def test_special_tokens_are_added_by_name_and_known_to_a_template() -> None:
+    """add_special_tokens gives a token of the vocabulary its own id and a new one the next; get_vocab has added tokens;
+    token_to_id of an unknown token is None; TemplateProcessing raises for a token that it is not told of. Training
+    starts with the special tokens, in order."""
+    made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    made.add_special_tokens(["a", "[PAD]"])
+    assert (made.get_vocab(), made.token_to_id("b")) == ({"[UNK]": 0, "a": 1, "[PAD]": 2}, None)
+    with pytest.raises(ValueError, match="SEP"):
+        processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1)])
+    kinds: list[tuple[Tokenizer, Any]] = [
+        (Tokenizer(models.BPE()), trainers.BpeTrainer),
+        (Tokenizer(models.Unigram()), trainers.UnigramTrainer),
+        (Tokenizer(models.WordLevel(unk_token="[UNK]")), trainers.WordLevelTrainer),
+    ]
+    for tokenizer, trainer in kinds:
+        options = {"unk_token": "[UNK]"} if trainer is trainers.UnigramTrainer else {}
+        trainer = trainer(vocab_size=40, special_tokens=SPECIAL, show_progress=False, **options)
+        tokenizer.train_from_iterator(iter([[TEXTS[0]], TEXTS[1:]]), trainer)
+        assert [tokenizer.token_to_id(token) for token in SPECIAL] == [0, 1, 2, 3]
+        assert tokenizer.get_vocab_size() <= 40
+
+
+@rests_on_it(
+    "src/lockstep/data/token_checks.py",
+    "src/lockstep/data/masking.py",
+    "src/lockstep/tasks/translation.py",
+    "src/lockstep/tasks/models/token_rows.py",
+    "src/lockstep/data/tokenizer.py",
+)
+def test_a_tokenizer_of_transformers_counts_and_names_all_tokens() -> None:
+    """len of a PreTrainedTokenizerFast and get_vocab count tokens added later; convert_ids_to_tokens takes a list or an
+    id; num_special_tokens_to_add is of the template, for a pair with pair=True; batch_decode takes lists and leaves out
+    special tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    made = words([*SPECIAL, "one", "two"])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    tokenizer.add_tokens(["three"])
+    assert (len(tokenizer), tokenizer.get_vocab()["three"], len(tokenizer.get_vocab())) == (7, 6, 7)
+    assert (tokenizer.convert_ids_to_tokens([4, 6]), tokenizer.convert_ids_to_tokens(5)) == (["one", "three"], "two")
+    assert (tokenizer.num_special_tokens_to_add(), tokenizer.num_special_tokens_to_add(pair=True)) == (2, 3)
+    ids = tokenizer(["one three", ""], return_attention_mask=False, verbose=False)["input_ids"]
+    assert ids == [[2, 4, 6, 3], [2, 3]]
+    assert [each.split() for each in tokenizer.batch_decode(ids, skip_special_tokens=True)] == [["one", "three"], []]
+    assert (tokenizer.is_fast, tokenizer.pad_token_id, tokenizer.eos_token_id) == (True, 0, None)

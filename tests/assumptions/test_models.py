@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
 from torch.nn import functional
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MarianConfig,
+    MarianMTModel,
     PreTrainedTokenizerFast,
 )
 
@@ -25,7 +30,7 @@ SPECIAL = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
 WORDS = {**SPECIAL, "one": 4, "two": 5, "three": 6, "four": 7, "\u00e9t\u00e9": 8}
 
 
-def tiny(**options: object) -> LlamaForCausalLM:
+def tiny(**options: object) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **{**SIZES, **options}))
 
 
@@ -262,3 +267,41 @@ def test_rotations_depend_on_the_longest_text_or_on_earlier_ones() -> None:
     assert not torch.equal(before, after)
     assert torch.equal(before, again)
     assert longer.shape[1] + shorter.shape[1] == 48
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/source_ties.py",
+    "src/lockstep/tasks/models/tie_entry.py",
+    "src/lockstep/tasks/models/models.py",
+)
+def test_ties_are_decided_by_the_weights_in_the_model(tmp_path: Path) -> None:
+    """all_tied_weights_keys names a tied weight and its source, and get_expanded_tied_weights_keys(all_submodels=True)
+    does, too; tie_weights(missing_keys=..., recompute_mapping=False) leaves two given weights of different values
+    apart, and ties equal ones, or one of them that is missing. from_pretrained unfreezes what a config freezes."""
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    for other, missing, tied in ((1.0, set(), False), (0.0, set(), True), (1.0, {pair[0]}, True)):
+        model = tiny(tie_word_embeddings=True)
+        assert dict(model.all_tied_weights_keys) == dict([pair])
+        assert dict(model.get_expanded_tied_weights_keys(all_submodels=True)) == dict([pair])
+        model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.detach() + other)
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 8}
+    marian = MarianMTModel(MarianConfig(vocab_size=32, pad_token_id=0, **sizes, **heads))
+    marian.save_pretrained(tmp_path)
+    name = "model.encoder.embed_positions.weight"
+    frozen = [dict(each.named_parameters())[name] for each in (marian, MarianMTModel.from_pretrained(tmp_path))]
+    assert [each.requires_grad for each in frozen] == [False, True]
+
+
+@rests_on_it("src/lockstep/tasks/models/models.py")
+def test_funnel_loses_the_row_of_padding_when_it_is_loaded(tmp_path: Path) -> None:
+    """from_pretrained of a Funnel masked model sets the padding token's embedding to zero, whatever the file holds."""
+    sizes = {"block_sizes": [1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "pad_token_id": 0}
+    model: Any = AutoModelForMaskedLM.from_config(CONFIG_MAPPING["funnel"](vocab_size=40, **sizes))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 1.5
+    model.save_pretrained(tmp_path)
+    loaded: Any = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert not loaded.get_input_embeddings().weight[0].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from datetime import timedelta
 from typing import Annotated, Any, Literal
@@ -9,7 +10,19 @@ from typing import Annotated, Any, Literal
 import pytest
 import torch.distributed as dist
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from packaging.requirements import Requirement
+from packaging.version import Version
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
 from support.assumed import rests_on_it
 
@@ -143,6 +156,186 @@ def test_libyaml_reads_what_the_slow_loader_reads() -> None:
     """`yaml.CSafeLoader` is there in the wheels, and gives the same values as `SafeLoader`."""
     text = "a: [1, 2.5, on, ~, 'x']\nb: |\n  two\n  lines\n"
     assert yaml.load(text, Loader=yaml.CSafeLoader) == yaml.safe_load(text)
+
+
+class Sizes(BaseModel):
+    """Keys of several kinds, and others that a plug-in may have."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    some: str | bool | int | float | None = None
+    least: int | float | None = None
+    count: int = 1
+    rate: float = 0.5
+    pair: tuple[int, int] = (1, 2)
+    section: Section = Field(default_factory=lambda: Section(size=1))
+
+
+@rests_on_it("src/lockstep/config/data_sources.py", "src/lockstep/config/sections.py")
+def test_a_member_of_a_union_keeps_the_type_of_its_value() -> None:
+    """A union takes the member whose type is the value's: a text of digits stays a text, 1 an integer, 1.0 a float and
+    true a truth. An int alone takes "1" and 1.0, refuses 1.5, and makes 1 of true, which lockstep refuses; infinity and
+    NaN are refused by allow_inf_nan=False."""
+    for value in ("1", 1, 1.0, True, None):
+        made = Sizes(some=value).some
+        assert (made, type(made)) == (value, type(value))
+    assert [type(Sizes(least=value).least) for value in (1, 1.0)] == [int, float]
+    assert [Sizes.model_validate({"count": value}).count for value in ("1", 1.0, True)] == [1, 1, 1]
+    for wrong, kind in (({"count": 1.5}, "int_from_float"), ({"rate": float("inf")}, "finite_number")):
+        with pytest.raises(ValidationError) as caught:
+            Sizes.model_validate(wrong)
+        assert [error["type"] for error in caught.value.errors()] == [kind]
+
+
+@rests_on_it("src/lockstep/config/sections.py")
+def test_a_validator_of_all_keys_runs_first_and_can_raise_an_error_of_pydantics() -> None:
+    """field_validator("*", mode="before") runs for each given key with its name in info.field_name, in subclasses too;
+    a PydanticKnownError becomes an error of its type; a model validator before all others sees the bare mapping."""
+    names = []
+
+    class First(BaseModel):
+        @model_validator(mode="before")
+        @classmethod
+        def _bare(cls, values: Any) -> Any:
+            return {key: value for key, value in values.items() if value is not None}
+
+        @field_validator("*", mode="before", check_fields=False)
+        @classmethod
+        def _each(cls, value: Any, info: ValidationInfo) -> Any:
+            names.append(info.field_name)
+            if value is True:
+                raise PydanticKnownError("int_type")
+            return value
+
+    class Second(First):
+        size: int = 0
+        other: int = 0
+
+    with pytest.raises(ValidationError) as caught:
+        Second.model_validate({"size": True, "other": None})
+    assert ([error["type"] for error in caught.value.errors()], names) == (["int_type"], ["size"])
+
+
+@rests_on_it("src/lockstep/config/sections.py", "src/lockstep/config/written.py", "src/lockstep/config/run.py")
+def test_fields_of_a_model_say_their_default_and_others_are_extra() -> None:
+    """model_fields of a class has its keys in order, with annotation, is_required and get_default, which calls a
+    factory; keys of a plug-in are in __pydantic_extra__ and in model_fields_set; a frozen model raises a
+    ValidationError at assignment."""
+    fields = Sizes.model_fields
+    assert list(fields) == ["some", "least", "count", "rate", "pair", "section"]
+    assert (fields["count"].annotation, fields["count"].is_required()) == (int, False)
+    assert Section.model_fields["size"].is_required()
+    assert fields["section"].get_default(call_default_factory=True) == Section(size=1)
+    made = Sizes.model_validate({"rank": 3})
+    assert (made.__pydantic_extra__, made.model_fields_set) == ({"rank": 3}, {"rank"})
+    with pytest.raises(ValidationError):
+        made.count = 2
+
+
+@rests_on_it("src/lockstep/config/run.py", "src/lockstep/config/data_sources.py")
+def test_a_dump_is_of_all_keys_and_for_json_of_lists() -> None:
+    """model_dump has all keys, extra ones last; with mode="json" tuples are lists; exclude leaves out keys; a
+    model_serializer in mode wrap gets the usual result; model_json_schema has properties and, by name, $defs."""
+
+    class Given(Sizes):
+        @model_serializer(mode="wrap")
+        def _given(self, write: Any) -> dict[str, Any]:
+            return {key: value for key, value in write(self).items() if value is not None}
+
+    made = Sizes.model_validate({"rank": 3})
+    assert made.model_dump()["pair"] == (1, 2)
+    dumped = made.model_dump(mode="json", exclude={"section"})
+    assert dumped == {"some": None, "least": None, "count": 1, "rate": 0.5, "pair": [1, 2], "rank": 3}
+    assert list(dumped)[-1] == "rank"
+    assert Given.model_validate({"rank": 3}).model_dump(exclude={"section", "pair"}) == {
+        "count": 1,
+        "rate": 0.5,
+        "rank": 3,
+    }
+    schema = Sizes.model_json_schema()
+    assert list(schema["properties"]) == list(Sizes.model_fields)
+    assert "size" in schema["$defs"]["Section"]["properties"]
+
+
+@rests_on_it("src/lockstep/config/error_messages.py")
+def test_a_loader_of_yaml_is_asked_for_each_node() -> None:
+    """A subclass of SafeLoader sees each node in compose_node, aliases as events of their own, and builds it in
+    construct_object; resolvers of a subclass are its own; get_single_node and construct_document read a text in two
+    steps, and a merge key is resolved in the second; a MarkedYAMLError has its problem and mark."""
+    events, built = [], []
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            events.append(type(self.peek_event()).__name__)
+            return super().compose_node(parent, index)
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            built.append(node.tag.rpartition(":")[2])
+            return super().construct_object(node, deep)
+
+    assert yaml.load("a: &x [1]\nb: *x", Loader=Loader) == {"a": [1], "b": [1]}
+    assert events == [
+        "MappingStartEvent",
+        "ScalarEvent",
+        "SequenceStartEvent",
+        "ScalarEvent",
+        "ScalarEvent",
+        "AliasEvent",
+    ]
+    assert built.count("seq") >= 1
+    Loader.yaml_implicit_resolvers = {
+        key: list(value) for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("^one$"), ["o"])
+    assert yaml.safe_load("one") == "one"
+    loader = yaml.SafeLoader("a: &x {b: 1}\nc:\n  <<: *x\n  d: 2\n")
+    root = loader.get_single_node()
+    assert [key.start_mark.line for key, _ in root.value] == [0, 1]
+    assert loader.construct_document(root) == {"a": {"b": 1}, "c": {"b": 1, "d": 2}}
+    error: Any = yaml.MarkedYAMLError(problem="wrong", problem_mark=root.start_mark)
+    assert (error.problem, error.problem_mark.line, error.problem_mark.column) == ("wrong", 0, 0)
+
+
+@rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/lab/sweep/sweep_file.py")
+def test_what_yaml_writes_it_reads_again() -> None:
+    """safe_dump writes texts that look like something else between quotes, floats so that they are floats again, and
+    refuses objects of other classes; with allow_unicode letters stay as they are, else they are escaped."""
+    values = [
+        "no",
+        "1",
+        "1.0",
+        "1:4",
+        "1e-4",
+        "null",
+        "~",
+        "",
+        " a",
+        "a: b",
+        "#",
+        "2024-01-01",
+        "\ud83d\ude00",
+        "\u00e9\n",
+    ]
+    values += [1e-5, 1e300, float("inf"), 0.1, 2**70, True, None, [], {}, {"on": "off"}]  # type: ignore[list-item]
+    for options in ({}, {"allow_unicode": True, "sort_keys": False, "default_flow_style": True, "width": 10**6}):
+        for value in values:
+            assert yaml.safe_load(yaml.safe_dump({"x": value}, **options)) == {"x": value}  # type: ignore[call-overload]
+    assert (yaml.safe_dump("\u00e9"), yaml.safe_dump("\u00e9", allow_unicode=True)) == ('"\\xE9"\n', "\u00e9\n...\n")
+    assert yaml.safe_dump({"b": 1, "a": 2}) == "a: 2\nb: 1\n"
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_dump((1, object()))
+
+
+@rests_on_it("src/lockstep/config/plugins.py")
+def test_versions_are_compared_by_their_parts() -> None:
+    """packaging compares 2.9 and 2.13 as versions, a local part counts as later, and a Requirement has a name, extras,
+    a marker that can be evaluated, and a specifier of operators and versions."""
+    assert Version("2.9") < Version("2.13") < Version("2.13+cpu") < Version("2.13.1")
+    assert Version("2.14.0rc1") < Version("2.14")
+    needed = Requirement("torch[a]>=2.11,<2.14; python_version >= '3.0'")
+    assert (needed.name, needed.extras) == ("torch", {"a"})
+    assert needed.marker is not None
+    assert needed.marker.evaluate()
+    assert {(each.operator, each.version) for each in needed.specifier} == {(">=", "2.11"), ("<", "2.14")}
 
 
 # -- torch's store --------------------------------------------------------------------------------------------------

@@ -238,6 +238,10 @@ def test_the_export_is_loaded_again_by_its_import_path(module_folder: Path) -> N
     assert not loaded.training
     inputs = torch.randn(4, 3)
     assert torch.equal(loaded(inputs), model.eval()(inputs))
+    with open(module_folder / "out/export/model.safetensors", "ab") as file:
+        file.write(b"x")  # damaged: an error of safetensors' own class
+    with raises("LS3258"):
+        lockstep.load(module_folder / "out")
     (module_folder / "out/export/config.json").write_text("{}")
     with raises("LS3257"):
         lockstep.load(module_folder / "out")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
@@ -232,7 +233,7 @@ def fill(model: nn.Module, folder: Path) -> None:
     """Load the weights of an export into a model. Errors: `RunError`."""
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # missing, of another model, damaged
         raise RunError(
             "LS3258", f"{folder / WEIGHTS} does not belong to this model: {' '.join(str(error).split())[:300]}"
         ) from error
