@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import label_order, loss_means, script, text_blocks, text_columns, trainer
+from lockstep.lab.import_config import (
+    trainer_arguments,
+    label_order,
+    loss_means,
+    script,
+    text_blocks,
+    text_columns,
+    trainer,
+)
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
@@ -19,11 +27,13 @@ from lockstep.lab.import_config.script import (
     Arguments,
     Call,
     Scope,
+    Unknown,
     code_of,
 )
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
+_TEXTS = ("data.source", "data.train")
 own_rows = without(_WHOLE, "data.source", "data.train")  # `Dataset.from_list` and its kin, `load_from_disk`
 _several = without("write several sources by hand in data.sources", "data.source", "data.sources", "data.train")
 
@@ -35,6 +45,7 @@ def load(call: Call, at: Reading) -> None:
     """Read `load_dataset`."""
     arguments = at.script.arguments(call, ("path", "name"))
     path, config, split = (arguments.known.get(name) for name in ("path", "name", "split"))
+    arguments.unknown = {k: v for k, v in arguments.unknown.items() if not trainer_arguments.is_quiet(call.name, k)}
     at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
     if path is None:
         if "path" not in arguments.unknown:
@@ -66,7 +77,7 @@ def load(call: Call, at: Reading) -> None:
     read = _reading(str(path), arguments.known, call, at)
     read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
     for name, value in arguments.known.items():
-        if name not in (*read, *NAMES["load_dataset"]) and value is not None:
+        if name not in read and not trainer_arguments.is_quiet(call.name, name) and value is not None:
             at.draft.unclear(f"line {call.line}: {name}={value}", "unknown argument")
     at.read(call, "data.source")
 
@@ -116,8 +127,12 @@ def _files(call: Call, at: Reading, files: Any, unknown: bool) -> None:
 def cut(call: Call, at: Reading) -> None:
     """Read `train_test_split`."""
     arguments = at.script.arguments(call, ("test_size", "train_size"))
-    share = arguments.known.get("test_size")
-    at.unknown(call, arguments, {"test_size": "data.validation_fraction"})
+    share, train_share = (arguments.known.get(f"{part}_size") for part in ("test", "train"))
+    if isinstance(train_share, float) and share is None and "test_size" not in arguments.unknown:
+        share = round(1 - train_share, 10)
+    elif train_share is not None and (not isinstance(share, float) or share + train_share != 1):
+        at.draft.lacks(f"line {call.line}: train_size={train_share}", "all rows that are not held out are trained on")
+    at.unknown(call, arguments, dict.fromkeys(("test_size", "train_size"), "data.validation_fraction"))
     if isinstance(share, float) and 0 < share < 1:
         at.set(call, "data.validation_fraction", share)
         at.read(call, "data.validation_fraction")
@@ -251,9 +266,11 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
         why = "the longer text of a pair is truncated first (longest_first)"
         at.draft.lacks(f"line {call.line}: truncation={cut_!r}", why, "data.max_length")
     at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
-    for name, node in arguments.nodes.items():
-        if name not in NAMES["tokenizer_arguments"]:
-            at.draft.lacks(f"line {call.line}: {name}={code_of(node)}", "tokens are the tokenizer's own")
+    trainer_arguments.check(at.script, call, "tokenizer.__call__", at.draft)
+    words = arguments.known.get("is_split_into_words", False)
+    if task != "token_classification" and (words or "is_split_into_words" in arguments.unknown):
+        why = "texts are not split into words before they are tokenised"
+        at.draft.lacks(f"line {call.line}: is_split_into_words", why, *_TEXTS)
     for each in ("attention_mask", "token_type_ids"):
         if arguments.known.get(f"return_{each}", True) is False:
             at.left_out[each] = f"line {call.line}: return_{each}=False"
@@ -429,7 +446,11 @@ def of_trainer(call: Call, at: Reading) -> None:
     train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():
         at.set(call, "data.train", files.get(f"data.{_SPLITS.get(train, train)}", train))
-    tested = script.split_of(at.script, arguments.nodes.get("eval_dataset"))
+    evaluated = arguments.nodes.get("eval_dataset")
+    tested = script.split_of(at.script, evaluated)
+    if tested is None and evaluated is not None and at.script.known(evaluated, Unknown) is not None:
+        why = "which split it is was not found; data.validation names it"
+        at.draft.unclear(f"line {call.line}: eval_dataset={code_of(evaluated)}", why, "data.validation", decides=False)
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
             at.draft.drop(f"line {call.line}: eval_dataset", None, "it is the training split", False)
@@ -437,6 +458,11 @@ def of_trainer(call: Call, at: Reading) -> None:
             at.set(call, "data.validation", files.get(f"data.{_SPLITS.get(tested, tested)}", tested))
             if tested == "test" and "data.test" in files and "data.test" not in at.draft.by_hand:
                 del at.draft.keys["data.test"]  # its file is the one that the script validates on
+
+
+def cast(call: Call, at: Reading) -> None:
+    """Read `cast` and `cast_column`: types and the order of labels are those of the data."""
+    at.draft.notes.append(f"{call} is not carried over: columns have the types of the data, and labels their order")
 
 
 def encoded(call: Call, at: Reading) -> None:
@@ -460,6 +486,8 @@ METHODS = dict.fromkeys(("select", "take", "skip", "filter", "shard"), fewer) | 
     "select_columns": columns,
     "remove_columns": columns,
     "class_encode_column": encoded,
+    "cast": cast,
+    "cast_column": cast,
     "map": mapped,
     "set_transform": mapped,
     "with_transform": mapped,

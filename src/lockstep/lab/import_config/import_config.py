@@ -239,7 +239,8 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
                     f"{looked.described()}. Name the columns (task.text=... task.label=...), or give another --task",
                 )
             for key in _COLUMNS:
-                draft.keys.pop(key, None)
+                if (named := draft.keys.pop(key, None)) is not None:
+                    talk.note(f"{key}: {named} is no column of {looked.source}, so columns are chosen that it has")
             _columns(draft, other, looked, talk)
     if "." in (task := str(draft.keys["task.name"])):
         return
@@ -252,8 +253,9 @@ def _fit(draft: RunDraft, looked: DatasetProfile | None, talk: Prompter) -> None
         if ours not in draft.keys:
             draft.set(ours, value, origin)
     for key in [k for k in draft.keys if k.startswith("task.") and k.partition(".")[2] not in task_keys]:
-        why = f"the task {task} has no such key"
-        draft.drop(draft.comments.get(key) or key, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
+        why, named = f"the task {task} has no such key", draft.comments.get(key) or key
+        named = f"{key} of {named}" if named.startswith("line ") else named
+        draft.drop(named, draft.keys.pop(key), why, decides(key) and key not in _COLUMNS)
 
 
 def _drop_names_of_texts(draft: RunDraft, looked: DatasetProfile | None) -> None:

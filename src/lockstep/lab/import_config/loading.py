@@ -102,6 +102,8 @@ def adapter(call: Call, at: Reading) -> None:
         return
     arguments = at.script.arguments(call)
     entries = {k: v for k, v in arguments.known.items() if k not in ("task_type", "inference_mode") and v is not None}
+    if arguments.known.get("inference_mode") or "inference_mode" in arguments.unknown:
+        at.draft.lacks(f"line {call.line}: inference_mode", "an adapter in it is not trained", "model.adapter")
     typed = arguments.unknown.pop("task_type", None) or arguments.known.get("task_type")
     headed = any("Classification.from_" in c.origin or "Answering.from_" in c.origin for c in at.script.calls)
     if headed and not typed and "modules_to_save" not in {**arguments.known, **arguments.unknown}:
@@ -145,7 +147,7 @@ def pretrained(call: Call, at: Reading) -> None:
         _tokenizer(call, at, arguments, source, code)
         return
     if holder.endswith(("Config", "GenerationConfig")):
-        _config(call, at, arguments)
+        _config(call, at, arguments, source)
         return
     if holder.rpartition(".")[2].startswith(("Peft", "AutoPeft")):
         later = not arguments.known.get("is_trainable") and not _precedes_training(call, at)
@@ -172,11 +174,24 @@ def pretrained(call: Call, at: Reading) -> None:
 
 def _precedes_training(call: Call, at: Reading) -> bool:
     """Return whether a call stands before the one that trains, in the same function."""
-    scopes, order = at.script.scopes, at.script.order
+    order, trains = at.script.order, _trains_beside(call, at)
+    return bool(trains) and all(order[id(call.node)] < order[id(node)] for node in trains)
+
+
+def follows_training(call: Call, at: Reading) -> bool:
+    """Return whether a call stands after the one that trains, in the same function, and in no loop."""
+    order, trains = at.script.order, _trains_beside(call, at)
+    loops = [each for each in ast.walk(at.script.tree) if isinstance(each, ast.For | ast.While)]
+    repeated = any(call.node is inner for each in loops for inner in ast.walk(each))
+    return bool(trains) and not repeated and all(order[id(call.node)] > order[id(node)] for node in trains)
+
+
+def _trains_beside(call: Call, at: Reading) -> list[ast.Call]:
+    """Return the calls that train, in the same function as a call."""
+    scopes = at.script.scopes
     trains = [c.node for c in at.script.calls if c.name in ("train", "fit", "backward") and c.receiver is not None]
     trains = [node for node in trains if script.kind_of(at.script, node.func.value) != "model"]  # type: ignore[attr-defined]
-    same = [node for node in trains if scopes.get(id(node)) is scopes.get(id(call.node))]
-    return bool(same) and all(order[id(call.node)] < order[id(node)] for node in same)
+    return [node for node in trains if scopes.get(id(node)) is scopes.get(id(call.node))]
 
 
 def task_first(script: Script, draft: RunDraft) -> None:
@@ -196,13 +211,16 @@ def task_first(script: Script, draft: RunDraft) -> None:
 
 def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> None:
     _label_names(call, at, task)
+    _objects(call, at)
     if not {"dtype", "torch_dtype"} & (arguments.known.keys() | arguments.unknown.keys()):
         at.draft.at_end.append(lambda draft: model_defaults.note_saved_dtype(draft, str(call)))
     labels = arguments.known.pop("num_labels", None)
     rewards = any(c.name in ("RewardTrainer", "RewardConfig") for c in at.script.calls)
     if labels == 1 and task == "classification" and not rewards:
         at.set(call, "task.regression", True)
-    elif isinstance(labels, int) and task in ("classification", "token_classification"):
+    elif (
+        isinstance(labels, int) and not (rewards and labels == 1) and task in ("classification", "token_classification")
+    ):
         why = f"line {call.line}: num_labels={labels} is not written: a run has as many outputs as its data have labels"
         at.draft.notes.append(why)
     for name, value in arguments.known.items():
@@ -217,6 +235,21 @@ def _model(call: Call, at: Reading, arguments: Arguments, task: str | None) -> N
         arguments,
         {"torch_dtype": "model.dtype", "dtype": "model.dtype", "attn_implementation": "model.attention"},
     )
+
+
+def _objects(call: Call, at: Reading) -> None:
+    """Check what a model is loaded with: a config, or a quantization, that the script makes by a call that is read."""
+    for name, node in at.script.arguments(call).nodes.items():
+        value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+        while isinstance(value, ast.IfExp):  # bnb if args.four_bits else None
+            value = value.orelse if at.script.known(value.body, 0) is None else value.body
+        if name not in ("config", "quantization_config") or at.script.known(node, 0) is None:
+            continue
+        maker = at.script.origin_of(value.func) if isinstance(value, ast.Call) else ""
+        maker = maker.removesuffix(".from_pretrained")
+        if not maker.endswith("Config") and maker.rpartition(".")[2] != "get_quantization_config":
+            key = "model.config" if name == "config" else "model.quantization"
+            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "where it is made was not found", key)
 
 
 def _dtype(call: Call, at: Reading, name: str, value: Any) -> None:
@@ -300,7 +333,11 @@ def _of_rows(script_: Script, node: ast.expr, depth: int = 0) -> bool:
     return False
 
 
-def _config(call: Call, at: Reading, arguments: Arguments) -> None:
+def _config(call: Call, at: Reading, arguments: Arguments, source: Any) -> None:
+    if call.origin.rpartition(".")[0].endswith("GenerationConfig"):
+        return
+    if isinstance(source, str):
+        at.draft.at_end.append(lambda draft: _same_config(draft, str(call), source))
     arguments.known.pop("num_labels", None)
     entries = {k: v for k, v in arguments.known.items() if k not in ("revision", "trust_remote_code")}
     if entries:
@@ -308,6 +345,12 @@ def _config(call: Call, at: Reading, arguments: Arguments) -> None:
             "model.config", {**at.draft.keys.get("model.config", {}), **entries}, f"{call.name}, line {call.line}"
         )
     at.unknown(call, arguments, dict.fromkeys(arguments.unknown, "model.config"))
+
+
+def _same_config(draft: RunDraft, where: str, source: str) -> None:
+    """Add a gap for the config of another model than the one that is loaded."""
+    if source != draft.keys.get("model.source", source) and not draft.is_given("model.source"):
+        draft.lacks(where, "a model is loaded with its own config: model.config has single entries", "model.config")
 
 
 def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code: str) -> None:
@@ -319,7 +362,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
             pads(at, value, f"line {call.line}: {name}={value!r}")
         elif name == "revision":
             at.draft.at_end.append(partial(_same_revision, f"line {call.line}: {name}={value}", value))
-        elif (name, value) not in _AS_SAVED and name != "trust_remote_code" and value is not None:
+        elif (name, value) not in _AS_SAVED and name not in _NO_TOKEN and value is not None:
             where = f"line {call.line}: {name}={value}"
             at.draft.lacks(where, "tokenizers are used as saved", "tokenizer.source")
     arguments.known.clear()
@@ -336,6 +379,7 @@ def _tokenizer(call: Call, at: Reading, arguments: Arguments, source: Any, code:
     at.read(call, "tokenizer.source")
 
 
+_NO_TOKEN = ("trust_remote_code", "return_tensors")  # change no token
 _AS_SAVED = (
     ("truncation_side", "right"),
     ("clean_up_tokenization_spaces", False),

@@ -656,7 +656,7 @@ def split_of(script: Script, node: ast.expr | None, depth: int = 0) -> str | Non
         name = script.known(node.slice)
         inner = split_of(script, node.value, depth + 1)
         if inner == CUT:
-            return CUT if name == "test" else "train"
+            return "train" if name == "train" else CUT
         return name if isinstance(name, str) else None
     if isinstance(node, ast.Call):
         name = script.origin_of(node.func).rpartition(".")[2]

@@ -10,14 +10,22 @@ import ast
 from collections.abc import Callable
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import attributes, dataset_calls, lightning, loading, loss_means, trainer
+from lockstep.lab.import_config import (
+    attributes,
+    trainer_arguments,
+    dataset_calls,
+    lightning,
+    loading,
+    loss_means,
+    trainer,
+)
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.library_names import is_library, is_own, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
-from lockstep.lab.import_config.trainer_statements import TrainerStatements, subclass_of_trainer
+from lockstep.lab.import_config.trainer_statements import TrainerStatements, changes_outside, subclass_of_trainer
 
 Mover = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # have a Trainer, too
@@ -112,6 +120,9 @@ def _touches(call: Call, script: Script) -> bool:
 
 def read_call(call: Call, at: Reading) -> None:
     handler = _handler(call, at)
+    kind = kind_of(at.script, call.receiver) if call.receiver is not None else None
+    if handler is not None or kind is None:
+        trainer_arguments.check(at.script, call, trainer_arguments.name_of(call, kind), at.draft)
     if handler is None:
         return
     if call.name not in _SEEDS and is_own(at.script, call.node.func):
@@ -356,11 +367,54 @@ def trainer_call(call: Call, at: Reading) -> None:
     if "compute_metrics" in arguments.nodes:
         why = "metrics takes functions of (predictions, labels); the task has its own scores"
         at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
+    _objects(call, at, arguments.nodes)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (collator := own_collator(at.script, collate)):
         at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
+
+
+def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
+    """Check that a Trainer gets a tokenizer, an adapter and a model that are read where they are made, and functions of
+    evaluation that change nothing else."""
+    for name in ("tokenizer", "processing_class", "peft_config", "model_init"):
+        node = nodes.get(name)
+        if node is None or at.script.known(node, 0) is None:
+            continue
+        value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+        maker = at.script.origin_of(value.func) if isinstance(value, ast.Call) else ""
+        if name == "model_init":
+            made = _makes_model(at.script, node)
+        elif name == "peft_config":
+            made = maker.endswith(("Config", "get_peft_config")) or _is_choice(at.script, value)
+        else:
+            made = kind_of(at.script, node) == "tokenizer"
+        if not made:
+            key = {"peft_config": "model.adapter", "model_init": "model.source"}.get(name, "tokenizer.source")
+            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "where it is made was not found", key)
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        function = function_of(at.script, nodes.get(name))
+        if function is not None and (line := changes_outside(at.script, function)) is not None:
+            where = f"line {line.lineno}: {code_of(line)}"  # type: ignore[attr-defined]
+            at.draft.unclear(where, f"it changes the training from {name}")
+
+
+def _is_choice(script: Script, node: ast.expr | None) -> bool:
+    """Return whether a value is an adapter's config, or None, by a condition."""
+    parts = (node.body, node.orelse) if isinstance(node, ast.IfExp) else ()
+    origins = [script.origin_of(each.func) if isinstance(each, ast.Call) else code_of(each) for each in parts]
+    return bool(parts) and all(each == "None" or each.endswith("Config") for each in origins)
+
+
+def _makes_model(script: Script, node: ast.expr) -> bool:
+    """Return whether `model_init` is a function that only returns a loaded model."""
+    function = function_of(script, node)
+    if isinstance(function, ast.Lambda):
+        return kind_of(script, function.body) == "model"
+    lines = [line for line in getattr(function, "body", []) if not _is_docstring(line)]
+    only = lines[0].value if len(lines) == 1 and isinstance(lines[0], ast.Return) else None
+    return kind_of(script, only) == "model"
 
 
 def _reference(call: Call, at: Reading, node: ast.expr | None) -> None:
@@ -485,7 +539,16 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
 
 
 def add_callback(call: Call, at: Reading) -> None:
-    callbacks(call, at, call.node.args[0] if call.node.args else None)
+    nodes = at.script.arguments(call, ("callback",)).nodes
+    callbacks(call, at, nodes.get("callback"))
+
+
+def remove_callback(call: Call, at: Reading) -> None:
+    """Read `remove_callback` and `pop_callback`: without effect after training, or of a callback that only reports."""
+    node = at.script.arguments(call, ("callback",)).nodes.get("callback")
+    name = at.script.origin_of(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2] if node else ""
+    if name not in _REPORTING and not loading.follows_training(call, at):
+        at.draft.unclear(str(call), "a callback is taken away that may decide the training", "evaluate.patience")
 
 
 def seed(call: Call, at: Reading) -> None:
@@ -531,6 +594,7 @@ def trained(call: Call, at: Reading) -> None:
     at.draft.drop(f"line {call.line}: resume_from_checkpoint={code_of(node)}", None, why, not newest, ("model.source",))
 
 
+_REPORTING = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "TensorBoardCallback", "WandbCallback")
 _SEEDS = ("set_seed", "seed_everything")
 _COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")
 Handler = Callable[[Call, Reading], None]
@@ -538,6 +602,9 @@ _OF_TRAINER: dict[str, Handler | None] = {
     **dict.fromkeys(NAMES["trainer_methods"]),
     "fit": lightning.fit,
     "train": trained,
+    "add_callback": add_callback,
+    "remove_callback": remove_callback,
+    "pop_callback": remove_callback,
 }
 HANDLERS: dict[str, Handler] = {
     "from_pretrained": loading.pretrained,
@@ -560,6 +627,8 @@ HANDLERS: dict[str, Handler] = {
 
 def model_method(call: Call, at: Reading) -> None:
     """Record a method of a model that no other handler knows."""
+    if call.name in NAMES["after_training"] and loading.follows_training(call, at):
+        return
     if call.name not in NAMES["model_methods"] and call.name not in HANDLERS:
         at.draft.unclear(str(call), "its effect on the model is unknown")
     elif casts(at.script, call.node):

@@ -50,6 +50,7 @@ class TrainerStatements:
             elif isinstance(line, ast.For | ast.While):
                 self._loop(line)
             elif isinstance(line, ast.With | ast.Try):
+                self._contexts(line)
                 handlers = [each for handler in getattr(line, "handlers", ()) for each in handler.body]
                 more = [*getattr(line, "orelse", ()), *getattr(line, "finalbody", ())]
                 self._body([*line.body, *handlers, *more])
@@ -66,6 +67,15 @@ class TrainerStatements:
         if any(map(self._touches, (*sets, *(ast.copy_location(ast.Name(each, ast.Load()), line) for each in names)))):
             self._unclear(line, "it sets the model, rows or settings anew")
         QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet).decorators(line)
+
+    def _contexts(self, line: ast.With | ast.Try) -> None:
+        """Check the contexts around a statement that trains, or makes what is trained: `with torch.autocast("cuda"):`."""
+        calls = [each for each in ast.walk(line) if isinstance(each, ast.Call) and self._takes_part(each)]
+        for item in getattr(line, "items", ()) if calls else ():
+            node = item.context_expr
+            function = node.func if isinstance(node, ast.Call) else node
+            if self.script.origin_of(function).rpartition(".")[2] not in NAMES["trainer_contexts"]:
+                self._unclear(line, f"the effect of {code_of(node)} on what is in it is unknown")
 
     def _loop(self, node: ast.For | ast.While) -> None:
         for each in ast.walk(node):
@@ -229,6 +239,25 @@ def _effect(script: Script, method: Any) -> ast.AST | None:
         changes += [each for each in targets if isinstance(each, ast.Attribute) and each.attr in _OF_TRAINER]
         quiet.statement(line, frozenset())
     return changes[0] if changes else None
+
+
+def changes_outside(script: Script, function: Any) -> ast.AST | None:
+    """Return the first part of a function of evaluation that changes more than its own names: a global name, an
+    attribute or an entry of another object, a part of the training."""
+    spec = function.args
+    arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
+    body = function.body if isinstance(function.body, list) else [function.body]
+    own = bound_names.within(ast.Module(body, [])) | {each.arg for each in arguments}
+    for node in (each for line in body for each in ast.walk(line)):
+        stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and not isinstance(node, ast.Name)
+        holder = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        acts = kind_of(script, holder) in ("model", "trainer", "arguments") and root_of(holder) not in own
+        acts = acts and node.func.attr not in NAMES["trainer_evaluates"]  # type: ignore[attr-defined]
+        if isinstance(node, ast.Global | ast.Nonlocal) or acts:
+            return node
+        if stored and not isinstance(node, ast.Tuple | ast.List | ast.Starred) and root_of(node) not in own:
+            return node
+    return None
 
 
 def _is_plain_init(function: Any) -> bool:
