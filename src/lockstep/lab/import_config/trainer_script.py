@@ -385,12 +385,12 @@ def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
         value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
         maker = at.script.origin_of(value.func) if isinstance(value, ast.Call) else ""
         if name == "model_init":
-            made = _makes_model(at.script, node)
+            is_read = _makes_model(at.script, node)
         elif name == "peft_config":
-            made = maker.endswith(("Config", "get_peft_config")) or _is_choice(at.script, value)
+            is_read = maker.endswith(("Config", "get_peft_config")) or _is_choice(at.script, value)
         else:
-            made = kind_of(at.script, node) == "tokenizer"
-        if not made:
+            is_read = kind_of(at.script, node) == "tokenizer"
+        if not is_read:
             key = {"peft_config": "model.adapter", "model_init": "model.source"}.get(name, "tokenizer.source")
             at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "where it is made was not found", key)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
@@ -546,7 +546,8 @@ def add_callback(call: Call, at: Reading) -> None:
 def remove_callback(call: Call, at: Reading) -> None:
     """Read `remove_callback` and `pop_callback`: without effect after training, or of a callback that only reports."""
     node = at.script.arguments(call, ("callback",)).nodes.get("callback")
-    name = at.script.origin_of(node.func if isinstance(node, ast.Call) else node).rpartition(".")[2] if node else ""
+    kind = node.func if isinstance(node, ast.Call) else node
+    name = at.script.origin_of(kind).rpartition(".")[2] if kind is not None else ""
     if name not in _REPORTING and not loading.follows_training(call, at):
         at.draft.unclear(str(call), "a callback is taken away that may decide the training", "evaluate.patience")
 

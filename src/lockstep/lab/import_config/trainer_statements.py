@@ -69,7 +69,7 @@ class TrainerStatements:
         QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet).decorators(line)
 
     def _contexts(self, line: ast.With | ast.Try) -> None:
-        """Check the contexts around a statement that trains, or makes what is trained: `with torch.autocast("cuda"):`."""
+        """Check the contexts around a statement that trains, or makes what is: `with torch.autocast("cuda"):`."""
         calls = [each for each in ast.walk(line) if isinstance(each, ast.Call) and self._takes_part(each)]
         for item in getattr(line, "items", ()) if calls else ():
             node = item.context_expr
