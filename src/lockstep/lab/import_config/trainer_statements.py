@@ -251,7 +251,8 @@ def changes_outside(script: Script, function: Any) -> ast.AST | None:
     for node in (each for line in body for each in ast.walk(line)):
         stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and not isinstance(node, ast.Name)
         holder = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        acts = kind_of(script, holder) in ("model", "trainer", "arguments") and root_of(holder) not in own
+        acts = kind_of(script, holder) in ("model", "trainer", "arguments")
+        acts = acts and holder is not None and root_of(holder) not in own
         acts = acts and node.func.attr not in NAMES["trainer_evaluates"]  # type: ignore[attr-defined]
         if isinstance(node, ast.Global | ast.Nonlocal) or acts:
             return node
