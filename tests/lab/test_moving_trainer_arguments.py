@@ -13,9 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from lockstep.lab.import_config import import_config
-from lockstep.lab.import_config.trainer_arguments import CALLS
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
+from lockstep.lab.import_config.trainer_arguments import CALLS
 
 TEXT = """
 from datasets import load_dataset

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from lockstep.lab.import_config import (
-    trainer_arguments,
     label_order,
     loss_means,
     script,
     text_blocks,
     text_columns,
     trainer,
+    trainer_arguments,
 )
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import (
     attributes,
-    trainer_arguments,
     dataset_calls,
     lightning,
     loading,
     loss_means,
     trainer,
+    trainer_arguments,
 )
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.library_names import is_library, is_own, whose
