@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -266,3 +268,151 @@ def test_a_layer_norm_in_bfloat16_depends_on_threads() -> None:
     assert layer.bias.grad is not None
     assert layer.bias.grad.dtype == torch.float32
     assert layer.bias.grad[0].item() == 256.0 * torch.get_num_threads()
+
+
+@rests_on_it("src/lockstep/strategies/engines/blocks.py")
+def test_a_recomputation_runs_in_a_context_of_its_own() -> None:
+    """checkpoint(use_reentrant=False) asks context_fn once, before it runs the function within the first context; the
+    second is around the run in backward, and is left also where that run is cut short, by an exception of torch's own
+    within it."""
+    log: list[Any] = []
+
+    @contextlib.contextmanager
+    def context(name: str) -> Iterator[None]:
+        log.append(name)
+        try:
+            yield
+        finally:
+            log.append(f"end of {name}")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        log.append("run")
+        return x.exp() * 2
+
+    def contexts() -> Any:
+        log.append("asked")
+        return context("first"), context("second")
+
+    x = torch.ones(3, requires_grad=True)
+    loss = checkpoint(function, x, use_reentrant=False, context_fn=contexts).sum()
+    assert log == ["asked", "first", "run", "end of first"]
+    log.clear()
+    loss.backward()
+    assert log == ["second", "run", "end of second"]
+
+
+@rests_on_it("src/lockstep/strategies/exact/tensor_leaves.py")
+def test_a_function_gets_zeros_for_results_that_nobody_uses() -> None:
+    """The backward of an autograd.Function with several results gets a tensor of zeros for a result that has no
+    gradient; a result that is a view of an input by view_as is another tensor with its own gradient; None for an
+    argument that is no tensor is taken."""
+
+    class Spread(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, count: int) -> Any:
+            return tuple(tensor.view_as(tensor) for _ in range(count))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            seen.extend(g.tolist() for g in gradients)
+            return sum(gradients), None
+
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    one, _ = Spread.apply(x * 1, 2)
+    (one * 3).sum().backward()
+    assert seen == [[3.0, 3.0], [0.0, 0.0]]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+@rests_on_it("src/lockstep/strategies/exact/tensor_leaves.py")
+def test_a_subclass_sees_each_function_of_torch() -> None:
+    """A Tensor subclass made by as_subclass gets functions, methods, operators and item assignment through
+    __torch_function__, also those of a module's forward, with these names, and may return anything; its attributes
+    stay."""
+    names: list[str] = []
+
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__)
+            return True if func.__name__ == "__bool__" else args[0]
+
+    own: Any = torch.empty(0).as_subclass(Own)
+    own.leaves = (1, 2)
+    assert own.leaves == (1, 2)
+    names.clear()
+    assert own + own is own
+    assert 2 * own is own
+    assert own.view(3) is own
+    assert torch.cat([own, own])[0] is own
+    assert nn.functional.softmax(own, dim=-1) is own
+    assert nn.GELU()(own) is own
+    assert nn.Dropout(0.5)(own) is own
+    assert bool(own)
+    own[0] = 1
+    assert own.item() is own
+    expected = ["add", "mul", "view", "cat", "softmax", "gelu", "dropout", "__bool__", "__setitem__", "item"]
+    assert [name for name in names if name not in ("__getitem__", "__rmul__")] == expected or names == expected
+
+
+@rests_on_it(
+    "src/lockstep/strategies/exact/rows.py",
+    "src/lockstep/strategies/exact/reduction_tree.py",
+    "src/lockstep/strategies/exact/leaf_gradients.py",
+)
+def test_sums_of_sparse_rows_are_those_of_dense_ones() -> None:
+    """The sum of two coalesced row-sparse tensors, coalesced, has the bits of the dense sum, also -0.0 + nothing = 0.0;
+    to_sparse(1) of a dense one keeps the rows that hold another number than 0.0 and -0.0, NaN too; is_coalesced is
+    believed; torch.cat writes into a slice that is its `out`."""
+    drawn = torch.Generator().manual_seed(0)
+    parts = []
+    for rows in ([1, 3, 4], [0, 1, 4]):
+        values = torch.randn(3, 5, generator=drawn)
+        values[1] = -0.0
+        parts.append(
+            torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 5), is_coalesced=True, check_invariants=False)
+        )
+    one, other = parts
+    assert one.is_coalesced()
+    dense = torch.zeros(6, 5).add(one.to_dense()).add(other.to_dense())
+    total = (one + other).coalesce()
+    assert total._indices().tolist() == [[0, 1, 3, 4]]
+    assert torch.equal(total.to_dense().view(torch.int32)[[0, 1, 4]], dense.view(torch.int32)[[0, 1, 4]])
+    assert total.to_dense()[3].view(torch.int32).tolist() in ([0] * 5, [-(2**31)] * 5)
+    whole = torch.tensor([[0.0, 0.0], [1.0, 0.0], [-0.0, -0.0], [0.0, float("nan")]])
+    assert whole.to_sparse(1).coalesce()._indices().tolist() == [[1, 3]]
+    box = torch.zeros(5)
+    torch.cat([torch.ones(2), torch.full((1,), 2.0)], out=box[:3])
+    assert box.tolist() == [1, 1, 2, 0, 0]
+
+
+@rests_on_it("src/lockstep/strategies/engines/side_effects.py", "src/lockstep/strategies/engines/cuts.py")
+def test_hooks_copies_and_places_of_weights() -> None:
+    """A weight's `_backward_hooks` is None before its first hook, then a mapping by the handle's id, from which a hook
+    can be deleted. `_cdata` of storages is equal for views and detached tensors, and differs for copies. A deep copy
+    puts what its memo has under id() in the place of a weight; set_submodule takes a path, and get_submodule("") is the
+    module itself; named_modules and named_parameters with remove_duplicate=False have every name."""
+    weight = nn.Parameter(torch.ones(2))
+    assert weight._backward_hooks is None
+    handle = weight.register_hook(lambda gradient: gradient * 2)
+    assert weight._backward_hooks is not None
+    assert list(weight._backward_hooks) == [handle.id]
+    del weight._backward_hooks[handle.id]
+    weight.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 1.0]
+    same = [weight.view(1, 2), weight.detach(), weight.data, weight[1:]]
+    assert {each.untyped_storage()._cdata for each in same} == {weight.untyped_storage()._cdata}
+    assert weight.clone().untyped_storage()._cdata != weight.untyped_storage()._cdata
+    layer = nn.Linear(2, 2)
+    instead = nn.Parameter(torch.zeros(2))
+    assert copy.deepcopy(layer, {id(layer.weight): instead}).weight is instead
+    model = nn.Sequential(nn.ModuleDict({"a": layer}), layer)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    assert names == ["", "0", "0.a", "1"]
+    assert len(list(model.named_parameters(remove_duplicate=False))) == 4
+    model.set_submodule("0.a", nn.Identity())
+    assert isinstance(model.get_submodule("0.a"), nn.Identity)
+    assert model.get_submodule("") is model

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -252,3 +254,99 @@ def test_collectives_of_a_group_can_be_waited_for_later() -> None:
     assert held[0] is first  # on the source
     dist.broadcast(mine, src=0, group=group)
     dist.barrier(group=group)
+
+
+@rests_on_it(
+    "src/lockstep/strategies/ddp.py",
+    "src/lockstep/strategies/engines/accelerated.py",
+    "src/lockstep/strategies/engines/zero_config.py",
+    "src/lockstep/strategies/fsdp2.py",
+)
+def test_warnings_that_are_silenced_have_these_words() -> None:
+    """From torch 2.13 on DDP has the option forward_sync_buffers, and warns of broadcast_buffers as of
+    all_gather_into_tensor and reduce_scatter_tensor: FutureWarnings that say "deprecated" and the name. A FSDP2 module
+    that returns a view warns (UserWarning) that it returned one."""
+    import warnings
+
+    from torch.distributed.fsdp import fully_shard
+
+    class View(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[:]
+
+    view = View()
+    fully_shard(view)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        nn.parallel.DistributedDataParallel(nn.Linear(1, 1), broadcast_buffers=False)
+        dist.all_gather_into_tensor(torch.empty(1), torch.ones(1))
+        dist.reduce_scatter_tensor(torch.empty(1), torch.ones(1))
+        view(torch.ones(1, 2))
+    said = [(each.category, str(each.message)) for each in caught]
+    patterns = [
+        (UserWarning, r"FSDP2-wrapped module .* returned a view", "2.12"),
+        (FutureWarning, "`broadcast_buffers` is deprecated", "2.13"),
+        (FutureWarning, r".*all_gather_into_tensor", "2.13"),
+        (FutureWarning, r".*reduce_scatter_tensor", "2.13"),
+    ]
+    for kind, pattern, since in patterns:
+        there = any(issubclass(category, kind) and re.match(pattern, text) for category, text in said)
+        assert there or Version(torch.__version__) < Version(since), (pattern, said)
+    names = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
+    assert ("forward_sync_buffers" in names) is (Version(torch.__version__) >= Version("2.13"))
+    assert {"broadcast_buffers", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb"} <= names.keys()
+
+
+@rests_on_it("src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/engines/fsdp.py")
+def test_options_of_fsdp_are_in_this_order() -> None:
+    """MixedPrecisionPolicy takes the dtypes of weights, of the reduction and of outputs, then cast_forward_inputs;
+    fully_shard takes mesh, reshard_after_forward, mp_policy and offload_policy by name; a FSDPModule has these methods,
+    and after unshard its weights are whole, after reshard parts again."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, init_device_mesh
+
+    names = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+    assert list(inspect.signature(MixedPrecisionPolicy).parameters) == names
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    fully_shard(
+        model,
+        mesh=init_device_mesh("cpu", (1,)),
+        reshard_after_forward=True,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=False),
+    )
+    assert isinstance(OffloadPolicy(), object)
+    assert isinstance(model, FSDPModule)
+    assert type(model).__name__ == "FSDPSequential"
+    model.unshard()
+    assert not isinstance(model[0].weight, DTensor)
+    assert model[0].weight.dtype == torch.bfloat16
+    model.reshard()
+    assert isinstance(model[0].weight, DTensor)
+    assert all(callable(getattr(model, name)) for name in ("set_requires_all_reduce", "set_custom_reduce_scatter"))
+
+
+@NEEDS_2_13
+@rests_on_it("src/lockstep/strategies/engines/pipelining.py")
+def test_a_stage_calls_these_methods() -> None:
+    """PipelineStage has these methods, whose first argument is the number of the micro-batch; forward_one_chunk puts
+    (outputs as a tuple, inputs) into `fwd_cache` under it, from which backward_one_chunk takes them. A CPU's random
+    state is 5056 bytes, and set_rng_state takes it."""
+    from torch.distributed.pipelining import PipelineStage
+
+    for name in ("get_fwd_recv_ops", "_retrieve_recv_grads", "get_bwd_recv_ops", "forward_one_chunk"):
+        first = list(inspect.signature(getattr(PipelineStage, name)).parameters)[1]
+        assert first in ("fwd_chunk_id", "bwd_chunk_id")
+    assert list(inspect.signature(PipelineStage.backward_one_chunk).parameters)[1] == "bwd_chunk_id"
+    source = inspect.getsource(PipelineStage.__mro__[1])
+    assert "self.fwd_cache[fwd_chunk_id] = (" in source
+    assert "self.fwd_cache.pop(bwd_chunk_id)" in source
+    state = torch.get_rng_state()
+    assert (tuple(state.shape), state.dtype) == ((5056,), torch.uint8)
+    torch.set_rng_state(state.clone())
+    assert torch.equal(torch.get_rng_state(), state)

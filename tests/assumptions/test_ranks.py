@@ -111,6 +111,35 @@ def test_a_sharded_block_has_a_group_of_its_weights() -> None:
         assert seen == [[True] * 3, [True] * 2, [False] * 2, [True] * 2, whole, sharded, names]
 
 
+@rests_on_it("src/lockstep/strategies/exact/reduce_schedule.py", "src/lockstep/strategies/exact/tensor_leaves.py")
+def test_a_peer_of_a_group_has_its_rank_there() -> None:
+    """group_peer of P2POp is a rank of the group, whose ranks new_group sorts, as get_process_group_ranks lists them;
+    all_gather_into_tensor, from torch 2.13 on all_gather_single, puts the ranks' tensors below one another in their
+    order."""
+    for rank, (seen, every) in enumerate(facts()["messages_in_a_group"]):
+        assert seen == ([] if rank == 1 else [3.0 - rank, [0, 2]])
+        assert every == [float(r) for r in range(RANKS) for _ in range(2)]
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/fsdp2.py")
+def test_fsdp_reduces_by_the_object_that_it_is_given() -> None:
+    """FSDP2 calls the object of set_custom_reduce_scatter with an output of a shard's size and an input in which rank
+    r's slot is the r-th, and takes what it leaves in the output as the gradient; its hook before forward is the first
+    in `_forward_pre_hooks`, an OrderedDict, whatever was registered before."""
+    for rank, (calls, gradient, first, kind) in enumerate(facts()["own_reduce_scatter"]):
+        assert calls == [[1, [rank + 1.0, 2 * (rank + 1.0), 3 * (rank + 1.0)], RANKS, False]]
+        assert gradient == [5.0, 6.0, 7.0]
+        assert first.endswith("_pre_forward")
+        assert kind == "OrderedDict"
+
+
+@rests_on_it("src/lockstep/strategies/engines/fsdp.py")
+def test_fsdp_finds_no_tensors_in_objects_of_other_classes() -> None:
+    """FSDP2 finds the tensors of an output in lists, mappings and dataclasses; for an object of another class it leaves
+    the gradient unreduced, and raises nothing."""
+    assert facts()["output_that_hides_tensors"] == [[True, True, True, False]] * RANKS
+
+
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fsdp1.py")
 def test_a_flat_parameter_knows_which_slices_a_rank_has() -> None:
     """FSDP1's `_handle.flat_param` has `_fqns`, `_shapes` and `_shard_param_infos`: where a rank's part of each weight
@@ -125,10 +154,12 @@ def test_a_flat_parameter_knows_which_slices_a_rank_has() -> None:
 def test_ddp_averages_and_a_hook_does_not() -> None:
     """DDP broadcasts rank 0's weights and averages gradients; no_sync keeps a rank's own gradient, to which the next
     sync adds; the result of a communication hook is not divided, and with gradient_as_bucket_view .grad is a view of
-    the bucket."""
+    the bucket. A hook's bucket has the very weights of the model, and in the same order their gradients, complete, as
+    views of its buffer."""
     for rank, seen in enumerate(facts()["ddp_gradient"]):
-        same, averaged, alone, accumulated, hooked, in_bucket = seen
+        same, averaged, alone, accumulated, hooked, in_bucket, own = seen
         assert same
+        assert own == [True] * 3
         assert (averaged, alone, accumulated, hooked) == (2.0, rank + 1.0, 4.0, 6.0)
         assert in_bucket
 

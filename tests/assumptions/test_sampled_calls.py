@@ -159,6 +159,62 @@ def test_the_compiler_has_the_options_of_compiled_blocks() -> None:
     assert [name for config, some in names.items() for name in some if not hasattr(config, name)] == []
 
 
+@rests_on_it("src/lockstep/strategies/engines/blocks.py", "src/lockstep/strategies/engines/region.py")
+def test_a_stance_decides_what_happens_to_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under set_stance("eager_on_recompile") a compiled function runs plainly for sizes that its code does not take,
+    and under "fail_on_recompile" it raises; with its code's sizes both run the code. A function that cannot be traced
+    whole raises a TorchDynamoException, whose text ends before "Set TORCH" after an empty line; torch.compiler.reset
+    forgets the code. The default cache folder of inductor does not depend on TORCHINDUCTOR_CACHE_DIR; PyCodeCache lists
+    its modules."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.async_compile import shutdown_compile_workers
+    from torch._inductor.codecache import PyCodeCache
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    sizes: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def code(*args: Any) -> Any:
+            sizes.append(1)
+            return graph(*args)
+
+        return code
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    torch.compiler.reset()
+    compiled = torch.compile(double, fullgraph=True, dynamic=False, backend=backend)
+    ones = torch.ones(3)
+    compiled(ones)
+    assert sizes == [1]
+    for stance in ("eager_on_recompile", "fail_on_recompile"):
+        with torch.compiler.set_stance(stance):
+            compiled(ones)
+    assert sizes == [1] * 3
+    with torch.compiler.set_stance("eager_on_recompile"):
+        assert compiled(torch.ones(4)).tolist() == [2.0] * 4
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recompile"):
+        compiled(torch.ones(4))
+    assert sizes == [1] * 3
+
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum().item() > 2 else -x
+
+    with pytest.raises(TorchDynamoException) as caught:
+        torch.compile(reads, fullgraph=True, backend=backend)(ones)
+    assert "\n\nSet TORCH" in str(caught.value)
+    torch.compiler.reset()
+    compiled(ones)
+    assert sizes == [1] * 4
+    torch.compiler.reset()
+    before = default_cache_dir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert default_cache_dir() == before
+    assert isinstance(PyCodeCache.modules, list)
+    assert callable(shutdown_compile_workers)
+
+
 @rests_on_it("src/lockstep/launchers/processes/surviving_ranks.py")
 def test_a_failure_without_an_error_file_names_the_signal() -> None:
     """torch elastic's ProcessFailure reads an empty error file without raising, and has the exit code, the process, and

@@ -167,3 +167,61 @@ def test_deepspeed_compares_executed_modules_by_a_function_of_this_name() -> Non
     assert callable(coordinator.assert_ints_same_as_other_ranks)
     source = inspect.getsource(coordinator.PartitionedParameterCoordinator)
     assert "assert_ints_same_as_other_ranks(" in source
+
+
+@rests_on_it(
+    "src/lockstep/strategies/fsdp2.py",
+    "src/lockstep/strategies/engines/tensor_plans.py",
+    "src/lockstep/strategies/engines/layers.py",
+    "src/lockstep/distributed/sharded.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py",
+)
+def test_meshes_have_groups_by_name_and_known_shards_need_no_messages() -> None:
+    """A mesh of several dimensions numbers ranks with the last one fastest; mesh[names] is a part of it, get_group and
+    get_local_rank take a name, and get_coordinate has this rank's place. distribute_tensor with src_data_rank=None and
+    DTensor.from_local with run_check=False, shape and stride send nothing; the former cuts as torch.chunk does, and the
+    last ranks may have nothing. parallelize_module takes patterns of names: ColwiseParallel cuts the rows of a Linear's
+    weight and its bias, RowwiseParallel the columns of the weight and no bias."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        pytest.skip("this process has a group")
+    dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        ranks = [dist.get_process_group_ranks(mesh.get_group(name)) for name in ("shard", "tensor")]
+        assert ranks == [[0, 2], [2, 3]]
+        assert [mesh.get_local_rank(name) for name in ("shard", "tensor")] == [1, 0]
+        assert tuple(mesh.get_coordinate() or ()) == (1, 0)
+        assert mesh.mesh_dim_names == ("shard", "tensor")
+        assert dist.get_process_group_ranks(mesh["tensor"].get_group(0)) == [2, 3]
+        assert mesh[("shard",)].shape == (2,)
+        flat = init_device_mesh("cpu", (4,), mesh_dim_names=("rank",))
+        whole = torch.arange(10.0).view(5, 2)
+        with Recorded() as seen:
+            spread = distribute_tensor(whole, flat, [Shard(0)], src_data_rank=None)
+            few = distribute_tensor(whole[:2], flat, [Shard(0)], src_data_rank=None)
+            again: Any = DTensor.from_local(
+                spread.to_local(), flat, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+        assert [name for space, name, _, _ in seen.calls if space in ("c10d", "_c10d_functional")] == []
+        assert spread.to_local().tolist() == whole.chunk(4)[2].tolist()
+        assert tuple(few.to_local().shape) == (0, 2)
+        assert again.shape == whole.shape
+        model: Any = nn.ModuleDict(
+            {"layers": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(4, 6), "o": nn.Linear(6, 4)})])}
+        )
+        plan = {"layers.*.up": ColwiseParallel(), "layers.*.o": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        layer = model["layers"][0]
+        kinds = [
+            getattr(part, "placements", (None,))[0] for part in (*layer["up"].parameters(), *layer["o"].parameters())
+        ]
+        assert kinds[:3] == [Shard(0), Shard(0), Shard(1)]
+        assert kinds[3].is_replicate()
+        assert layer["up"].weight.to_local().shape == (3, 4)
+        assert not Shard(0).is_replicate()
+    finally:
+        dist.destroy_process_group()

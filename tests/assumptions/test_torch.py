@@ -317,11 +317,12 @@ def test_names_of_processors() -> None:
 
 @rests_on_it("src/lockstep/distributed/portable.py")
 def test_an_array_over_a_tensor_leaves_its_storage_resizable() -> None:
-    """np.from_dlpack of a detached tensor shares its memory, and its storage can be resized later; Tensor.numpy makes
-    the storage one that cannot."""
+    """np.from_dlpack of a detached tensor shares its memory (read-only before numpy 2.1), and its storage can be
+    resized later; Tensor.numpy makes the storage one that cannot."""
     tensor = torch.ones(4)
-    np.from_dlpack(tensor.detach())[0] = 5  # type: ignore[arg-type]
-    assert tensor[0] == 5
+    array = np.from_dlpack(tensor.detach())  # type: ignore[arg-type]
+    tensor[0] = 5
+    assert array[0] == 5
     assert tensor.untyped_storage().resizable()
     tensor.numpy()
     with pytest.raises(RuntimeError, match="resiz"):
@@ -410,6 +411,8 @@ def test_deterministic_algorithms_fill_new_tensors() -> None:
         torch.use_deterministic_algorithms(True)
         for fill in (True, False):
             torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+            freed = [torch.zeros(1000) for _ in range(20)]
+            del freed
             filled.append(bool(torch.empty(1000).isnan().all()))
         assert torch.get_deterministic_debug_mode() == 2
         torch.set_deterministic_debug_mode("default")

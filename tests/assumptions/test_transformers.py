@@ -199,10 +199,12 @@ def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
     assert torch.equal(model.model.embed_tokens.weight, base.embed_tokens.weight)
 
 
-@rests_on_it("src/lockstep/lab/import_config/trainer.py")
+@rests_on_it(
+    "src/lockstep/lab/import_config/trainer.py", "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py"
+)
 def test_schedules_begin_with_warmup() -> None:
     """get_scheduler("linear") has the rate 0 in the first warmup step, the full rate after warmup, and 0 after the last
-    step."""
+    step; it is a LambdaLR of a partial with num_training_steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
     rates = []
@@ -211,6 +213,8 @@ def test_schedules_begin_with_warmup() -> None:
         optimizer.step()
         schedule.step()
     assert rates == [0, 0.5, 1, 0.5, 0]
+    assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+    assert schedule.lr_lambdas[0].keywords["num_training_steps"] == 4  # type: ignore[attr-defined]
 
 
 @rests_on_it(

@@ -227,3 +227,52 @@ def test_a_state_has_these_names_and_shapes(kind: str, shape: tuple[int, ...], n
     weight.grad = torch.ones(shape)
     optimizer.step()
     assert {name: tuple(held.shape) for name, held in optimizer.state[weight].items()} == names
+
+
+@rests_on_it("src/lockstep/strategies/optimizers/sgd.py", "src/lockstep/strategies/optimizers/optimizer.py")
+def test_states_that_are_given_are_written_in_place() -> None:
+    """The function sgd with fused=True adds into given momentum buffers, also zeros at the first step, takes None for
+    them without momentum, and with found_inf 1 changes nothing. A class of an optimizer takes the state that is put
+    into `state` under a weight, and writes into its tensors."""
+    from torch.optim.sgd import sgd
+
+    options: dict[str, Any] = {"fused": True, "weight_decay": 0.0, "lr": 0.1, "dampening": 0.0}
+    options |= {"nesterov": False, "maximize": False}
+    weight, buffer, gradient = torch.ones(3), torch.zeros(3), torch.full((3,), 2.0)
+    sgd([weight], [gradient.clone()], [buffer], found_inf=None, momentum=0.9, **options)
+    once = weight.clone()
+    assert torch.equal(once, torch.ones(3) - 0.1 * gradient)
+    assert torch.equal(buffer, gradient)
+    sgd([weight], [gradient.clone()], [buffer], found_inf=torch.ones(()), momentum=0.9, **options)
+    assert torch.equal(weight, once)
+    assert torch.equal(buffer, gradient)
+    plain = torch.ones(3)
+    sgd([plain], [gradient.clone()], [None], found_inf=None, momentum=0.0, **options)
+    assert torch.equal(plain, once)
+    for kind, shape, names in (
+        (torch.optim.Muon, (2, 3), {"momentum_buffer": (2, 3)}),
+        (torch.optim.Adafactor, (2, 3), {"step": (), "row_var": (2, 1), "col_var": (1, 3)}),
+    ):
+        matrix = torch.ones(shape)
+        held = {name: torch.zeros(size) for name, size in names.items()}
+        before = dict(held)
+        optimizer: Any = kind([matrix], lr=0.1)  # type: ignore[operator]
+        matrix.grad = torch.ones(shape)
+        optimizer.state[matrix] = held
+        optimizer.step()
+        assert held.keys() == before.keys()
+        assert all(held[name] is tensor and tensor.any() for name, tensor in before.items())
+
+
+@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/engines/hooked_ddp.py")
+def test_foreach_takes_a_number_in_a_tensor_and_other_dtypes() -> None:
+    """torch._foreach_mul_ with a tensor of one number gives the bits of mul_ with it, at odd sizes too; _foreach_copy_
+    rounds as copy_ does."""
+    factor = torch.tensor(0.3)
+    many = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 17, 1023)]
+    ones = [each * factor for each in many]
+    torch._foreach_mul_(many, factor)
+    assert all(torch.equal(a, b) for a, b in zip(many, ones, strict=True))
+    narrow = [torch.zeros_like(each, dtype=torch.bfloat16) for each in many]
+    torch._foreach_copy_(narrow, many)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(narrow, many, strict=True))

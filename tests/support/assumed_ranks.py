@@ -250,6 +250,103 @@ def parts_of_fsdp(rank: int, _: Path) -> list[Any]:
 
 
 @fact
+def messages_in_a_group(rank: int, _: Path) -> list[Any]:
+    """Return what ranks 0 and 2 send each other as ranks 0 and 1 of a group of their own, and the group's ranks; the
+    tensors of all ranks, gathered into one."""
+    group = dist.new_group([2, 0])
+    seen: list[Any] = []
+    if rank != 1:
+        box, peer = torch.empty(1), 1 - dist.get_group_rank(group, rank)
+        works = [dist.P2POp(dist.irecv, box, group=group, group_peer=peer)]
+        works.append(dist.P2POp(dist.isend, torch.tensor([rank + 1.0]), group=group, group_peer=peer))
+        for work in dist.batch_isend_irecv(works):
+            work.wait()
+        seen = [box.item(), dist.get_process_group_ranks(group)]
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    every = torch.empty(RANKS * 2, 2)
+    gather(every, torch.full((2, 2), float(rank)))
+    work = dist.isend(torch.ones(1), 0) if rank else None
+    if work is not None:
+        work.wait()
+    else:
+        for of in range(1, RANKS):
+            dist.recv(torch.empty(1), of)
+    return [seen, every[:, 0].tolist()]
+
+
+@fact
+def own_reduce_scatter(rank: int, _: Path) -> list[Any]:
+    """Return, for FSDP2 with a reduce-scatter of its own: what it was called with, the gradient that it made, and where
+    the hooks of FSDP stand."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+    calls: list[Any] = []
+
+    class Own(ReduceScatter):
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
+            slots = input_tensor.view(RANKS, -1)
+            calls.append([output_tensor.numel(), slots[:, 0].tolist(), group.size(), async_op])
+            output_tensor.fill_(rank + 5.0)
+
+    layer: Any = nn.Linear(1, RANKS, bias=False)
+    layer.register_forward_pre_hook(lambda *_: None, prepend=True)
+    fully_shard(layer)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer.set_custom_reduce_scatter(Own())
+    hooks = [getattr(hook, "__qualname__", "") for hook in layer._forward_pre_hooks.values()]
+    layer(torch.tensor([[1.0]])).backward(torch.tensor([[1.0, 2.0, 3.0]]) * (rank + 1))
+    return [
+        calls,
+        layer.weight.grad.full_tensor().flatten().tolist(),
+        hooks[0],
+        type(layer._forward_pre_hooks).__name__,
+    ]
+
+
+@fact
+def output_that_hides_tensors(rank: int, _: Path) -> list[bool]:
+    """Return, for outputs of FSDP2 within a list, a mapping, a dataclass and an object of another class, whether the
+    gradient was reduced into the shard."""
+    import dataclasses
+
+    from torch.distributed.fsdp import fully_shard
+
+    @dataclasses.dataclass
+    class Plain:
+        value: torch.Tensor
+
+    class Other:
+        def __init__(self, value: torch.Tensor) -> None:
+            self.value = value
+
+    class Model(nn.Module):
+        def __init__(self, kind: Any) -> None:
+            super().__init__()
+            self.layer, self.kind = nn.Linear(1, RANKS), kind
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.kind(self.layer(x))
+
+    seen = []
+    for kind, value in (
+        (lambda t: [t], lambda o: o[0]),
+        (lambda t: {"a": t}, lambda o: o["a"]),
+        (Plain, lambda o: o.value),
+        (Other, lambda o: o.value),
+    ):
+        model = Model(kind)
+        fully_shard(model)
+        value(model(torch.ones(1, 1))).sum().backward()
+        seen.append(model.layer.weight.grad is not None and hasattr(model.layer.weight.grad, "to_local"))
+    return seen
+
+
+@fact
 def parts_of_flat_parameters(rank: int, _: Path) -> list[list[Any]]:
     """Return, for FSDP1's flat parameters as one tensor and as the original ones: names, shapes, and whether each part
     is the slice of the whole weight that `_shard_param_infos` says."""
@@ -296,9 +393,12 @@ def ddp_gradient(rank: int, _: Path) -> list[Any]:
     accumulated = layer.weight.grad.item()
     layer, model = replica(gradient_as_bucket_view=True)
     buckets: list[torch.Tensor] = []
+    own: list[bool] = []
 
     def added(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buckets.append(bucket.buffer())
+        ((weight, gradient),) = zip(bucket.parameters(), bucket.gradients(), strict=True)
+        own.extend([weight is layer.weight, gradient.item() == rank + 1, gradient.data_ptr() == buckets[-1].data_ptr()])
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         assert work is not None
         return work.get_future().then(lambda done: done.value()[0])
@@ -307,7 +407,7 @@ def ddp_gradient(rank: int, _: Path) -> list[Any]:
     model(x).sum().backward()
     assert layer.weight.grad is not None
     in_bucket = layer.weight.grad.untyped_storage().data_ptr() == buckets[-1].untyped_storage().data_ptr()
-    return [same, averaged, alone, accumulated, layer.weight.grad.item(), in_bucket]
+    return [same, averaged, alone, accumulated, layer.weight.grad.item(), in_bucket, own]
 
 
 @fact
