@@ -264,7 +264,7 @@ def test_states_that_are_given_are_written_in_place() -> None:
         assert all(held[name] is tensor and tensor.any() for name, tensor in before.items())
 
 
-@rests_on_it("src/lockstep/strategies/exact/gradient.py", "src/lockstep/strategies/engines/hooked_ddp.py")
+@rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/strategies/engines/hooked_ddp.py")
 def test_foreach_takes_a_number_in_a_tensor_and_other_dtypes() -> None:
     """torch._foreach_mul_ with a tensor of one number gives the bits of mul_ with it, at odd sizes too; _foreach_copy_
     rounds as copy_ does."""
