@@ -16,9 +16,9 @@ from lockstep.lab.import_config import call_arguments, lightning_data
 from lockstep.lab.import_config.bound_names import names_in
 from lockstep.lab.import_config.lightning_values import BASES, classes_of
 from lockstep.lab.import_config.model_defaults import without_dropout
-from lockstep.lab.import_config.observing import first_effect
+from lockstep.lab.import_config.observing import first_effect, sets_part
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of, kind_of
+from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, casts, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
@@ -104,7 +104,7 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
         grows = called and each.name in ("append", "extend", "insert")
         if grows and each.receiver is not None and ast.unparse(each.receiver) == called:
             loop.draft.unclear(str(each), _CALLBACKS)
-    if isinstance(chosen, ast.Name) and value is not None and loop.script.bound(chosen) is None:
+    if isinstance(chosen, ast.Name) and loop.script.bound(chosen) is None:
         loop.draft.unclear(f"line {call.line}: callbacks={called}", _CALLBACKS)
     listed = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     stops = False
@@ -144,6 +144,16 @@ def callback(call: Call, loop: Any) -> None:
     elif every := arguments.known.get("every_n_train_steps"):
         draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
     loop.read(call, "checkpoint, evaluate")
+
+
+def _once(call: Call, loop: Any) -> None:
+    """Check that `fit` is called once, and under no condition."""
+    repeats = (each for each in ast.walk(loop.script.tree) if isinstance(each, ast.For | ast.While))
+    if any(call.node in ast.walk(each) for each in repeats):
+        loop.draft.unclear(str(call), "it trains several times: keep only one training")
+    elif call.condition is not None:
+        why = f"it is called only {call.condition}, which is known only when the script runs"
+        loop.draft.unclear(str(call), why, "steps", "epochs")
 
 
 def fit(call: Call, loop: Any) -> None:
@@ -200,8 +210,10 @@ def module(loop: Any, transformers: bool) -> None:
         loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
     lightning_data.check(loop)
     Around(loop).body(loop.script.tree.body)
-    for call in (c for c in loop.script.calls if c.name == "fit" and not transformers and c.receiver is not None):
-        fit(call, loop)
+    for call in (c for c in loop.script.calls if c.name == "fit" and c.receiver is not None):
+        _once(call, loop)
+        if not transformers:
+            fit(call, loop)
     if transformers and classes:
         _mode(classes[0], loop)
 
@@ -223,7 +235,9 @@ def _lines(kind: ast.ClassDef, draft: RunDraft) -> None:
     """Check what a class sets besides methods, and decorators, which can replace what they decorate."""
     for line in (kind, *kind.body):
         for each in getattr(line, "decorator_list", ()):
-            if ast.unparse(each.func if isinstance(each, ast.Call) else each).rpartition(".")[2] not in _DECORATORS:
+            name = ast.unparse(each.func if isinstance(each, ast.Call) else each).rpartition(".")[2]
+            trains = getattr(line, "name", "") in ("training_step", "configure_optimizers", "forward", "__init__")
+            if name not in _DECORATORS or (trains and name != "override"):
                 draft.unclear(f"line {each.lineno}: @{code_of(each)}", "its effect on training is unknown")
         if isinstance(line, ast.Assign | ast.AnnAssign) and line.value is not None:
             plain = not any(isinstance(n, ast.Lambda | ast.Name | ast.Call) for n in ast.walk(line.value))
@@ -278,6 +292,8 @@ class Around:
         self.quiet.statement(line, frozenset())
         for call in (each for each in ast.walk(line) if isinstance(each, ast.Call)):
             mode = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if casts(self.script, call):
+                self._gap(call, "it changes the type of the weights", "model.dtype", "precision")
             if mode in ("train", "eval") and not (mode == "train" and isinstance(call.func.value, ast.Name)):  # type: ignore[attr-defined]
                 self._gap(call, "modules are trained in evaluation mode, or their modes are unknown")
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call | ast.Attribute | ast.Name):
@@ -285,7 +301,8 @@ class Around:
 
     def _uses(self, node: ast.AST) -> bool:
         calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
-        return bool(names_in(node) & self.names) or any(self._creates(each) for each in calls)
+        dotted = any(name.partition(".")[0] in self.classes and "." in name for name in names_in(node))
+        return dotted or bool(names_in(node) & self.names) or any(self._creates(each) for each in calls)
 
     def _creates(self, call: ast.Call) -> bool:
         origin = self.script.origin_of(call.func)
@@ -357,16 +374,22 @@ def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
         return (
             loads
             or text in ("super", "super().__init__", f"{itself}.save_hyperparameters", f"{itself}.log")
-            or (text == f"{itself}.log_dict")
+            or text == f"{itself}.log_dict"
+            or text.endswith((".gradient_checkpointing_enable", ".enable_input_require_grads"))
         )
 
     quiet = QuietCode(loop.script, lambda node, why, *by: gaps.append((node, by)), is_read, itself=itself)
     for line in method.body:
         quiet.statement(line, frozenset())
+    for node in ast.walk(method):
+        if isinstance(node, ast.Call) and casts(loop.script, node):
+            gaps.append((node, ("model.dtype", "precision")))
+        if method.name != "__init__" and sets_part(kind, node, str(itself)):
+            gaps.append((node, ()))
     if method.name == "__init__":
         for node, by in gaps:
             place = getattr(node, "lineno", method.lineno)
-            why = _FREEZES if by else "its effect on model, data or optimizer is unknown"
+            why = _FREEZES if by == ("model.freeze",) else "its effect on model, data or optimizer is unknown"
             loop.draft.unclear(f"line {place}: {code_of(node)}", why, *by)
     elif gaps:
         where = f"line {method.lineno}: {kind.name}.{method.name}"
@@ -440,5 +463,24 @@ def _optimizers(method: ast.FunctionDef, loop: Any) -> None:
     for line in (each for each in ast.walk(method) if isinstance(each, ast.Assign)):
         for target in (each for each in line.targets if isinstance(each, ast.Subscript)):
             entries[loop.script.known(target.slice)] = loop.script.known(line.value)
-    if created and (entries.get("interval") != "step" or entries.get("frequency", 1) != 1):
+    if created and entries.get("reduce_on_plateau") not in (None, False):
+        loop.draft.lacks(str(created[0]), "it follows a score", "optim.schedule")
+    elif created and not _returns(loop.script, method, created[0]):
+        loop.draft.lacks(str(created[0]), "configure_optimizers does not return it", "optim.schedule")
+    elif created and (entries.get("interval") != "step" or entries.get("frequency", 1) != 1):
         loop.draft.lacks(str(created[0]), _EPOCH, "optim.schedule")
+
+
+def _returns(script: Script, method: ast.FunctionDef, call: Call) -> bool:
+    """Return whether a method returns what a call makes, by any of its names."""
+    waiting: list[ast.AST] = [each for each in ast.walk(method) if isinstance(each, ast.Return)]
+    looked_at: set[str] = set()
+    while waiting:
+        node = waiting.pop()
+        if any(each is call.node for each in ast.walk(node)):
+            return True
+        for name in names_in(node) - looked_at:
+            looked_at.add(name)
+            stored = (each for each in ast.walk(method) if isinstance(each, ast.Assign))
+            waiting += [each.value for each in stored if any(name in names_in(target) for target in each.targets)]
+    return False

@@ -68,6 +68,13 @@ def _method(kind: ast.ClassDef, method: ast.FunctionDef, quiet: QuietCode, gap: 
     for each in method.decorator_list:
         if ast.unparse(each) not in ("staticmethod", "property", "classmethod"):
             gap(each)
+    own = {line.name for line in kind.body if isinstance(line, _FUNCTION)} | {"trainer", "__dict__", "__class__"}
+    for node in (each for each in ast.walk(method) if isinstance(each, ast.Attribute)):
+        if ast.unparse(node.value) == "self.trainer" and node.attr not in NAMES["lightning_reads"]:
+            gap(node)
+        changed = not isinstance(node.ctx, ast.Load) or node.attr.startswith("__")
+        if ast.unparse(node.value) == "self" and node.attr in own and changed:
+            gap(node)
     for line in method.body:
         _statement(line, quiet, gap)
 

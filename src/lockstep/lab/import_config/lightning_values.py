@@ -136,6 +136,13 @@ class _Attributes(ast.NodeTransformer):
             return _constant(self.known[text], node)
         return self.generic_visit(node)
 
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else ""
+        text = f"{ast.unparse(node.value)}.{key}"  # self.hparams["lr"]
+        if isinstance(node.ctx, ast.Load) and text.startswith("self.hparams.") and text in self.known:
+            return _constant(self.known[text], node)
+        return self.generic_visit(node)
+
 
 class _Dotted(ast.NodeTransformer):
     """Writes a name `Data.rows` for `self.rows` and `data.rows`."""

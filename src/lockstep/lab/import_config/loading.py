@@ -130,6 +130,9 @@ def bits(call: Call, at: Reading) -> None:
 def pretrained(call: Call, at: Reading) -> None:
     """Read `Class.from_pretrained(name, ...)`."""
     holder = call.origin.rpartition(".")[0]
+    if holder in at.script.classes and holder.endswith((*TOKENIZERS, "Config")):
+        at.draft.unclear(str(call), "what the script's own class makes is unknown", "tokenizer.source", "model.source")
+        return
     arguments = at.script.arguments(call, ("pretrained_model_name_or_path",))
     names = ("model_name_or_path", "model_name", "pretrained_model_name_or_path")
     source, unknown = (

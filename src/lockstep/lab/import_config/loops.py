@@ -74,6 +74,8 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         at.trained_on, missing = lightning_data.train_loaders(script)
         if missing is not None:
             draft.unclear(f"the loader {missing}", "which loader Lightning trains on is not found", "batch_size")
+        if len(at.trained_on) > 1:
+            draft.unclear("the loader", "Lightning may train on several ones", "batch_size")
     for call in script.calls:
         if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
             at.call(call)

@@ -24,13 +24,23 @@ def first_effect(script: Script, kind: ast.ClassDef, method: Any) -> ast.AST | N
     return next(Observing(script, kind, itself, method).effects(), None)
 
 
+def sets_part(kind: ast.ClassDef, node: ast.AST, itself: str) -> bool:
+    """Return whether a node sets an attribute of the module that it trains with, or one that is a method's."""
+    if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != itself:
+        return False
+    if node.attr in ("__dict__", "__class__"):
+        return True
+    methods = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
+    return not isinstance(node.ctx, ast.Load) and node.attr in {*parts_of(kind), *methods, *NAMES["lightning_acts"]}
+
+
 class Observing:
     """A check of one method. `parts`: attributes that hold what is trained; `aliases`: names of a part in it."""
 
     def __init__(self, script: Script, kind: ast.ClassDef, itself: str, method: Any) -> None:
         self.script, self.itself, self.method = script, itself, method
         self.own = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
-        self.parts = set(_parts(kind))
+        self.parts = set(parts_of(kind))
         self.aliases: set[str] = set()
         for node in ast.walk(method):
             value, target = getattr(node, "value", None), getattr(node, "targets", [None])[0]
@@ -103,7 +113,7 @@ class Observing:
         return not name.startswith(("torch.nn.init.", "torch.set_", "torch.nn.utils."))
 
 
-def _parts(kind: ast.ClassDef) -> Iterator[str]:
+def parts_of(kind: ast.ClassDef) -> Iterator[str]:
     """Yield the attributes that `training_step`, `configure_optimizers` and `forward` read, but for metrics."""
     for method in (each for each in kind.body if isinstance(each, ast.FunctionDef)):
         if method.name in ("training_step", "configure_optimizers", "forward", "train_dataloader"):

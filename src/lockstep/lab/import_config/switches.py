@@ -19,7 +19,10 @@ _PATCHED = "it changes a library, and its effect on training is unknown"
 _TYPED = "weights and batches get this type; model.dtype and precision are those of a run"
 _ENVIRONMENT = "os.environ"
 _SETTERS = ("setattr", "delattr", "object.__setattr__")
-_ROOTS = ("torch", "transformers", "datasets", "numpy", "random")
+_ROOTS = (
+    *("torch", "transformers", "datasets", "numpy", "random"),
+    *("accelerate", "lightning", "pytorch_lightning", "lightning_fabric"),
+)
 
 
 def note(script: Script, draft: RunDraft) -> None:

@@ -1,0 +1,90 @@
+"""`lockstep init --from`: data modules of Lightning, and methods and values of its classes, none of which is lost."""
+
+from pathlib import Path
+
+from lockstep.lab.import_config import import_config
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import RunDraft
+from support.moving_scripts import changed
+
+SCRIPT = """
+import torch
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+class Data(pl.LightningDataModule):
+    def __init__(self, name="acme/encoder", batch_size=32):
+        super().__init__()
+        self.tokenizer = AutoTokenizer.from_pretrained(name)
+        self.batch_size = batch_size
+    def setup(self, stage=None):
+        rows = load_dataset("acme/reviews")
+        self.rows = rows.map(lambda r: self.tokenizer(r["text"], truncation=True, max_length=64), batched=True)
+    def train_dataloader(self):
+        return DataLoader(self.rows["train"], batch_size=self.batch_size, shuffle=True)
+    def val_dataloader(self):
+        return DataLoader(self.rows["validation"], batch_size=self.batch_size)
+
+class Net(pl.LightningModule):
+    def __init__(self, name="acme/encoder", lr=2e-5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.rate = lr * 10
+        self.model = AutoModelForSequenceClassification.from_pretrained(name)
+        self.model.train()
+    def training_step(self, batch, number):
+        return self.model(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.rate)
+
+data = Data(batch_size=16)
+trainer = pl.Trainer(max_epochs=3, devices=[0, 1])
+trainer.fit(Net(), datamodule=data)
+"""
+FIT, STEP, OF_DATA = "trainer.fit(Net(), datamodule=data)", "    def training_step", "    def train_dataloader(self):\n"
+LOST = {  # what is changed -> a part of the gap
+    (OF_DATA, f'        self.rows["train"] = self.rows["train"].select(range(9))\n{OF_DATA}'): "data.limit is",
+    (OF_DATA, f'        self.rows["train"] = self.rows["validation"]\n{OF_DATA}'): "self.rows['validation'] (",
+    (OF_DATA, f"        self.train_dataloader = None\n{OF_DATA}"): "self.train_dataloader",
+    (OF_DATA, f"        self.trainer.model.eval()\n{OF_DATA}"): "self.trainer.model",
+    (OF_DATA, f"    def transfer_batch_to_device(self, b, d, i):\n        return b\n{OF_DATA}"): "transfer_batch",
+    (OF_DATA, f"    def load_state_dict(self, s):\n        return b\n{OF_DATA}"): "Lightning calls it by its name",
+    (OF_DATA, f"{OF_DATA}        if late:\n            return self.val_dataloader()\n"): "may train on several ones",
+    (FIT, "trainer.fit(Net(), data.val_dataloader())"): "the loop trains on the split 'validation'",
+    (FIT, f"pl.tuner.Tuner(trainer).lr_find(net)\n{FIT}"): "lr_find(net)",
+    (FIT, f"data.batch_size = n\n{FIT}"): "data.batch_size = n",
+    (FIT, f"for i in range(3):\n    {FIT}"): "it trains several times",
+    (FIT, f"if rank == 0:\n    {FIT}"): "it is called only if rank == 0",
+    ("devices=[0, 1]", "devices=[0, 1], strategy=DDPStrategy(ddp_comm_hook=h)"): "strategy=DDPStrategy",
+    ("max_epochs=3", "max_epochs=3, max_steps=50"): "training ends after the one that is reached first",
+    (STEP, f"    def on_train_start(self):\n        self.model = other\n{STEP}"): "the effect of self.model",
+    (STEP, f"    def register_forward_hook(self, f):\n        pass\n{STEP}"): "it replaces a part of each step",
+    (STEP, f"    @torch.no_grad()\n{STEP}"): "@torch.no_grad()",
+    ("        self.model.train()\n", "        self.model.to(torch.bfloat16)\n"): "self.model.to(torch.bfloat16)",
+}
+
+
+def _moved(*pairs: tuple[str, str]) -> RunDraft:
+    draft = RunDraft()
+    import_config.script(Script(Path("lit.py"), changed(*pairs, text=SCRIPT))).move(draft, None)
+    for each in draft.at_end:
+        each(draft)
+    return draft
+
+
+def test_a_data_module_is_read_with_the_values_it_is_created_with() -> None:
+    draft = _moved()
+    assert not draft.deciding()
+    assert (draft.keys["batch_size"], draft.keys["data.max_length"], draft.keys["model.source"]) == (
+        *(32, 64),
+        "acme/encoder",
+    )
+    assert abs(draft.keys["optim.learning_rate"] - 2e-4) < 1e-12
+
+
+def test_nothing_in_classes_of_lightning_is_passed_over() -> None:
+    for pair, part in LOST.items():
+        lines = "\n".join(map(str, _moved(pair).deciding()))
+        assert part in lines, (pair, lines)
