@@ -137,8 +137,8 @@ class _Attributes(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        key = node.slice.value if isinstance(node.slice, ast.Constant) else ""
-        text = f"{ast.unparse(node.value)}.{key}"  # self.hparams["lr"]
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        text = f"{ast.unparse(node.value)}.{key}" if isinstance(key, str) else ""  # self.hparams["lr"]
         if isinstance(node.ctx, ast.Load) and text.startswith("self.hparams.") and text in self.known:
             return _constant(self.known[text], node)
         return self.generic_visit(node)
