@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.lab.import_config.script import Script, Unknown
+from lockstep.lab.import_config.table import NAMES
 
 BASES = ("LightningModule", "LightningDataModule")
 _NOWHERE = Path("values.py")
@@ -57,6 +58,8 @@ def _written(script: Script, tree: ast.Module, kind: ast.ClassDef, of_data: bool
                 constants[f"self.{target.attr}"] = value
         outside = {f"{name}.{key.partition('.')[2]}": value for key, value in constants.items() for name in holders}
         _Attributes(constants).visit(kind)
+        if not of_data:
+            _Parameters(_pretrained(start)).visit(kind)
         _Attributes(outside).visit(tree)
     if of_data:
         attributes = {name for name in stores if name not in {m.name for m in kind.body if hasattr(m, "name")}}
@@ -142,6 +145,28 @@ class _Attributes(ast.NodeTransformer):
         if isinstance(node.ctx, ast.Load) and text.startswith("self.hparams.") and text in self.known:
             return _constant(self.known[text], node)
         return self.generic_visit(node)
+
+
+def _pretrained(start: ast.FunctionDef) -> set[str]:
+    """Return the code of the attributes that hold a model of transformers with a loss of its own."""
+    lines = [each for each in start.body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)]
+    endings = tuple(f"{each}.from_pretrained" for each in NAMES["model_tasks"])
+    return {ast.unparse(each.targets[0]) for each in lines if ast.unparse(each.value.func).endswith(endings)}  # type: ignore[attr-defined]
+
+
+class _Parameters(ast.NodeTransformer):
+    """Writes `self.parameters()` for those of the model whose loss is learned: others get no gradient."""
+
+    def __init__(self, models: set[str]) -> None:
+        self.models = models
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        function = node.func
+        named = isinstance(function, ast.Attribute) and function.attr in ("parameters", "named_parameters")
+        if named and isinstance(function, ast.Attribute) and ast.unparse(function.value) in self.models:
+            function.value = ast.copy_location(ast.Name("self", ast.Load()), function.value)
+        return node
 
 
 class _Dotted(ast.NodeTransformer):

@@ -15,8 +15,21 @@ from lockstep.lab.import_config.table import NAMES
 _OF_VALUES = ("to_pandas", "keys", "values", "items", "unique", "iter", "column_names", "features", "get", "append")
 
 
+def entry_of(script: Script, node: ast.expr | None) -> ast.expr | None:
+    """Return the value of `loaders["train"]`, of a mapping that is written out and never changed; else the node."""
+    if not isinstance(node, ast.Subscript):
+        return node
+    whole = script.bound(node.value) if isinstance(node.value, ast.Name) else node.value
+    key = script.known(node.slice)
+    if not isinstance(whole, ast.Dict) or not isinstance(key, str):
+        return node
+    named = [value for each, value in zip(whole.keys, whole.values, strict=True) if script.known(each) == key]
+    return named[0] if len(named) == 1 and None not in whole.keys else node
+
+
 def loaders_of(script: Script, node: ast.expr | None, depth: int = 0) -> dict[int, ast.Call]:
     """Return all DataLoaders that an expression may be, by any of the values that its names have."""
+    node = entry_of(script, node)
     if isinstance(node, ast.Name) and depth < 10:
         values = [each for (_, name), of in script.bindings.items() if name == node.id for each in of]
         return {key: one for each in values for key, one in loaders_of(script, each, depth + 1).items()}

@@ -14,8 +14,9 @@ from lockstep.lab.import_config import step_order
 from lockstep.lab.import_config.batch_counts import BatchCounts
 from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.library_names import is_own, is_progress
+from lockstep.lab.import_config.loader_calls import entry_of
 from lockstep.lab.import_config.model_defaults import without_dropout
-from lockstep.lab.import_config.model_inputs import ModelInputs
+from lockstep.lab.import_config.model_inputs import ModelInputs, is_cross_entropy, windows_of_ids
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import DTYPES, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
@@ -59,6 +60,7 @@ class Statements:
     divisor: Any = None  # of the loss
     every_is_known: bool = True  # whether the condition around a step was understood
     loss_is_known: bool = False  # whether backward() is called on a loss that was understood
+    of_logits: bool = False  # whether the loss is the cross entropy of a classifier's logits, as the model's own is
     scaled: bool = False  # whether a GradScaler scales the loss
     accumulates: bool = False  # whether Accelerate decides which batches make a step
     guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
@@ -90,7 +92,8 @@ class Statements:
             if not loops:
                 self.report(backward[0].node, _ELSEWHERE)
             else:
-                self.report(loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test, _NO_LOADER)
+                head = loops[0].iter if isinstance(loops[0], ast.For) else loops[0].test
+                self.report(head, windows_of_ids(self.script) or _NO_LOADER)
             self._outside(loops)
             return
         self.batch_loop = loops[0]
@@ -149,7 +152,8 @@ class Statements:
         )
 
     def _is_loader(self, node: ast.expr) -> bool:
-        """Return whether an expression is a DataLoader, possibly in enumerate or tqdm."""
+        """Return whether an expression is a DataLoader, possibly in enumerate or tqdm, or in a mapping of loaders."""
+        node = entry_of(self.script, node) or node
         if isinstance(node, ast.Call):
             name = self.script.origin_of(node.func)
             if is_own(self.script, node.func):
@@ -486,7 +490,9 @@ class Statements:
         if role == ("batch", "whole") and key in (0, 1):
             return "batch", ("first", "second")[key]
         if role == ("out", None) and self.transformers and key in ("loss", 0):
-            return "loss", None
+            return None if self.of_logits else ("loss", None)
+        if role == ("out", None) and key == "logits" and self.of_logits:
+            return "logits", None
         return None
 
     def _before_move(self, node: ast.expr) -> ast.expr:
@@ -521,6 +527,9 @@ class Statements:
         if roles[:1] == [("out", None)] and not self.transformers:
             keyed = len(roles) == 2 and roles[1] in (("batch", "second"), ("batch", "whole"))
             return ("loss", None) if keyed and not node.keywords else None
+        if self.of_logits and roles[:1] == [("logits", None)] and not node.keywords:
+            learned = [("batch", "labels")], [("batch", "label")]
+            return ("loss", None) if roles[1:] in learned and is_cross_entropy(self.script, node.func) else None
         return self._output(node, roles)
 
     def _output(self, node: ast.Call, roles: list[Role | None]) -> Role | None:
@@ -531,7 +540,8 @@ class Statements:
             usual = roles in ([("batch", "first")], [("batch", "whole")]) and not node.keywords
             self.learned |= {id(node)} if usual else set()
             return ("out", None) if usual else None
-        if roles or not node.keywords:
+        inputs = [("batch", "input_ids"), ("batch", "attention_mask")]
+        if roles != inputs[: len(roles)] or not (roles or node.keywords):
             return None
         for word in node.keywords:
             role = self._role(word.value)
@@ -541,7 +551,8 @@ class Statements:
             elif role is None or (role != ("batch", "whole") if word.arg is None else role[1] not in names):
                 return None
         if not any(word.arg is None for word in node.keywords):
-            self.inputs.named = node, frozenset(str(word.arg) for word in node.keywords)
+            names = [str(word.arg) for word in node.keywords] + [str(key) for _, key in inputs[: len(roles)]]
+            self.inputs.named = node, frozenset(names)
         self.learned.add(id(node))
         return "out", None
 

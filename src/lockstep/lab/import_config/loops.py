@@ -33,6 +33,7 @@ from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
+from lockstep.lab.import_config.model_inputs import learns_logits
 from lockstep.lab.import_config.resuming import best_saved, without_resuming
 from lockstep.lab.import_config.schedule_calls import COSINE, assignments
 from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
@@ -86,6 +87,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         nodes = [call.node for call in at.optimizers]
         created = frozenset() if at.is_transformers() else loop_module.created(script, at.optimizers, at.loader)
         statements = Statements(script, draft, at.is_transformers(), nodes, created)
+        statements.of_logits = at.is_transformers() and learns_logits(script)
         statements.read()
         precision_calls.contexts(at, statements)
         at.loaders(statements)
@@ -515,7 +517,7 @@ class Loop(Reading):
         loaded = any(c.origin.startswith("transformers.") and c.origin.endswith(endings) for c in self.script.calls)
         has_loss = any(c.name in NAMES["losses"] or c.name.endswith("Loss") for c in self.script.calls)
         by_model = any(map(self._is_loss, ast.walk(self.script.tree)))
-        return loaded and by_model and not has_loss
+        return loaded and ((by_model and not has_loss) or (not self.lightning and learns_logits(self.script)))
 
     def _is_loss(self, node: ast.AST) -> bool:
         """Return whether code is `outputs.loss`, or `outputs[0]` of a model."""
