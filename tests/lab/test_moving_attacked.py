@@ -8,7 +8,20 @@ import pytest
 from lockstep.lab.import_config import import_config, loops, project_files
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import ACCELERATE, AFTER, DDP, DPO, LOOP, MODE, SCRIPT, TRAINER, changed, moved, refused
+from support.moving_scripts import (
+    ACCELERATE,
+    AFTER,
+    DDP,
+    DPO,
+    LOOP,
+    MODE,
+    SCRIPT,
+    TRAINER,
+    changed,
+    in_loop,
+    moved,
+    refused,
+)
 
 OTHER_REFERENCE = (
     ("args = DPO", 'ref = AutoModelForCausalLM.from_pretrained("acme/base")\nargs = DPO'),
@@ -263,15 +276,6 @@ def test_a_module_of_lightning_is_read_and_what_changes_a_step_is_not_lost() -> 
         ("patience=3", "min_delta=0.01, patience=2"), ("callbacks=", "max_time='00:03:50:00', callbacks=")
     )
     assert [timed.keys[key] for key in ("evaluate.min_delta", "evaluate.patience", "max_time")] == [0.01, 2, "3h50m"]
-
-
-def in_loop(text: str) -> str:
-    """Return the gaps and notes of a script, one a line."""
-    draft = RunDraft()
-    import_config.script(Script(Path("train.py"), text)).move(draft, 1)
-    for each in draft.at_end:
-        each(draft)
-    return "\n".join((*map(str, draft.gaps), *draft.notes))
 
 
 ZERO = "m.weight.data.zero_()"

@@ -1,5 +1,6 @@
 """`lockstep init --from`: loss divisors of scripts other than the targets of a step."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, GPT2Config, LlamaConfig, Trainer, TrainingArguments
 
-from support.moving_scripts import SCRIPT, TRAINER, USUAL, changed, encoder, moved
+from support.moving_scripts import SCRIPT, TRAINER, USUAL, changed, encoder, in_loop, moved
 
 CLASSIFIER = (
     TRAINER.replace('NAME = "acme/encoder"', 'NAME = "encoder"').replace(", num_labels=5", "").replace("256", "32")
@@ -87,3 +88,32 @@ def test_a_loop_over_texts(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "lockstep trains on the rest as further examples" in said
     moved("loop.py", SCRIPT.replace('"encoder"', '"acme/encoder"'))
     assert "micro-batches;" not in capsys.readouterr().out
+
+
+PLAIN = (
+    ('from_pretrained("encoder")\noptimizer', 'from_pretrained("encoder", num_labels=3)\noptimizer'),
+    ("loss = model(**batch).loss", "out = model(**batch)\n        loss = criterion(out.logits, batch['labels'])"),
+    ("optimizer = ", "criterion = torch.nn.CrossEntropyLoss()\noptimizer = "),
+)
+NAMED = "model(batch['input_ids'], batch['attention_mask'], labels=batch['labels']).loss"
+
+
+def test_the_loss_that_the_model_would_compute_is_read_in_other_words() -> None:
+    def lines(*pairs: tuple[str, str]) -> set[str]:
+        return {re.sub(r"line \d+", "line", each) for each in in_loop(changed(*pairs)).splitlines()}
+
+    same = lines(PLAIN[0])
+    assert lines(*PLAIN) == same
+    for pair, part in {
+        ("CrossEntropyLoss()", "CrossEntropyLoss(label_smoothing=0.1)"): "not understood",
+        ("out.logits, ", "2 * out.logits, "): "it changes an input of the loss",
+        ("num_labels=3", "num_labels=1"): "not understood",
+    }.items():
+        assert part in in_loop(changed(*PLAIN, pair)), pair
+    assert lines(PLAIN[0], ("model(**batch).loss", NAMED)) == same
+    swapped = NAMED.replace("input_ids", "x").replace("attention_mask", "input_ids")
+    assert "not understood" in in_loop(changed(("model(**batch).loss", swapped)))
+    loaders = ("optimizer = ", 'loaders = {"train": train, "dev": dev}\noptimizer = ')
+    by_key = ("enumerate(train)", 'enumerate(loaders["train"])')
+    assert lines(PLAIN[0], loaders, by_key) == same
+    assert "the loop may go through" in in_loop(changed(loaders, ("enumerate(train)", 'enumerate(loaders["dev"])')))

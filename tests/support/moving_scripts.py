@@ -8,6 +8,9 @@ from transformers import AutoModelForSequenceClassification, BertConfig, BertTok
 
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.lab.import_config import import_config
+from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.table import RunDraft
 
 TRAINER = """
 import numpy as np
@@ -280,6 +283,15 @@ def changed(*pairs: tuple[str, str], text: str = SCRIPT) -> str:
         assert old in text
         text = text.replace(old, new, 1)
     return text
+
+
+def in_loop(text: str) -> str:
+    """Return the gaps and notes of a script, one a line."""
+    draft = RunDraft()
+    import_config.script(Script(Path("train.py"), text)).move(draft, 1)
+    for each in draft.at_end:
+        each(draft)
+    return "\n".join((*map(str, draft.gaps), *draft.notes))
 
 
 def encoder(dtype: torch.dtype = torch.float32) -> None:
