@@ -186,7 +186,7 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
     with ExitStack() as stack:
         finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
-        if commands.of(name).computes:
+        if commands.of(name).computes and getattr(known, "reference", None) is None:  # commands print below each other
             ACTIVITY.set("importing torch and transformers")
             stack.enter_context(CommandNote(lambda: ACTIVITY.name))
         return finish(next(int(answer) for answer in answers if answer is not None))

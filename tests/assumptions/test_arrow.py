@@ -68,8 +68,9 @@ def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema()
 
 @rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/lm_documents.py", "src/lockstep/data/row_reader.py")
 def test_combined_batches_are_one_and_none_are_no_batch() -> None:
-    """combine_chunks().to_batches() of several batches is one batch in order, of none, with a schema, no batch; a slice
-    of a column in a mapping makes a batch of that slice; slice(at, count) of a batch has its rows."""
+    """combine_chunks().to_batches() merges several batches into one, in order; a table with a schema and no batches
+    gives none. A slice of a column in a mapping makes a batch of that slice; slice(at, count) of a batch has those
+    rows."""
     parts = [pa.record_batch({"x": pa.array(values)[1:]}) for values in ([9, 1], [9, 2, 3])]
     (whole,) = pa.Table.from_batches(parts).combine_chunks().to_batches()
     assert whole.to_pydict() == {"x": [1, 2, 3]}
@@ -189,9 +190,9 @@ def test_fields_of_structures_and_items_of_lists_are_null_where_their_holder_is(
 
 @rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/stream.py")
 def test_kinds_of_types_do_not_include_each_other() -> None:
-    """is_list, is_large_list and is_fixed_size_list are of one kind each, and is_string is not of large ones;
-    is_floating is also of float16, and neither it nor is_integer of decimals and truths; JSON's type is an extension
-    type and no string."""
+    """is_list, is_large_list and is_fixed_size_list are each true for one kind of list, and is_string is false for
+    large strings; is_floating is true for float16, and false, like is_integer, for decimals and booleans; JSON's type
+    is an extension type, not a string."""
     kinds = [pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 2)]
     tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     assert [[test(kind) for test in tests] for kind in kinds] == np.eye(3, dtype=bool).tolist()
@@ -205,7 +206,7 @@ def test_kinds_of_types_do_not_include_each_other() -> None:
 @rests_on_it("src/lockstep/data/file_formats.py")
 def test_a_compressed_stream_of_zstd_is_read_as_bytes(tmp_path: Path) -> None:
     """CompressedInputStream of zstd reads the bytes that CompressedOutputStream wrote, from a path or from a Python
-    file, and raises an OSError or ArrowException for what is none."""
+    file, and raises an OSError or ArrowException for other bytes."""
     with pa.OSFile(str(tmp_path / "a"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as out:
         out.write(b"text" * 1000)
     with open(tmp_path / "a", "rb") as own:

@@ -184,9 +184,9 @@ def test_a_rendezvous_has_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @rests_on_it("src/lockstep/launchers/processes/elastic_agent.py", "src/lockstep/launchers/launcher.py")
 def test_an_agent_starts_workers_with_these_variables_and_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent starts workers by `start_processes` of its module, with the environment of each in `envs`: these names,
-    ranks and world size as in Worker(local, global, role, size, size of role). In an argument that is a text, and not
-    in one within a tuple, `$$` becomes `$` and `${local_rank}` the rank; wait() of what it returns gives a
-    RunProcsResult whose failure is one of return codes, and is_failed tells it."""
+    ranks and world size as in Worker(local, global, role, size, size of role). In a text argument, but not in a text
+    within a tuple, `$$` becomes `$` and `${local_rank}` the rank. wait() of the returned object gives a
+    RunProcsResult, whose is_failed is true if it has failures."""
     started: dict[str, Any] = {}
 
     def start(**named: Any) -> Any:

@@ -46,8 +46,8 @@ def test_streams_that_follow_each_other_are_read_and_cut_ones_raise(kind: str) -
 @pytest.mark.parametrize("kind", PACKED)
 @rests_on_it("src/lockstep/data/file_formats.py")
 def test_what_follows_a_stream_is_lost_by_bzip2_and_xz(kind: str) -> None:
-    """Trailing bytes that begin no other stream raise for gzip and zstd; Python's readers of bzip2 and xz ignore them
-    in silence, so lockstep has its own."""
+    """Trailing bytes that begin no other stream raise for gzip and zstd; Python's readers of bzip2 and xz silently
+    ignore them, so lockstep has its own."""
     pack, unpack = PACKED[kind]
     damaged = pack(TEXT[:700]) + b"damaged" + pack(TEXT[700:])
     if kind in ("bzip2", "xz"):

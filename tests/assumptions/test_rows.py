@@ -331,7 +331,7 @@ def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
     "src/lockstep/data/usable_rows.py", "src/lockstep/data/row_files.py", "src/lockstep/tasks/image_classification.py"
 )
 def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
-    """concatenate_datasets with axis=1 puts columns beside each other, of selected rows too, and raises for unequal
+    """concatenate_datasets with axis=1 puts columns side by side, of selected rows too, and raises for unequal
     numbers of rows and for equal names; select_columns gives the order of its names."""
     from datasets import Dataset, concatenate_datasets
 
@@ -346,9 +346,9 @@ def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
 
 @rests_on_it("src/lockstep/data/source.py", "src/lockstep/tasks/translation.py", "src/lockstep/data/row_files.py")
 def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
-    """rename_columns exchanges two names; with a name that another column keeps there are two of it, without a word.
-    add_column to selected rows takes a list, numpy's dtype, a list of None as the type null, or a feature, and raises
-    for another number of rows; removed and missing columns raise."""
+    """rename_columns exchanges two names; with a name that another column keeps there are two columns of that name, and
+    no error. add_column to selected rows takes a list, numpy's dtype, a list of None as the type null, or a feature,
+    and raises for another number of rows; removed and missing columns raise."""
     from datasets import Dataset, Value
 
     made = Dataset.from_dict({"x": [1, 2, 3], "y": ["a", "b", "c"]})

@@ -51,7 +51,7 @@ def test_features_of_a_schema_keep_names_of_classes() -> None:
 @rests_on_it("src/lockstep/data/tokenizer.py")
 def test_a_tokenizer_of_characters_keeps_each() -> None:
     """Split(Regex("[\\s\\S]"), "isolated") makes a token of each character, also of spaces, line breaks and characters
-    of several bytes, and Fuse puts them together again."""
+    of several bytes, and Fuse joins them again."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     text = "a \n\u00e9\U0001f600"
@@ -263,8 +263,8 @@ def test_a_loader_pins_what_can_pin_itself() -> None:
     "src/lockstep/launchers/processes/elastic_rendezvous.py",
 )
 def test_errors_of_a_rendezvous() -> None:
-    """RendezvousConnectionError and RendezvousStateError are RendezvousErrors, none is a TimeoutError, and a store that
-    nobody serves raises one of ValueError, RuntimeError and TimeoutError."""
+    """RendezvousConnectionError and RendezvousStateError are RendezvousErrors and not TimeoutErrors. A store without a
+    server raises a ValueError, RuntimeError or TimeoutError."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore

@@ -135,7 +135,7 @@ def test_yaml_reads_base_60_octals_and_words_as_1_1_has_them() -> None:
 
 @rests_on_it("src/lockstep/config/error_messages.py")
 def test_yaml_takes_the_last_of_equal_keys_and_follows_recursive_aliases() -> None:
-    """PyYAML keeps the last of duplicate keys without a word, and builds a list that contains itself."""
+    """PyYAML silently keeps the last of duplicate keys, and builds a list that contains itself."""
     assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
     (inner,) = own = yaml.safe_load("&a [*a]")
     assert inner is own

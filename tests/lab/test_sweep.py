@@ -40,7 +40,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, cache: Path) -> No
 
     status, out, err = ended(start(sweep, tmp_path, cache))
     assert status == 0, err
-    assert "trial learning_rate-1e-3 goes on" in out
+    assert "trial learning_rate-1e-3 continues" in out
     assert "resuming after step" in (first / "train.out").read_text()
     rows = json.loads((folder / "sweep.json").read_text())["trials"]
     assert [(row["name"], row["state"]) for row in rows] == [(first.name, "done"), (second.name, "done")]

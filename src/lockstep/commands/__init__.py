@@ -71,7 +71,10 @@ PURPOSES = {
         ),
         "push": Subcommand("upload the exported model to the Hub (token from HF_TOKEN)", writes=True),
         "sweep": Subcommand(
-            "train a run file under several values of its keys and compare the results", models=True, writes=True
+            "train a run file under several values of its keys and compare the results",
+            models=True,
+            computes=True,
+            writes=True,
         ),
     },
     "What was computed": {

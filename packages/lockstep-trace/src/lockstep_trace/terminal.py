@@ -35,8 +35,8 @@ ROWS = 6  # most steps in the table of a comparison: the first three and the las
 class Output(Protocol):
     """Destination of lines and tables."""
 
-    def say(self, text: str) -> None:
-        """Print one line or more."""
+    def say(self, text: str, *, whole: bool = False) -> None:
+        """Print one line or more. `whole`: never wrap, for a command to copy."""
 
     def note(self, text: str) -> None:
         """Print a note about the result's validity."""
@@ -48,8 +48,8 @@ class Output(Protocol):
 class PlainOutput:
     """Lines and tables on standard output, without colours or borders."""
 
-    def say(self, text: str) -> None:
-        print("\n".join(wrapped(line, sys.stdout) for line in text.split("\n")), flush=True)
+    def say(self, text: str, *, whole: bool = False) -> None:
+        print(text if whole else "\n".join(wrapped(line, sys.stdout) for line in text.split("\n")), flush=True)
 
     def note(self, text: str) -> None:
         print(wrapped(f"note: {text}", sys.stdout), flush=True)
@@ -164,8 +164,10 @@ def compared(
     perturbed: Path | None,
     align: bool = False,
     verbose: bool = False,
+    temporary: bool = False,
 ) -> list[Comparison]:
-    """Compare two traces; print and return a verdict for each optimizer. Errors: `TraceError`."""
+    """Compare two traces; print and return a verdict for each optimizer. `temporary`: the traces are removed
+    afterwards. Errors: `TraceError`."""
     one, other = read(a), read(b)
     third = read(perturbed) if perturbed is not None else None
     shared = [o for o in one.optimizers if o in other.optimizers]
@@ -181,8 +183,8 @@ def compared(
         _say(output, verdict, f"{_optimizer(one, verdict.optimizer)}: " if len(verdicts) > 1 else "")
         if align and verdict.first == "examples":
             output.say(_aligned(one, other, verdict.optimizer))
-    for line in _of_operations(one, other, verdicts):
-        output.say(line)
+    for line in _of_operations(one, other, verdicts, temporary):
+        output.say(line, whole=line.startswith("  lockstep-trace "))
     _say_findings((one, other), output, verbose)
     return verdicts
 
@@ -199,8 +201,10 @@ def _say_findings(traces: Sequence[Trace], output: Output, verbose: bool) -> Non
             output.say(f"  {line}")
 
 
-def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison]) -> list[str]:
+def _of_operations(one: Trace, other: Trace, verdicts: Sequence[Comparison], temporary: bool) -> list[str]:
     step = next((v.step for v in verdicts if v.optimizer == 0 and v.first in operations.MADE_BY_OPERATIONS), None)
+    if step is not None and temporary:
+        return ["to see the first operation that differs, run this again with -o FOLDER, which keeps the traces"]
     if step is not None:
         for trace in (one, other):
             note_difference(trace.folder, step)
@@ -251,7 +255,8 @@ def verify(
             if status:
                 output.say(f"{name}: the command ended with status {status}")
                 return status
-        verdicts = compared(root / "reference", root / "job", output, exact, None if exact else root / "perturbed")
+        perturbed, temporary = None if exact else root / "perturbed", folder is None
+        verdicts = compared(root / "reference", root / "job", output, exact, perturbed, temporary=temporary)
         if folder is not None:
             output.say(str(write(root / "job", root / "reference", verdicts)))
         return int(any(v.first is not None for v in verdicts))

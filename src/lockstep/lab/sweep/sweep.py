@@ -29,6 +29,7 @@ from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed import job_record
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.subprocess_job import Child, asked_to_stop
 from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep_file import Sweep, name_of
@@ -302,7 +303,8 @@ def sweep(request: Sweep) -> int:
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
     how = "one at a time" if request.parallel == 1 else f"{request.parallel} in parallel"
-    console.say(f"{quantity(count, 'trial')}{already} -> {request.folder}; {how}, sorted by {request.metric}")
+    sorting = f"{how}, sorted by {request.metric}"
+    console.say(f"{quantity(count, 'trial')}{already}, {sorting} -> {request.folder}/TRIAL/train.out")
     board.share()
     board.write()
     if start.launcher_of(request.base.launch).submits_arrays and request.search is None:
@@ -315,9 +317,10 @@ def sweep(request: Sweep) -> int:
     console.table(f"{request.base.name}: {request.split}, best first", *board.table(), key="trials")
     folders = [t.run.folder for t in board.ranked() if (t.run.folder / "metrics.jsonl").exists()]
     if folders:
-        console.say(f"comparison {write_comparison(folders, request.folder / 'comparison.html')}")
+        console.facts({"comparison": str(write_comparison(folders, request.folder / "comparison.html"))})
     if folders and (value := board.metric(best := board.ranked()[0])) is not None:
-        console.say(f"best       {best.run.folder}/export ({request.metric.removeprefix('-')} {value:.4g})")
+        of_best = f"{best.run.folder}/export ({request.metric.removeprefix('-')} {value:.4g})"
+        console.facts({"best": of_best}, cut={"best"})
     if endless := [t.name for t in board.trials if t.state == "done" and board.metric(t) is None]:
         console.say(f"{request.metric.removeprefix('-')} is not a finite number in {', '.join(endless)}")
     if stopped or any(trial.state == "stopped" for trial in board.trials):
@@ -379,11 +382,13 @@ def _run_all(board: Leaderboard, count: int) -> bool:
 
 def _start(board: Leaderboard, trial: SweepTrial, slot: int) -> Child:
     """Start a trial. Its folder already has its run file, so it can be resumed even if this process dies."""
-    goes_on = " goes on" if trial.state == "begun" else board.begin(trial)
+    goes_on = " continues" if trial.state == "begun" else board.begin(trial)
     write_run_yaml(trial.run)
     trial.state = "running"
     board.write()
-    board.console.say(f"trial {trial.name}{goes_on} -> {trial.run.folder}/train.out")
+    ACTIVITY.set(f"training {trial.name}")
+    if goes_on or board.console.width is None:  # a terminal shows the activity
+        board.console.say(f"trial {trial.name}{goes_on} -> {trial.run.folder}/train.out")
     words = ["train", str(trial.run.folder / "run.yaml")]
     return Child("lockstep.cli.main", words, trial.run.folder, "train", board.slots.variables(slot))
 

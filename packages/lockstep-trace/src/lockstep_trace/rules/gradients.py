@@ -219,28 +219,29 @@ def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report steps that read, beside the gradient of their own loss, one that another optimizer's loss has left.
+    """Report steps whose gradient includes one that the loss of another optimizer left.
 
-    The other optimizer has stepped by that loss already, as a generator's in its discriminator, or an actor's in its
-    critic. A part may be trained by both on purpose: by an exact minimax, or a reversed gradient."""
+    A generator's loss leaves gradients in its discriminator, and an actor's in its critic. Both losses may train a part
+    on purpose: by an exact minimax, or a reversed gradient."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         rows = [(s, n) for s in steps for n in s.notes or () if n.startswith(f"leak {optimizer} ")]
         if len(rows) < PATIENCE:
             continue
         step, other = rows[0][0], rows[0][1].split()[2]
-        what = f"step {step.step} of optimizer {optimizer}: its gradient is the sum of two losses'. Optimizer {other} "
-        what += f"has stepped by the first one, which nobody cleared; so in {len(rows)} steps"
+        what = f"step {step.step} of optimizer {optimizer}: its gradient includes that of another loss, by which "
+        what += f"optimizer {other} has stepped before and which was not cleared; so in {len(rows)} steps"
         cause = f"call zero_grad() of optimizer {optimizer} before the backward of its own loss"
         otherwise, decides = "a part that both losses are to train", "which loss is to train which part"
         yield Finding("gradient-left", what, cause, step.step, SUSPICIOUS, otherwise, decides)
 
 
 def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report gradients that are not finite while losses and weights are, and no step to the end of the run.
+    """Report a run that ends without further steps because its gradients stay nonfinite, though losses and weights are
+    finite.
 
-    The script leaves such steps out, and its gradients stay as they are: each backward adds to NaN. It is proved where
-    the script clips in these backwards, and so looks at a norm to decide; else it may need gradients of inputs only."""
+    The script skips such steps without clearing the gradients, so each backward adds to NaN. It is proved if the script
+    clips in these backwards, and so decides by the norm; otherwise it may need gradients of inputs only."""
     rank = trace.ranks[0]
     steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
     row = (rank.ended or {}).get("nonfinite")
@@ -249,11 +250,9 @@ def never_finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
     count, usual = rank.ended["backwards"], max(s.backwards or 1 for s in steps)
     gradients, weights, losses, clips = row
     if count >= 4 * usual and gradients and not weights and losses >= 4:
-        what = (
-            f"after step {steps[-1].step} no step is made in the last {count} backwards: the gradients of {gradients}"
-        )
+        what = f"after step {steps[-1].step} the last {count} backwards have no step: the gradients of {gradients}"
         what += " parameters are not finite, though losses and weights are"
-        cause = "zero_grad() where a step is left out, too: a NaN that stays in .grad is in each later sum"
+        cause = "call zero_grad() also where a step is skipped: a NaN that stays in .grad is in every later sum"
         finding = Finding("gradient-not-cleared", what, cause, steps[-1].step)
-        decides = "who reads these gradients"
-        yield weakened(finding, clips >= count // 2, "gradients that nobody needs", decides)
+        decides = "what reads these gradients"
+        yield weakened(finding, clips >= count // 2, "gradients that are not used", decides)

@@ -215,17 +215,17 @@ STATEMENTS = {
     "method": ("the method is named, but not called", "call it: add ()"),
     "context": ("the context is not entered", "with ...:, or as a decorator"),
     "result": (
-        "it returns a new tensor, which nobody takes",
+        "it returns a new tensor, and the script drops it",
         "the method with an underscore changes the tensor itself; or assign the result",
     ),
 }
 
 
 def split_apart(trace: Trace) -> Iterator[Finding]:
-    """Report ranks that divide one data set at random into different parts, and train one model.
+    """Report ranks that train one model but split its data set at random into different parts.
 
-    What one rank holds back, others train on. Proved for one TensorDataset, of which each rank reads two
-    parts; else each rank may have data of its own."""
+    The validation rows of one rank are then trained on by others. Proved if each rank reads two parts of one
+    TensorDataset; otherwise each rank may have its own data."""
     rows: list[dict[tuple[int, ...], list[Any]]] = [
         {tuple(e["split"]): e["rows"] for e in r.loaders if e.get("split") and e.get("rows")} for r in trace.ranks
     ]
