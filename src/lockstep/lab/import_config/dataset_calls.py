@@ -18,6 +18,7 @@ from lockstep.lab.import_config import (
     text_columns,
     trainer,
     trainer_arguments,
+    tried_on_rows,
 )
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
@@ -216,7 +217,10 @@ def mapped(call: Call, at: Reading) -> None:
             _tokens(one, function, at)
         _labels(function, at)
         checked = MappedFunction(at.script, function, at.draft.task or "classification", partial(_changed, at))
+        gaps = len(at.draft.gaps)
         checked.read()
+        if at.draft.task == "token_classification" and len(at.draft.gaps) == gaps:
+            _try_tags(tokenising[0], function, checked, at)
         label_order.note(at.script, function, at.draft)
         if checked.drops_blank:
             at.set(call, "data.drop_missing", True)
@@ -239,6 +243,16 @@ def mapped(call: Call, at: Reading) -> None:
     name = "a function" if isinstance(function, ast.Lambda) else function.name
     what = f"line {call.line}: {name} of {code_of(call.node)}"
     at.draft.unclear(what, f"it changes the rows: {_WHOLE}", "data.source", "data.train", "task.text", "task.prompt")
+
+
+def _try_tags(call: Call, function: Scope, checked: MappedFunction, at: Reading) -> None:
+    """Try a function that gives tokens the tags of their words on rows of ours."""
+    node = at.script.arguments(call, ("text",)).nodes.get("text")
+    words = text_columns.column_of(at.script, node)
+    other = None if words is None else tried_on_rows.other_tags(at.script, function, words.name, checked.is_mapping)
+    if other is not None:
+        why = "the first token of a word has its tag, and the others none; on rows that init tries, this differs"
+        _changed(at, other, why, "task.tags")
 
 
 def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:
@@ -330,7 +344,22 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
         at.draft.unclear(f"line {call.line}: stride={arguments.unknown['stride']}", RUNS, "task.stride")
     else:
         at.set(call, "task.stride", arguments.known.get("stride") or 0)
+    before = len(at.draft.gaps)
     function.read()
+    columns = (function.texts(arguments.nodes.get("text")), function.texts(arguments.nodes.get("text_pair")), answers)
+    if len(at.draft.gaps) == before and None not in columns:
+        node, late = tried_on_rows.other_windows(at.script, function.function, columns)  # type: ignore[arg-type]
+        if node is not None:
+            why = "positions are those of transformers' recipe here; on rows that init tries, this differs"
+            _changed(at, node, why, "task.answers")
+        elif late:
+            at.draft.notes.append(_LATE)
+
+
+_LATE = (
+    "difference: answers that begin at the last token of a window begin at a token after the context in the original, "
+    "as in an older recipe of transformers"
+)
 
 
 def _is_target(call: Call, function: Scope) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 from lockstep.lab.import_config import script, text_columns
 from lockstep.lab.import_config.script import Scope, Script, Unknown
-from lockstep.lab.import_config.word_tags import WordTags
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 _TEXTS = ("data.source", "data.train")
@@ -43,7 +42,7 @@ class MappedFunction:
         if isinstance(self.function, ast.Lambda):
             self._returned(self.function.body)
             return
-        if self.task != "question_answering":  # its windows and positions are checked in qa_function.py
+        if self.task not in _BY_WORDS:  # these functions are tried on rows (tried_on_rows.py)
             for line in self.function.body:
                 self._statement(line)
 
@@ -58,8 +57,6 @@ class MappedFunction:
         elif isinstance(node, ast.With):  # as_target_tokenizer
             for line in node.body:
                 self._statement(line)
-        elif isinstance(node, ast.For) and self.task == "token_classification":
-            self._aligned(node)
         elif isinstance(node, ast.If) and (self._only_masks(node) or self._only_labels(node)):
             return
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -114,7 +111,7 @@ class MappedFunction:
     def _entry(self, node: ast.stmt, name: Any, value: ast.expr) -> None:
         """Check an assignment to an entry of the tokenizer's output."""
         if name in _LABELS:
-            if self.task not in _BY_WORDS and not self._is_labels(value):
+            if not self._is_labels(value):
                 self.gap(node, f"the script computes labels; lockstep reads them from a column: {_WHOLE}", "task.label")
         elif (name in _INPUTS or not isinstance(name, str)) and not self._masks_padding(value):
             self.gap(node, "tokens are changed after tokenizing", "tokenizer.source")
@@ -212,7 +209,7 @@ class MappedFunction:
         """Return whether every branch only sets labels, each of them those of a column."""
         if isinstance(node, ast.If):
             return all(map(self._only_labels, [*node.body, *node.orelse]))
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1 or self.task in _BY_WORDS:
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return False
         target = node.targets[0]
         if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
@@ -236,12 +233,7 @@ class MappedFunction:
             bool(tests) and all("pad_token_id" in ast.unparse(test) for test in tests) and "-100" in ast.unparse(node)
         )
 
-    def _aligned(self, node: ast.For) -> None:
-        """Check that word tags are aligned to tokens: the first token of a word gets its tag, the others none."""
-        if not WordTags(self.script, self._is_mapping).is_usual(node):
-            self.gap(node, "the first token of a word has its tag, and the others none", "task.tags")
-
-    def _is_mapping(self, node: ast.expr) -> bool:
+    def is_mapping(self, node: ast.expr) -> bool:
         """Return whether an expression is a one-to-one mapping of labels: a dictionary, or that of a model's config."""
         if isinstance(node, ast.Name):
             return self._keeps_apart(node)

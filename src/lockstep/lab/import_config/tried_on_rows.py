@@ -1,0 +1,219 @@
+"""Functions passed to `map` that make windows of contexts, or give tokens the tags of their words, tried on rows.
+
+In: such a function. Out: the node that cannot be followed, the function if its result is not what lockstep makes of the
+same rows, or None. The function is followed (`followed.py`) with a tokenizer of ours, and not run.
+"""
+
+from __future__ import annotations
+
+import ast
+from copy import deepcopy
+from typing import Any
+
+from lockstep.data.qa_features import TokenWindow
+from lockstep.lab.import_config.followed import Following, NotFollowed, Ours
+from lockstep.lab.import_config.script import Scope, Script, Unknown, kind_of
+
+_CLS, _SEP, _PAD = 101, 102, 0
+_ROOM, _STRIDE = 7, 3  # tokens of the context in a window, and of the window before it
+_FAULTS = (IndexError, KeyError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
+# Each row: a question, a context, and the answers in it (empty: none).
+_CONTEXT = "Norwich lies on the Wensum in Norfolk, and its market is older than the castle."
+_ROWS = (
+    ("Where does it lie?", _CONTEXT, ("on the Wensum", "Norfolk")),
+    ("What is it?", _CONTEXT, ("Norwich", "Norwich lies")),
+    ("What is older?", _CONTEXT, ("market", "its market")),
+    ("Older than what is its market?", _CONTEXT, ("castle",)),
+    ("Which letters?", _CONTEXT, ("orw", "ensu")),
+    ("How does it end?", _CONTEXT, ("than the castle.",)),
+    ("Which county?", "It is Norfolk.", ("Norfolk.", "It")),
+    ("What of all?", _CONTEXT, (_CONTEXT,)),
+    ("Which river?", _CONTEXT, ("the Wensum ", " Wensum")),
+)
+_WITHOUT = (*_ROWS[:2], ("What is red?", _CONTEXT, ()), *_ROWS[2:])
+
+
+def _pieces(text: str) -> list[tuple[int, int]]:
+    """Cut a text into tokens of at most four letters, as start and end characters."""
+    places, start = [], 0
+    for word in text.split(" "):
+        places += [(start + each, min(start + each + 4, start + len(word))) for each in range(0, len(word), 4)]
+        start += len(word) + 1
+    return places
+
+
+class _Tokens(Ours):
+    """What a tokenizer returns."""
+
+    def __init__(self, entries: dict[str, Any], sequences: list[list[int | None]], words: list[Any]) -> None:
+        super().__init__(**entries)
+        self.sequences, self.words = sequences, words
+
+    def method(self, node: ast.Call, values: list[Any], words: dict[str, Any]) -> Any:
+        name, places = getattr(node.func, "attr", ""), [*values, *words.values()]
+        if name in ("sequence_ids", "word_ids") and set(words) <= {"batch_index"} and len(places) <= 1:
+            of = self.sequences if name == "sequence_ids" else self.words
+            return list(of[places[0] if places else 0])
+        return super().method(node, values, words)
+
+
+class _Tokenizer(Ours):
+    """A tokenizer of `texts`; a call with others is not followed."""
+
+    def __init__(self, texts: list[list[Any]], tokens: _Tokens) -> None:
+        ids = {"cls_token_id": _CLS, "sep_token_id": _SEP, "pad_token_id": _PAD, "bos_token_id": None}
+        super().__init__(**ids, padding_side="right", is_fast=True)
+        self.texts, self.tokens = texts, tokens
+
+    def called(self, node: ast.Call, values: list[Any]) -> Any:
+        if values != self.texts[: len(values)]:
+            raise NotFollowed(node)
+        return deepcopy(self.tokens)
+
+
+def _encoded(rows: tuple[Any, ...]) -> tuple[_Tokens, list[TokenWindow]]:
+    """Return the windows of the rows, all of the same length, as a tokenizer gives them, and as lockstep has them."""
+    entries: dict[str, list[Any]] = {"input_ids": [], "offset_mapping": [], "overflow_to_sample_mapping": []}
+    sequences: list[list[int | None]] = []
+    cut: list[TokenWindow] = []
+    longest = max(len(_pieces(question)) for question, *_ in rows) + _ROOM + 4
+    for row, (question, context, _) in enumerate(rows):
+        before, places, first = _pieces(question), _pieces(context), 0
+        while first == 0 or first + _STRIDE < len(places):
+            part = places[first : first + _ROOM]
+            spans = [(0, 0), *before, (0, 0), *part, (0, 0)]
+            which: list[int | None] = [None, *[0] * len(before), None, *[1] * len(part), None]
+            filled = longest - len(spans)
+            ids = [_CLS, *(7 + n for n in range(len(before))), _SEP, *(50 + n for n in range(len(part))), _SEP]
+            entries["input_ids"].append(ids + [_PAD] * filled)
+            entries["offset_mapping"].append(spans + [(0, 0)] * filled)
+            entries["overflow_to_sample_mapping"].append(row)
+            sequences.append(which + [None] * filled)
+            begins, ends = (
+                [span[side] if of == 1 else 0 for span, of in zip(spans, which, strict=True)] for side in (0, 1)
+            )
+            start = len(before) + 2
+            cut.append(TokenWindow(ids, [], start, start + len(part) - 1, begins, ends))
+            first += _ROOM - _STRIDE
+    entries["attention_mask"] = [[int(each != _PAD) for each in ids] for ids in entries["input_ids"]]
+    entries["token_type_ids"] = [[0] * longest for _ in sequences]
+    return _Tokens(entries, sequences, []), cut
+
+
+class _Columns(Ours):
+    """The columns of a batch of rows; one that is not named has `others`."""
+
+    def __init__(self, columns: dict[str, Any], others: list[Any]) -> None:
+        super().__init__()
+        self.entries, self.others = dict(columns), others
+
+    def entry(self, key: Any) -> Any:
+        return self.entries.get(key, self.others)
+
+
+class _OneToOne(Ours):
+    """A one-to-one mapping of labels."""
+
+    def entry(self, key: Any) -> Any:
+        return ("number of", key)
+
+
+def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> Following:
+    functions = {name: each for name, each in script.functions.items() if name not in script.ambiguous}
+
+    def other(node: ast.Name) -> Any:
+        if mapping is not None and mapping(node):
+            return _OneToOne()
+        if kind_of(script, node) == "tokenizer":
+            return tokenizer
+        if mapping is not None and kind_of(script, node) == "model":
+            return Ours(config=Ours(label2id=_OneToOne()))
+        if (value := script.known(node, Unknown)) is not Unknown:
+            return value
+        if (bound := script.bound(node)) is None:
+            raise KeyError(node.id)
+        return following.elsewhere(bound)
+
+    following = Following(other, {name: f for name, f in functions.items() if not getattr(f, "decorator_list", None)})
+    return following
+
+
+def other_windows(script: Script, function: Scope, columns: tuple[str, str, str]) -> tuple[ast.AST | None, bool]:
+    """Return where a function of questions, contexts and answers (`columns`) differs, and whether answers that begin at
+    the last token of a window get another start."""
+    late = False
+    for rows in (_ROWS, _WITHOUT):
+        tokens, windows = _encoded(rows)
+        questions, contexts = [row[0] for row in rows], [row[1] for row in rows]
+        answers = [{"text": list(texts), "answer_start": [of.find(each) for each in texts]} for _, of, texts in rows]
+        batch = dict(zip(columns, (questions, contexts, answers), strict=True))
+        following = _following(script, _Tokenizer([questions, contexts], tokens))
+        try:
+            result = following.call(function, [_Columns(batch, questions)])
+        except NotFollowed as other:
+            return other.node, late
+        except _FAULTS:
+            return (None if rows is _WITHOUT else function), late  # it takes no question without an answer
+        entries = result.entries if isinstance(result, Ours) else result
+        if not isinstance(entries, dict) or not _keeps(entries, tokens):
+            return function, late
+        of_windows = tokens.entries["overflow_to_sample_mapping"]
+        spans = [
+            window.token_span(start[0], start[0] + len(texts[0])) if texts else (0, 0)
+            for window, texts, start in (
+                (window, answers[row]["text"], answers[row]["answer_start"])
+                for window, row in zip(windows, of_windows, strict=True)
+            )
+        ]
+        theirs = list(zip(*(entries.get(f"{side}_positions", ()) for side in ("start", "end")), strict=False))
+        if [end for _, end in theirs] != [end for _, end in spans]:
+            return function, late
+        for window, own, its in zip(windows, spans, theirs, strict=True):
+            late = late or (own != its and own[0] == window.last)
+            if own != its and own[0] != window.last:
+                return function, late
+    return None, late
+
+
+def _keeps(entries: dict[Any, Any], tokens: Ours) -> bool:
+    """Return whether what a model is given is what the tokenizer gave."""
+    inputs = ("input_ids", "attention_mask", "token_type_ids")
+    return "input_ids" in entries and all(entries[each] == tokens.entries[each] for each in inputs if each in entries)
+
+
+_WORDS = (("Anna", "lives", "in", "Reykjavik", "."), ("Oslo",), ("Herr", "Hallgrimsson", "visits", "Akureyri"))
+_TAGS = tuple(tuple(Ours() for _ in row) for row in _WORDS)  # each another, and none a number or a text that is known
+
+
+def other_tags(script: Script, function: Scope, words: str, mapping: Any) -> ast.AST | None:
+    """Return where a function of words and tags differs from: the first token of a word has its tag, others -100.
+    `mapping`: whether a name is a one-to-one mapping of labels."""
+    longest = 16
+    which: list[list[int | None]] = []
+    for row in _WORDS:
+        of = [None, *(place for place, word in enumerate(row) for _ in _pieces(word)), None]
+        which.append(of + [None] * (longest - len(of)))
+    ids = [[_PAD if each is None else 50 + each for each in of] for of in which]
+    entries = {"input_ids": ids, "attention_mask": [[1] * longest for _ in ids]}
+    entries["token_type_ids"] = [[0] * longest for _ in ids]
+    tokens = _Tokens(entries, [], which)
+    texts, tags = [list(row) for row in _WORDS], [list(row) for row in _TAGS]
+    following = _following(script, _Tokenizer([texts], tokens), mapping)
+    try:
+        result = following.call(function, [_Columns({words: texts}, tags)])
+    except NotFollowed as other:
+        return other.node
+    except _FAULTS:
+        return function
+    after = result.entries if isinstance(result, Ours) else result
+    if not isinstance(after, dict) or not _keeps(after, tokens):
+        return function
+    own = [
+        [
+            row[of] if of is not None and of != before else -100
+            for before, of in zip([None, *places], places, strict=False)
+        ]
+        for row, places in zip(tags, which, strict=True)
+    ]
+    numbered = [[("number of", each) if isinstance(each, Ours) else each for each in row] for row in own]
+    return None if after.get("labels") in (own, numbered) else function
