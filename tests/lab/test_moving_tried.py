@@ -67,4 +67,4 @@ def test_tags_are_those_that_lockstep_gives_the_same_rows(tmp_path: Path) -> Non
 def test_what_has_no_end_or_is_not_known_is_not_followed(body: str) -> None:
     function = ast.parse(f"def f(x):\n    {body}").body[0]
     with pytest.raises((followed.NotFollowed, RecursionError)):
-        followed.Following(lambda node: 0, {"f": function}).call(function, [[1]])
+        followed.FollowedFunction(lambda node: 0, {"f": function}).call(function, [[1]])

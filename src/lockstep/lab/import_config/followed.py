@@ -73,7 +73,7 @@ class _Leaves(Exception):
         self.kind, self.value = kind, value
 
 
-class Following:
+class FollowedFunction:
     """`call` follows a function. `other`: the value of a name that the function does not set; it raises `KeyError`."""
 
     def __init__(self, other: Callable[[ast.Name], Any], functions: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Following:
         elif isinstance(line, ast.AnnAssign) and line.value is not None:
             self._set(line.target, self.value(line.value))
         elif isinstance(line, ast.AugAssign):
-            before = self.value(line.target)  # type: ignore[arg-type]
+            before = self.value(line.target)
             self._set(line.target, self._of_two(line, before, self.value(line.value)))
         elif isinstance(line, ast.If):
             self._body(line.body if self.value(line.test) else line.orelse)
@@ -295,11 +295,10 @@ class Following:
             return list(result) if isinstance(result, range) else result
         if isinstance(node.func, ast.Attribute):
             holder = self.value(node.func.value)
-            for kind, names in _METHODS.items():
-                if type(holder) is kind and node.func.attr in names and not words:
-                    self._step(node, len(holder) + sum(len(each) for each in values if isinstance(each, list | str)))
-                    result = getattr(holder, node.func.attr)(*values)
-                    return list(result) if node.func.attr in ("items", "keys", "values") else result
+            if node.func.attr in _METHODS.get(type(holder), ()) and not words:
+                self._step(node, len(holder) + sum(len(each) for each in values if isinstance(each, list | str)))
+                result = getattr(holder, node.func.attr)(*values)
+                return list(result) if node.func.attr in ("items", "keys", "values") else result
             return self._of_ours(node, holder).method(node, values, words)
         return self._of_ours(node, self.value(node.func)).called(node, values)
 

@@ -11,7 +11,7 @@ from copy import deepcopy
 from typing import Any
 
 from lockstep.data.qa_features import TokenWindow
-from lockstep.lab.import_config.followed import Following, NotFollowed, Ours
+from lockstep.lab.import_config.followed import FollowedFunction, NotFollowed, Ours
 from lockstep.lab.import_config.script import Scope, Script, Unknown, kind_of
 
 _CLS, _SEP, _PAD = 101, 102, 0
@@ -118,7 +118,7 @@ class _OneToOne(Ours):
         return ("number of", key)
 
 
-def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> Following:
+def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> FollowedFunction:
     functions = {name: each for name, each in script.functions.items() if name not in script.ambiguous}
 
     def other(node: ast.Name) -> Any:
@@ -134,7 +134,9 @@ def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> Fo
             raise KeyError(node.id)
         return following.elsewhere(bound)
 
-    following = Following(other, {name: f for name, f in functions.items() if not getattr(f, "decorator_list", None)})
+    following = FollowedFunction(
+        other, {name: f for name, f in functions.items() if not getattr(f, "decorator_list", None)}
+    )
     return following
 
 
