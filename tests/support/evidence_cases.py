@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from support.answer_cases import trained
+from support.traced_cases import batches, net, sgd, step
 
 
 class Computed(nn.Module):
@@ -106,7 +107,64 @@ def a_module_with_requires_grad(wrong: bool) -> None:
     trained(model, lambda _: model(torch.randn(4, 8)).square().mean())
 
 
+def a_module_that_stays_frozen(wrong: bool) -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    for phase in range(2):
+        optimizer = sgd(model)
+        for x, y in batches():
+            step(model, optimizer, x, y)
+        if phase == 0 and wrong:
+            model[0].requires_grad = True  # type: ignore[assignment]
+        elif phase == 0:
+            model[0].requires_grad_(True)
+
+
+def factors_of_zero(wrong: bool) -> None:
+    def adapt(model: Any, x: Tensor) -> Tensor:
+        return model.head(x + functional.linear(functional.linear(x, model.one), model.other))
+
+    model = Computed(adapt, head=nn.Linear(12, 3))
+    model.one = nn.Parameter(torch.zeros(4, 12) if wrong else torch.randn(4, 12))
+    model.other = nn.Parameter(torch.zeros(12, 4))
+    optimizer = sgd(model)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+
+
+def a_norm_of_what_is_left_out(wrong: bool) -> None:
+    """The body gets gradients in both; the right program clears them."""
+    model = net()
+    optimizer = sgd(model[3])
+    for x, y in batches():
+        (optimizer if wrong else model).zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def a_class_that_is_copied(wrong: bool) -> None:
+    """Before or after the rows are divided."""
+    rows = TensorDataset(torch.randn(72, 12), torch.arange(72) % 3)
+    copies = [*range(72), *list(range(0, 72, 3)) * 4]
+    data: Any = Subset(rows, copies) if wrong else rows
+    fit, test = random_split(data, [len(data) - 24, 24], generator=torch.Generator().manual_seed(0))
+    if not wrong:
+        fit = Subset(rows, [i for i in fit.indices for _ in range(1 if i % 3 else 4)])  # type: ignore[assignment]
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches(2, fit):
+        step(model, optimizer, x, y)
+    with torch.no_grad():
+        for x, _ in DataLoader(test, 12):
+            model.eval()(x)
+
+
 EVIDENCE: dict[Callable[[bool], None], str] = {
+    a_module_that_stays_frozen: "setting-unread",
+    factors_of_zero: "no-gradient",
+    a_norm_of_what_is_left_out: "in-no-optimizer",
+    a_class_that_is_copied: "trained-on",
     letters_with_the_blank: "target-is-blank",
     labels_of_a_margin_for_cross_entropy: "target-out-of-range",
     weights_of_all_pairs: "loss-broadcast",

@@ -167,7 +167,20 @@ def examples_as_time(wrong: bool) -> None:
         step(model, optimizer, x, y)
 
 
+def an_evaluation_that_seeds(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for i in range(16):
+        rows = torch.randint(0, 48, (12,))
+        step(model, optimizer, X[rows], Y[rows])
+        if i % 4 == 3:
+            with torch.random.fork_rng(enabled=not wrong), torch.no_grad():
+                torch.manual_seed(0)
+                model(X + torch.randn_like(X))
+
+
 NOISE: dict[Callable[[bool], None], str] = {
+    an_evaluation_that_seeds: "seeded-again",
     dropout_in_evaluation: "dropout-in-evaluation",
     attention_that_drops_in_evaluation: "dropout-in-evaluation",
     seeded_in_each_step: "seeded-again",

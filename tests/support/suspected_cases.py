@@ -236,7 +236,18 @@ def a_decay_in_each_step(wrong: bool) -> None:
             scheduler.step()
 
 
+def labels_of_another_pass(wrong: bool) -> None:
+    model = net()
+    optimizer = sgd(model)
+    for x, y in batches():
+        step(model, optimizer, x, y)
+    rows = DataLoader(TensorDataset(X + 1, Y), batch_size=12, shuffle=wrong)
+    with torch.no_grad():
+        _ = [model(x) for x, _ in rows], [y for _, y in rows]
+
+
 SUSPECTED: dict[Callable[[bool], None], str] = {
+    labels_of_another_pass: "orders-differ",
     rows_sorted_by_class: "one-class-batches",
     swapped_groups: "decay-of-vectors",
     an_absolute_difference: "loss-broadcast",

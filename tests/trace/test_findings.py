@@ -11,9 +11,11 @@ from torch.nn import functional
 
 import lockstep_trace
 from lockstep_trace import tracer
-from lockstep_trace.findings import findings, proved
+from lockstep_trace.findings import LIKELY as LIKELY_CODES
+from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
 from lockstep_trace.rules import data, gradients, inputs, losses, noise, observed, replicas, schedules
+from lockstep_trace.terminal import suspected
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
 from lockstep_trace.tracer.statements import without_effect
@@ -72,6 +74,10 @@ def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
     assert [e["text"] for e in trace.ranks[0].errors] == []
     rows = [f for f in findings(trace) if f.level != "info"]
     assert {(f.code, f.level) for f in rows} == ({(SUSPECTED[case], "suspicious")} if wrong else set())
+    lines = suspected(rows, [])
+    assert bool(lines) == bool(likely(rows))
+    assert "suspicious" not in "".join(lines)
+    assert lines[:1] == (["to look at; it may be meant:"] if wrong and SUSPECTED[case] in LIKELY_CODES else [])
 
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])

@@ -19,7 +19,7 @@ from lockstep_trace.alignment import window
 from lockstep_trace.causes import few
 from lockstep_trace.compare_traces import COLUMNS, Comparison, compare_traces, row_cells
 from lockstep_trace.errors import TraceError
-from lockstep_trace.findings import LIKELY, Finding, findings, proved
+from lockstep_trace.findings import Finding, findings, likely, proved
 from lockstep_trace.matching import match
 from lockstep_trace.merge import merged_start
 from lockstep_trace.plurals import quantity
@@ -108,15 +108,16 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
     lines += operations.summary_lines(trace)
     rows = findings(trace)
     printed = [each for each in rows if verbose or each.level == WRONG or (checked and suspicious_check(each))]
-    return [*lines, counted(rows, printed), *finding_lines(printed), *suspected(rows, printed)]
+    looks = suspected(rows, printed)
+    every = [*printed, *(each for each in likely(rows) if each not in printed)]
+    return [*lines, counted(rows, every), *finding_lines(printed), *looks]
 
 
 def suspected(rows: Sequence[Finding], printed: Sequence[Finding]) -> list[str]:
-    """Return one line of the likely suspicions that are not printed: what was observed, without an accusation."""
-    likely = [f"[{e.code}] {e.what}" for e in rows if e.level == SUSPICIOUS and e.code in LIKELY and e not in printed]
-    if not likely:
-        return []
-    return [f"{quantity(len(likely), 'suspicion')}: {'; '.join(likely)}. It may be meant: --verbose shows what decides"]
+    """Return lines of the likely suspicions that are not printed: what was observed and what else it may be, under a
+    heading that accuses nobody."""
+    rows = [each for each in likely(rows) if each not in printed]
+    return ["to look at; it may be meant:", *finding_lines(rows, levels=False)] if rows else []
 
 
 def suspicious_check(finding: Finding) -> bool:
@@ -295,11 +296,12 @@ def lines_of(verdict: Comparison) -> list[str]:
     return [head, *(f"  {line}" for line in verdict.lines), f"  likely: {verdict.cause}"]
 
 
-def finding_lines(findings: Sequence[Finding]) -> list[str]:
-    """Return lines for findings: the evidence, the change to make, and for unproved ones the alternatives."""
+def finding_lines(findings: Sequence[Finding], levels: bool = True) -> list[str]:
+    """Return lines for findings: the evidence, the change to make, and for unproved ones the alternatives. `levels`:
+    unproved ones begin with their level."""
     lines = []
     for each in findings:
-        level = "" if each.level == WRONG else f"{each.level}: "
+        level = "" if each.level == WRONG or not levels else f"{each.level}: "
         lines += [f"[{each.code}] {level}{each.what}", f"    {each.cause}"]
         if each.otherwise:
             lines.append(f"    other explanation: {each.otherwise}. To decide: {each.decides}")

@@ -17,6 +17,7 @@ from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules.epochs import batches_of_passes, examples_of_passes, first_step, known, passes_of
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.inputs import batches_with_classes
 
 DISTINCT = 8  # examples; the chance that they repeat an order is 1 in 40,320
 PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # give each once
@@ -189,6 +190,33 @@ def unreached(trace: Trace) -> Iterator[Finding]:
                 return
 
 
+def orders(trace: Trace) -> Iterator[Finding]:
+    """Report an evaluation loader that shuffles, of which the model sees one complete pass and not another one: what is
+    taken from the second, as labels, is in another order than the model's outputs.
+
+    Counts and means of a pass need no order, so the finding is never proved. A loader that also feeds training steps is
+    excluded (statistics of its inputs), and so are passes that begin in one state of the generator (one order)."""
+    for rank in trace.ranks[:1]:
+        ended = {r["loader"] for r in rank.passed}
+        fed = {name for o in rank.steps for name in examples_of_passes(rank, o)}
+        evaluated = {r["loader"] for r in rank.evaluations if r.get("trained")}
+        passes = [r for r in rank.loaders if r["loader"] in ended and r["sampler"] == "RandomSampler" and r["shuffle"]]
+        trained = {name.partition(".")[0] for name in fed}
+        for unseen in (r for r in passes if r["loader"] not in evaluated):
+            number = unseen["loader"].partition(".")[0]
+            pairs = [r for r in passes if r["loader"] in evaluated and r["loader"].partition(".")[0] == number]
+            pairs = [r for r in pairs if r["steps"] == unseen["steps"] and r["generators"] != unseen["generators"]]
+            if number in trained or not pairs or unseen["replacement"]:
+                continue
+            what = f"after {sum(unseen['steps'])} steps the model sees one pass over an evaluation loader that "
+            what += "shuffles, and another pass over it goes by without the model: their orders differ"
+            cause = "take outputs and labels from the same pass, or set shuffle=False for evaluation"
+            otherwise, decides = "counts or means, which need no order", "what is taken from the pass without the model"
+            at = next(iter(unseen["steps"]), None)
+            yield Finding("orders-differ", what, cause, at, SUSPICIOUS, otherwise, decides)
+            return
+
+
 # -- an epoch over ranks ---------------------------------------------------------------------------------------------
 
 
@@ -340,7 +368,8 @@ def trained_on(trace: Trace) -> Iterator[Finding]:
 
     If all rows were, the evaluation may measure the training set on purpose. No correct program evaluates a set of
     which only some rows were trained on, unless many rows are duplicates, nor a part of a random split that overlaps
-    its training part."""
+    its training part. Nor one that shares with the training set just the rows of a class of which each row comes
+    several times, while rows of other classes come once: that class was copied before the data was divided."""
     for rank in trace.ranks[:1]:
         passes = {r["loader"]: r for r in rank.loaders}
         if (finding := _left_out(rank)) is not None:
@@ -379,11 +408,38 @@ def _overlap(rank: Rank, record: Mapping[str, Any], passes: Mapping[str, Mapping
     declared = split is not None and bool(splits) and all(each != split for each in splits) and equal < part / 10
     if partial or declared:
         return weakened(finding, True, "", "")
+    if (copied := _copies(rank, optimizers[0])) and len(share & copied) >= 0.95 * len(share) and part < 0.95:
+        what += f"; all are of one class, whose {len(copied)} rows come several times in an epoch, and other rows once"
+        cause = "divide the data first, then copy rows of the rare class in the training part only"
+        return Finding("trained-on", what, cause, steps, WRONG)
     if part >= 0.95:
         return Finding(
             *_head(finding), INFO, "an evaluation on the training set on purpose", "what its scores are called"
         )
     return weakened(finding, False, "duplicate rows in the data", "whether the data set has duplicate rows")
+
+
+def _copies(rank: Rank, optimizer: int) -> set[str]:
+    """Return the rows of a class that the data set itself repeats, if it repeats no row of another class."""
+    first, counts, classes = None, Counter[str](), dict[str, int]()
+    begun = {r["loader"]: r for r in rank.loaders}
+    for _, step in sorted(rank.steps[optimizer].items()):
+        names = {name for name, _ in step.fed or ()}
+        first = names if first is None else first
+        if names != first or any(n not in begun or begun[n]["replacement"] or begun[n].get("weights") for n in names):
+            break
+        for examples, numbers in batches_with_classes(step):
+            counts.update(examples)
+            classes.update(zip(examples, numbers, strict=True))
+    rows: dict[int, list[str]] = {}
+    for example, number in classes.items():
+        rows.setdefault(number, []).append(example)
+    again = {c: sum(counts[e] > 1 for e in each) / len(each) for c, each in rows.items()}
+    copied = [c for c, share in again.items() if share > 0.8 and len(rows[c]) >= DISTINCT]
+    once = [c for c, share in again.items() if share < 0.01 and len(rows[c]) >= DISTINCT]
+    if len(copied) != 1 or len(once) + 1 != len(rows) or len(rows) < 2:
+        return set()
+    return set(rows[copied[0]]) if sum(counts[e] for e in rows[copied[0]]) >= 3 * len(rows[copied[0]]) else set()
 
 
 def _left_out(rank: Rank) -> Finding | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WRONG, SUSPICIOUS, INFO = "wrong", "suspicious", "info"
 LEVELS = (WRONG, SUSPICIOUS, INFO)
@@ -13,7 +13,8 @@ PATIENCE = 3  # steps in which a condition must hold before it is a finding
 class Finding:
     """A detected fault. `code`: its kind. `what`: the evidence, with step, rank and names. `cause`: the likely fault
     and its fix. `level`: `wrong` (a contradiction that no correct program has), `suspicious`, or `info`. `otherwise`:
-    other explanations; `decides`: how to decide between them; both are empty for level `wrong`."""
+    other explanations; `decides`: how to decide between them; both are empty for level `wrong`. `likely`: the default
+    output names a suspicion."""
 
     code: str
     what: str
@@ -22,10 +23,11 @@ class Finding:
     level: str = SUSPICIOUS
     otherwise: str = ""
     decides: str = ""
+    likely: bool = False
 
 
-def weakened(finding: Finding, proved: bool, otherwise: str, decides: str) -> Finding:
+def weakened(finding: Finding, proved: bool, otherwise: str, decides: str, likely: bool = False) -> Finding:
     """Return the finding as `wrong` if proved, else as `suspicious` with other explanations and how to decide."""
     if proved:
-        return Finding(finding.code, finding.what, finding.cause, finding.step, WRONG)
-    return Finding(finding.code, finding.what, finding.cause, finding.step, SUSPICIOUS, otherwise, decides)
+        return replace(finding, level=WRONG)
+    return replace(finding, level=SUSPICIOUS, otherwise=otherwise, decides=decides, likely=likely)

@@ -152,14 +152,15 @@ def _visits(trace: Trace, optimizer: int) -> tuple[dict[str, list[int]], list[tu
     visits: dict[str, list[int]] = {}
     batches: list[tuple[int, ...]] = []
     for _, step in (row for number in trace.steps(optimizer) for row in trace.at(optimizer, number)):
-        for examples, classes in _batches(step):
+        for examples, classes in batches_with_classes(step):
             batches.append(tuple(sorted(classes)))
             for example, one in zip(examples, classes, strict=True):
                 visits.setdefault(example, []).append(one)
     return visits, batches
 
 
-def _batches(step: Step) -> Iterator[tuple[list[str], list[int]]]:
+def batches_with_classes(step: Step) -> Iterator[tuple[list[str], list[int]]]:
+    """Yield the examples of each micro-batch and a number of each one's class, where the loss has one for each."""
     examples, sizes = list(step.examples or ()), list(step.micro or ())
     without, functions = step.unlabelled, list(step.objectives or ())
     rows = [f.get("classes") for f in functions]

@@ -5,10 +5,11 @@ Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at ca
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
-from lockstep_trace.rules.finding import SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 LEAST = 8  # steps
 
@@ -68,6 +69,47 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += "is on: every step drops the same units"
             cause = "seed once, before training: manual_seed in the loop or in forward restarts the same random numbers"
             yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
+
+
+def restarted(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report evaluations that all leave torch's generator in one state, in which training then draws again.
+
+    The steps after each evaluation draw the numbers of those after the first one: the same noise, masks and, where they
+    are drawn, the same examples. The states differ from step to step, so that training does draw from this generator,
+    and weights change, so that no run is repeated. Code that needs fixed numbers in an evaluation takes a generator of
+    its own or restores the state, and then the states after evaluations differ. It is proved if all evaluations begin
+    in one state, too, the first one after steps that drew other numbers: then evaluations seed the generator, for
+    numbers of their own. Else training may seed each of its epochs, for noise that belongs to a batch."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
+        after = [s for s in steps[1:] if s.evaluated and s.drawn]
+        between = [s for s in steps[1:] if not s.evaluated and s.drawn]
+        states = {s.drawn[0] for s in after}
+        cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
+        if len(after) < PATIENCE or len(states) > 1 or not cpu or any(s.closure or s.loaded_model for s in after):
+            continue
+        if len({s.drawn[0] for s in between} - states) < PATIENCE or len(after) < len(
+            [s for s in steps if s.evaluated]
+        ):
+            continue
+        if not all(s.drawn[-1] != s.drawn[0] or _moves(steps, s) for s in after):
+            continue
+        gaps = {b.step - a.step for a, b in itertools.pairwise(after)}
+        what = f"each of {len(after)} evaluations leaves torch's generator in one state: from step {after[0].step} on, "
+        what += "training draws the same random numbers again after each of them"
+        if len(gaps) == 1:
+            what += f", every {next(iter(gaps))} steps"
+        cause = "give the evaluation a generator of its own, or put it into `with torch.random.fork_rng():`"
+        begins = [r["drawn"] for r in rank.evaluations if r.get("drawn") and any(r["steps"])]
+        proved = len(begins) >= len(after) and all(each == begins[0] for each in begins)
+        proved = proved and bool(steps[0].drawn) and steps[0].drawn[0] not in states
+        otherwise, decides = "epochs that each draw the same numbers on purpose", "which code seeds the generator"
+        yield weakened(Finding("seeded-again", what, cause, after[0].step), proved, otherwise, decides)
+
+
+def _moves(steps: list[Step], step: Step) -> bool:
+    later = next((s for s in steps if s.step == step.step + 1), None)
+    return later is None or not later.drawn or later.evaluated or later.drawn[0] != step.drawn[0]
 
 
 def _drops(step: Step) -> bool:

@@ -161,11 +161,21 @@ def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report settings that another library's convention would explain.
 
     An attribute `requires_grad` of a module, which none of its classes reads or writes, is proved to have no effect:
-    its parameters get gradients and are changed, in a group with others, so that no code set them apart. The others
-    are suspected: unusual numbers may be meant."""
+    its parameters get gradients and are changed, in a group with others, so that no code set them apart; or it is True
+    and an optimizer holds its parameters, which are all frozen to the end. The others are suspected: unusual numbers
+    may be meant."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
+    last = rank.steps[optimizer][max(rank.steps[optimizer])].layout
+    for name in last.thawed[:1] if trace.complete else ():
+        inside = [p for p in last.parameters if p.name.startswith(f"{name}.")]
+        if inside and not any(p.trained for p in inside):
+            what = (
+                f"requires_grad = True is set on the module {name}, and its {len(inside)} parameters in the optimizer "
+            )
+            what += "stay frozen"
+            yield Finding("setting-unread", what, "module.requires_grad_(True) unfreezes its parameters", None, WRONG)
     for kind, name, number in rank.models[0].get("odd", ())[:1] if rank.models else ():
         if kind == "frozen":
             if not _trained(rank, optimizer, name):

@@ -47,7 +47,10 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report parameters with gradients that are in no optimizer.
 
     A body that is excluded on purpose, or another network's loss, looks the same. A part created after the optimizer is
-    a fault if the optimizer holds the model's other parameters."""
+    a fault if the optimizer holds the model's other parameters. So are gradients that nothing clears, if the script
+    clips by a norm that includes them: it grows with each step and shrinks the gradients that are used. A correct
+    program leaves such a part out of both, clears its gradients, or does not compute them. An optimizer that holds no
+    parameter of a called model has copies of them (master weights)."""
     if optimizer != trace.optimizers[0]:
         yield from _replaced(trace, optimizer)
         return
@@ -81,7 +84,22 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
         cause = "give each optimizer the parameters of its own model"
         yield weakened(Finding("in-no-optimizer", what, cause), trace.complete, otherwise, decides)
         return
-    yield Finding("in-no-optimizer", what, cause, None, SUSPICIOUS, otherwise, decides)
+    clipped = _clipped_with(trace, optimizer, trained)
+    if clipped:
+        what += f"; nothing clears them, and the norm by which gradients are clipped includes their sum over {clipped} "
+        what += "steps"
+    held = any(p.held for s in last for p in s.layout.parameters)
+    yield weakened(Finding("in-no-optimizer", what, cause), held and clipped > 0, otherwise, decides, held)
+
+
+def _clipped_with(trace: Trace, optimizer: int, names: list[str]) -> int:
+    """Return in how many steps clipping includes gradients of `names` that add up; 0 if not in nearly all."""
+    for rank in trace.ranks[:1]:
+        steps = [s for n, s in sorted(rank.steps.get(optimizer, {}).items()) if n]
+        rows = [s for s in steps if set(names) <= set(s.piled or ()) and s.clips and not s.scale]
+        rows = [s for s in rows if all(math.isfinite(c.get("limit") or math.inf) for c in s.clips)]
+        return len(rows) if len(rows) >= max(PATIENCE, 0.9 * len(steps) - 1) else 0
+    return 0
 
 
 def _twins(trace: Trace) -> tuple[int, int] | None:
@@ -336,13 +354,45 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
             "used; freeze them if that is intended"
         )
         what = f"{few(listed)}: get no gradient in {len(steps)} steps ({len(listed)} of {len(every)})"
+        shapes = {p.name: p.shape for _, s in records for p in s.layout.parameters}
+        if factors := _zero_factors(trace, optimizer, listed, steps):
+            what += (
+                f"; {' and '.join(factors)} have a common dimension and are zero from the first step to the last: of "
+            )
+            what += "a product of two zeros, neither factor ever gets a gradient"
+            cause = "start one of the two factors at random (LoRA: A at random, B at zero)"
+            return Finding("no-gradient", what, cause, None, WRONG)
         otherwise = "parts of the model that this training does not use"
-        return Finding("no-gradient", what, cause, None, SUSPICIOUS, otherwise, "whether they should be trained")
+        matrices = any(len(shapes[n]) > 1 for n in listed)  # a last bias may cancel exactly, as a critic's
+        finding = Finding("no-gradient", what, cause)
+        return weakened(finding, False, otherwise, "whether they should be trained", matrices)
     what = f"no parameter of {records[0][1].layout.optimizer} gets a gradient in {len(steps)} steps"
     why, known = _why_zero(trace, optimizer)
     otherwise = "an optimizer whose part of the loss is switched on later"
     finding = Finding("all-zero", what + known, why)
     return weakened(finding, trace.complete, otherwise, "a trace of the whole run")
+
+
+def _zero_factors(trace: Trace, optimizer: int, names: list[str], steps: list[int]) -> list[str]:
+    """Return two matrices of one module that a product joins, and that are zero in a whole run with gradients of zero.
+
+    Gradients that are zero, not missing, prove that the loss depends on both in form. No correct program starts both
+    factors of a product at zero, as no step can ever change them. Matrices that are zero because another factor is (a
+    gate, a loss that is switched off) do not come in pairs of one module, both of them zero."""
+    records = [s for n in steps for _, s in trace.at(optimizer, n)]
+    zero = {n for n in names if all(n in s.grads and n in s.weights and s.weights[n].square == 0 for s in records)}
+    zero &= {n for n in names if n in records[0].before and records[0].before[n].square == 0}
+    shapes = {p.name: p.shape for p in records[0].layout.parameters if p.whole and len(p.shape) == 2}
+    for one, other in itertools.permutations(sorted(zero & shapes.keys()), 2):
+        same = one.rpartition(".")[0] == other.rpartition(".")[0] or _adapter(one) == _adapter(other)
+        (_, inner), (rank_, _) = shapes[one], shapes[other]
+        if trace.complete and same and inner == rank_ < min(shapes[one][0], shapes[other][1]):
+            return [one, other]
+    return []
+
+
+def _adapter(name: str) -> str:
+    return name.replace("lora_A", "lora").replace("lora_B", "lora")
 
 
 def _why_zero(trace: Trace, optimizer: int) -> tuple[str, str]:

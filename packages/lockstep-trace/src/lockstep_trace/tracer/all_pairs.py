@@ -14,9 +14,29 @@ from torch import Tensor
 from .graph import NODES, name_of, shape_of
 
 CLOSE = 1e-6
-# element-wise operations of one operand, and reductions of their results
-ALONE = ("Abs", "Pow", "Sqrt", "Log", "Log1P", "Exp", "Expm1", "Cosh", "Tanh", "Neg", "Softplus", "Sigmoid", "Square")
-TOGETHER = ("Mean", "Sum", "Add", "Sub", "Div", "Mul")
+# element-wise operations, and reductions of their results
+ALONE = (
+    "Abs",
+    "Pow",
+    "Sqrt",
+    "Log",
+    "Log1P",
+    "Exp",
+    "Expm1",
+    "Cosh",
+    "Tanh",
+    "Neg",
+    "Softplus",
+    "Sigmoid",
+    "Square",
+    "Clamp",
+    "ClampMin",
+    "ClampMax",
+    "Relu",
+    "LeakyRelu",
+    "LogSigmoid",
+)
+TOGETHER = ("Mean", "Sum", "Add", "Sub", "Div", "Mul", "Maximum", "Minimum")
 
 
 def columns(batch: Any) -> list[Tensor]:
@@ -31,24 +51,36 @@ def columns(batch: Any) -> list[Tensor]:
 def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
     """Return whether a loss is a function of the differences [N, N] of outputs [N, 1] and a column [N] of the batch, in
     which no pair counts more than another, int64 [1]; None for another loss."""
-    waiting: list[tuple[Any, tuple[Any, ...]]] = [(getattr(loss, "grad_fn", None), ())]
-    known: set[Any] = set()
+    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
+    known: list[Any] = []
+    pairs = None
     for _ in range(NODES):
-        node, above = waiting.pop() if waiting else (None, ())
+        node = waiting.pop() if waiting else None
         if node is None:
             break
-        if _is_of_pairs(node):
-            values = [_whole(n) for n in reversed(above)]
-            value = next((v for v in values if v is not None and list(v.shape) == shape_of(node)), None)
-            return None if value is None else _matches(value, targets)
-        name = name_of(node)
-        before = [n for n, _ in node.next_functions if n is not None]
+        if _is_of_pairs(node) and pairs in (None, node):
+            pairs = node
+            continue
+        name, before = name_of(node), [n for n, _ in node.next_functions if n is not None]
         weighted = name in ("Mul", "Div") and len(before) < 2 and not is_number(node)
-        if node in known or weighted or (name not in ALONE and name not in TOGETHER) or len({*before}) != 1:
+        weighted |= name in ("Maximum", "Minimum") and len(before) < 2
+        weighted |= any(isinstance(getattr(node, bound, None), Tensor) for bound in ("_saved_min", "_saved_max"))
+        if weighted or not before or (name not in ALONE and name not in TOGETHER):
             return None
-        known.add(node)
-        waiting.append((before[0], (*above, node)))
-    return None
+        known.append(node)
+        waiting += [n for n in before if all(n is not k for k in known)]
+    if pairs is None:
+        return None
+    value = next((v for n in known if (v := _multiple(n, pairs)) is not None), None)
+    return None if value is None else _matches(value, targets)
+
+
+def _multiple(node: Any, pairs: Any) -> Tensor | None:
+    value, under = getattr(node, "_saved_self", None), node.next_functions[0][0]
+    while under is not pairs and under is not None and (name_of(under) == "Neg" or name_of(under) in ("Mul", "Div")):
+        under = under.next_functions[0][0] if len(under.next_functions) == 1 or is_number(under) else None
+    fits = under is pairs and isinstance(value, Tensor) and list(value.shape) == shape_of(pairs)
+    return value.detach() if fits and isinstance(value, Tensor) else None
 
 
 def _is_of_pairs(node: Any) -> bool:
@@ -63,11 +95,6 @@ def is_number(node: Any) -> bool:
     """Return whether a product's other factor is a number, not a tensor of weights."""
     other = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
     return all(not isinstance(value, Tensor) or value.dim() == 0 for value in other)
-
-
-def _whole(node: Any) -> Tensor | None:
-    value = getattr(node, "_saved_self", None)
-    return value.detach() if isinstance(value, Tensor) else None
 
 
 def _matches(value: Tensor, targets: Sequence[Tensor]) -> Tensor | None:

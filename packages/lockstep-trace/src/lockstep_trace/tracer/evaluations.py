@@ -42,6 +42,7 @@ class Evaluation:
     count: int = 0
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges` of first calls
     looks: int = 0
+    drawn: list[int] = field(default_factory=list)  # state of the generator at the first call
     unused_norms: Tensor | None = None  # `UnusedNorms.look`
 
     def add(self, batch: CallInputs) -> None:
@@ -62,6 +63,7 @@ class Evaluation:
             "between": self.setting.between,
             "mode": self.mode,
             "optimizers": self.optimizers,
+            "drawn": self.drawn,
             "known": hexed(self.known),
             "unused_norms": [] if self.unused_norms is None else self.unused_norms.tolist(),
             "ranges": [r.tolist() for r in self.ranges],

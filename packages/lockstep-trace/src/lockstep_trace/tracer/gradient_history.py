@@ -34,6 +34,22 @@ class GradientHistory:
         self.in_backward = False
         self.inside: dict[int, tuple[weakref.ref[Any], list[GradientVersion]]] = {}  # optimizers that step in backward
         self.factors = ClippingFactors()
+        self.outside: dict[int, tuple[weakref.ref[Any], int]] = {}  # gradients that no optimizer reads, by parameter
+
+    def piles_up(self, parameter: Any, backwards: int, clips: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the gradient of a parameter in no optimizer holds that of the last step, too: since then
+        nothing wrote to it but each backward and each clipping by norm, of which all cover it."""
+        grad = parameter.grad
+        ref, count = self.outside.pop(id(parameter), (None, 0))
+        if grad is None or not placement.is_plain_tensor(grad):
+            return False
+        self.outside[id(parameter)] = weakref.ref(grad), version(grad)
+        covered = all(c["how"] == "clip_grad_norm_" and c.get("outside") for c in clips)
+        return covered and ref is not None and ref() is grad and version(grad) == count + backwards + len(clips)
+
+    def covers(self, parameters: Iterable[Any]) -> bool:
+        """Return whether parameters to clip include all that have a gradient and are in no optimizer."""
+        return bool(self.outside) and self.outside.keys() <= {id(p) for p in parameters}
 
     def before_backward(self, steps: Sequence[int]) -> None:
         self._look_for_zeroed(steps)

@@ -131,8 +131,10 @@ def loss_function(node: Any) -> LossFunction:
     if about["gathered"] is not None and target.dim() == 1:
         diagonal = (target == torch.arange(counted, device=target.device)).all()
     numbers.append(diagonal)
-    one_each = target.dim() == 1 and ignored is not None and counted <= ROWS
-    classes = hash_of_each(target) if one_each and not target.is_floating_point() else None
+    one_each = counted == len(target) <= ROWS if target.dim() else False
+    named = name.startswith(("NllLoss", "BinaryCrossEntropy"))
+    values = target * 4096 if target.is_floating_point() else target  # soft labels
+    classes = hash_of_each(values.reshape(counted)) if one_each and named else None
     return LossFunction(about, torch.stack([n.reshape(()).long() for n in numbers]), classes)
 
 

@@ -47,13 +47,27 @@ def odd_settings(root: nn.Module) -> list[tuple[str, str, float]]:
             rows.append(("momentum", placement.plain_name(name), momentum))
         if isinstance(module, DROPOUTS) and isinstance(drop, float) and 0.8 <= drop < 1:
             rows.append(("dropout", placement.plain_name(name), drop))
-        if vars(module).get("requires_grad") is False and any(p.requires_grad for p in module.parameters()):
-            codes = [f.__code__ for k in type(module).__mro__ for f in vars(k).values() if hasattr(f, "__code__")]
-            if not any(
-                "requires_grad" in (*c.co_varnames, *c.co_names) for c in codes if "torch/nn" not in c.co_filename
-            ):
-                rows.append(("frozen", placement.plain_name(name) or type(module).__name__, 0))
+        attribute = vars(module).get("requires_grad")
+        if attribute is False and any(p.requires_grad for p in module.parameters()) and not _reads(module):
+            rows.append(("frozen", placement.plain_name(name) or type(module).__name__, 0))
     return rows
+
+
+def thawed(roots: Iterable[nn.Module]) -> list[str]:
+    """Return the names of modules that were given an attribute `requires_grad` of True, which torch does not read, and
+    all of whose parameters are frozen."""
+    rows = []
+    for root in roots:
+        for name, module in root.named_modules():
+            parameters = list(module.parameters()) if vars(module).get("requires_grad") is True else []
+            if parameters and not any(p.requires_grad for p in parameters) and not _reads(module):
+                rows.append(placement.plain_name(name))
+    return [name for name in rows if name]
+
+
+def _reads(module: nn.Module) -> bool:
+    codes = [f.__code__ for k in type(module).__mro__ for f in vars(k).values() if hasattr(f, "__code__")]
+    return any("requires_grad" in (*c.co_varnames, *c.co_names) for c in codes if "torch/nn" not in c.co_filename)
 
 
 class Born:

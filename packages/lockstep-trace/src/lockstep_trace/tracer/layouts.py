@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import placement
 from .fingerprint import width_of
+from .layers import thawed
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Layouts:
             ],
             ties=ties,
             untied=_untied(roots),
+            thawed=thawed(roots),
             mesh=max(meshes, key=lambda m: len(m["sizes"]), default=None),  # a layer may use only a part of the mesh
             models=[type(r).__name__ for r in roots],
         )

@@ -136,7 +136,7 @@ class Recorder:
         self.since.training = training if self.since.training is None else self.since.training and training
         if self.since.mode is None:
             self.since.mode = self.modes.mode(module)
-            if min(self.steps, default=0) < DRAWS:
+            if min(self.steps, default=0) < DRAWS or self.since.evaluated:
                 self.since.drawn += random_state()
             if norms := self.modes.norms(module):
                 self.since.mode["frozen"] = self.norms.undone(module, norms)
@@ -214,6 +214,8 @@ class Recorder:
             if trained:
                 self.since.evaluated_at = {id(p): written(p) for p in module.parameters()}
             self.evaluation = Evaluation(setting, active, self.modes.mode(module), self._trainers(module))
+            if trained and not between:
+                self.evaluation.drawn = random_state()
             if not trained and any(self.steps):
                 self.evaluation.unused_norms = self.unused_norms.look(module)
         if batch is not None:
@@ -325,6 +327,7 @@ class Recorder:
         grads = [p for p in self.parts(parameters) if p.grad is not None]
         clip: dict[str, Any] = {"how": how, "limit": _number(limit), "backwards": self.since.backwards}
         clip["of"], clip["given"] = len(grads), len(parameters)
+        clip |= {"outside": True} if self.gradients.covers(parameters) else {}
         if self.since.scale is not None and not self.since.unscaled:
             clip["scaled"] = True  # unless the scale turns out to be 1
         self.since.clips.append(clip)
@@ -472,7 +475,7 @@ class Recorder:
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
         names, _ = self.names()
-        outside, late = {}, []
+        outside, late, piled = {}, [], []
         optimized = {
             id(getattr(p, "source", p))
             for ref in self.optimizers
@@ -489,6 +492,8 @@ class Recorder:
                         names = self.names(fresh=True)[0]
                     name = names.get(id(parameter), "?")
                     outside[name] = parameter.grad is not None
+                    if self.gradients.piles_up(parameter, since.backwards, since.clips):
+                        piled.append(name)
                     if self._is_late(parameter):
                         late.append(name)
         return {
@@ -509,6 +514,7 @@ class Recorder:
             "groups": here["groups"],
             "outside": outside,
             "late": late,
+            "piled": piled,
             "mode": since.mode,
             "fed": since.fed,
             "by_scaler": self.by_scaler,
