@@ -73,7 +73,7 @@ class OptimizerLayout:
     mesh: Mapping[str, Any] | None
     models: tuple[str, ...]
     own: bool = False  # a class outside torch.optim
-    thawed: tuple[str, ...] = ()  # frozen modules with an attribute `requires_grad` of True
+    thawed: tuple[tuple[str, int], ...] = ()  # frozen modules with an attribute `requires_grad` of True
 
 
 @dataclass(frozen=True)
@@ -386,7 +386,7 @@ def _layout(record: Mapping[str, Any]) -> OptimizerLayout:
         record["mesh"],
         tuple(record["models"]),
         bool(record.get("own")),
-        tuple(record.get("thawed", ())),
+        tuple((name, count) for name, count in record.get("thawed", ())),
     )
 
 

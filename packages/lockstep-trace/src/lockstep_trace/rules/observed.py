@@ -168,14 +168,11 @@ def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if rank is None:
         return
     last = rank.steps[optimizer][max(rank.steps[optimizer])].layout
-    for name in last.thawed[:1] if trace.complete else ():
-        inside = [p for p in last.parameters if p.name.startswith(f"{name}.")]
-        if inside and not any(p.trained for p in inside):
-            what = (
-                f"requires_grad = True is set on the module {name}, and its {len(inside)} parameters in the optimizer "
-            )
-            what += "stay frozen"
-            yield Finding("setting-unread", what, "module.requires_grad_(True) unfreezes its parameters", None, WRONG)
+    for name, count in last.thawed[:1] if trace.complete else ():
+        what = (
+            f"requires_grad = True is set on the module {name}, and its {count} parameters in the optimizer stay frozen"
+        )
+        yield Finding("setting-unread", what, "module.requires_grad_(True) unfreezes its parameters", None, WRONG)
     for kind, name, number in rank.models[0].get("odd", ())[:1] if rank.models else ():
         if kind == "frozen":
             if not _trained(rank, optimizer, name):

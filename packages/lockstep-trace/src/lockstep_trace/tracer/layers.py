@@ -53,16 +53,17 @@ def odd_settings(root: nn.Module) -> list[tuple[str, str, float]]:
     return rows
 
 
-def thawed(roots: Iterable[nn.Module]) -> list[str]:
-    """Return the names of modules that were given an attribute `requires_grad` of True, which torch does not read, and
-    all of whose parameters are frozen."""
-    rows = []
+def thawed(roots: Iterable[nn.Module], optimized: set[int]) -> list[tuple[str, int]]:
+    """Return (name, number of parameters) of modules that were given an attribute `requires_grad` of True, which torch
+    does not read, and whose parameters are all frozen and in `optimized`."""
+    rows = {}
     for root in roots:
         for name, module in root.named_modules():
             parameters = list(module.parameters()) if vars(module).get("requires_grad") is True else []
-            if parameters and not any(p.requires_grad for p in parameters) and not _reads(module):
-                rows.append(placement.plain_name(name))
-    return [name for name in rows if name]
+            frozen = all(not p.requires_grad and id(p) in optimized for p in parameters)
+            if parameters and frozen and not _reads(module):
+                rows[id(module)] = placement.plain_name(name) or type(module).__name__, len(parameters)
+    return list(rows.values())
 
 
 def _reads(module: nn.Module) -> bool:

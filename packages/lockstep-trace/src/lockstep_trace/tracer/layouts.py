@@ -73,7 +73,7 @@ class Layouts:
             ],
             ties=ties,
             untied=_untied(roots),
-            thawed=thawed(roots),
+            thawed=thawed(roots, {id(getattr(p, "source", p)) for p, _ in parameters}),
             mesh=max(meshes, key=lambda m: len(m["sizes"]), default=None),  # a layer may use only a part of the mesh
             models=[type(r).__name__ for r in roots],
         )
