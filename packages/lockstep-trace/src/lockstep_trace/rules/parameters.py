@@ -88,8 +88,8 @@ def in_no_optimizer(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if clipped:
         what += f"; nothing clears them, and the norm by which gradients are clipped includes their sum over {clipped} "
         what += "steps"
-    held = any(p.held for s in last for p in s.layout.parameters)
-    yield weakened(Finding("in-no-optimizer", what, cause), held and clipped > 0, otherwise, decides, held)
+    own = any(p.held for s in last for p in s.layout.parameters)
+    yield weakened(Finding("in-no-optimizer", what, cause), own and clipped > 0, otherwise, decides, own)
 
 
 def _clipped_with(trace: Trace, optimizer: int, names: list[str]) -> int:

@@ -476,13 +476,8 @@ class Recorder:
         number, since = here["number"], self.since
         names, _ = self.names()
         outside, late, piled = {}, [], []
-        optimized = {
-            id(getattr(p, "source", p))
-            for ref in self.optimizers
-            if (o := ref()) is not None
-            for g in o.param_groups
-            for p in g["params"]
-        }
+        groups = [group for o in self._stepping().values() for group in o.param_groups]
+        optimized = {id(getattr(p, "source", p)) for group in groups for p in group["params"]}
         if self.loss_looks < TOKEN_LOOKS or self.steps[number] % SPARSE == 0:
             since.bare = self.strays.bare(optimized | self.in_optimizers())
         for root in self.models():
