@@ -274,3 +274,28 @@ def test_a_config_says_its_parts_aliases_and_the_text_inside() -> None:
     assert set(LlavaConfig.sub_configs) == {"text_config", "vision_config"}
     assert both.get_text_config(decoder=True) is both.text_config
     assert json.loads(json.dumps(config.to_dict()))["n_embd"] == 16
+
+
+@rests_on_it(
+    "src/lockstep/tasks/modules/wrapped_module.py",
+    "src/lockstep/tasks/models/pooling.py",
+    "src/lockstep/tasks/models/qa_spans.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+)
+def test_an_output_leaves_out_none() -> None:
+    """A ModelOutput that is a dataclass leaves out None, and is read by name, key and place; CausalLMOutput,
+    SequenceClassifierOutput and TokenClassifierOutput take logits alone."""
+    from dataclasses import dataclass
+
+    from transformers import modeling_outputs
+    from transformers.utils import ModelOutput
+
+    @dataclass
+    class Out(ModelOutput):
+        loss: torch.Tensor | None = None
+        logits: torch.Tensor | None = None
+
+    kinds = ("CausalLMOutput", "SequenceClassifierOutput", "TokenClassifierOutput")
+    for kind in (Out, *(getattr(modeling_outputs, name) for name in kinds)):
+        out: Any = kind(logits=torch.ones(1))
+        assert ([*out], out.loss, out["logits"] is out.logits is out[0]) == (["logits"], None, True)

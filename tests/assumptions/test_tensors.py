@@ -1,0 +1,243 @@
+"""What lockstep assumes about tensors, modules and hooks of torch: ties, empty inputs, dtypes, order, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from support.assumed import rests_on_it
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/qa_spans.py",
+    "src/lockstep/tasks/models/inference.py",
+    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/masked_language_modeling.py",
+)
+def test_the_first_of_equal_numbers_is_the_greatest() -> None:
+    """On a CPU argmax and max along a dimension give the first place of equal numbers, also of -inf, at odd sizes, in
+    bfloat16 and float32; a NaN is greater than all; topk is in descending order."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for size in (1, 7, 70, 1003):
+            rows = torch.zeros(3, size, dtype=dtype)
+            rows[1], rows[2, size // 2 :] = -torch.inf, 2.0
+            for places in (rows.argmax(1), rows.max(1).indices):
+                assert places.tolist() == [0, 0, size // 2]
+    assert torch.tensor([1.0, float("nan"), 3.0]).argmax() == 1
+    assert torch.tensor([1.0, 4.0, 3.0]).topk(2).values.tolist() == [4.0, 3.0]
+
+
+@rests_on_it(
+    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/preference.py",
+    "src/lockstep/tasks/reward.py",
+    "src/lockstep/tasks/models/pooling.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/tasks/embedding.py",
+)
+def test_losses_of_extreme_and_of_no_logits_are_finite() -> None:
+    """logsigmoid, binary_cross_entropy_with_logits and logsumexp do not overflow; cross_entropy of no rows is 0, or no
+    number with reduction none, and one_hot of none has its columns; cross_entropy with a score of -inf is finite if the
+    target's is; normalize of a zero vector is zero, with a finite gradient."""
+    assert functional.logsigmoid(torch.tensor([-1e4, 1e4])).tolist() == [-1e4, 0.0]
+    pairs = torch.tensor([1e4, -1e4]), torch.tensor([0.0, 1.0])
+    assert functional.binary_cross_entropy_with_logits(*pairs, reduction="none").tolist() == [1e4, 1e4]
+    assert torch.tensor([[1e4, -torch.inf]]).logsumexp(1).tolist() == [1e4]
+    none = torch.zeros(0, 3), torch.zeros(0, dtype=torch.long)
+    assert functional.cross_entropy(*none, reduction="sum").item() == 0
+    assert functional.cross_entropy(*none, reduction="none").shape == (0,)
+    assert functional.one_hot(none[1], 3).shape == (0, 3)
+    scores = torch.tensor([[0.0, -torch.inf, 0.0]], requires_grad=True)
+    functional.cross_entropy(scores, torch.tensor([0]), reduction="none").sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[-0.5, 0.0, 0.5]]
+    zero = torch.zeros(1, 3, requires_grad=True)
+    unit = functional.normalize(zero, dim=-1)
+    unit.sum().backward()
+    assert not unit.any()
+    assert zero.grad is not None
+    assert zero.grad.isfinite().all()
+
+
+@rests_on_it(
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/unpadded.py",
+    "src/lockstep/tasks/label_task.py",
+    "src/lockstep/tasks/objectives/objectives.py",
+)
+def test_what_autocast_leaves_alone() -> None:
+    """Under autocast on a CPU a product is bfloat16, of float64 it stays float64, and within autocast(enabled=False) it
+    stays float32; softmax, logsumexp and logsigmoid of bfloat16 stay bfloat16, so lockstep casts logits first;
+    is_autocast_enabled and get_autocast_dtype take the device's type."""
+    square = torch.ones(2, 2)
+    assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled("cpu")
+        low = square @ square
+        assert (low.dtype, (square.double() @ square.double()).dtype) == (torch.bfloat16, torch.float64)
+        with torch.autocast("cpu", enabled=False):
+            assert (square @ square).dtype == torch.float32
+        others = low.softmax(-1), low.logsumexp(-1), functional.logsigmoid(low)
+        assert {each.dtype for each in others} == {torch.bfloat16}
+    assert torch.get_autocast_dtype("cuda") == torch.float16
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/masks.py", "src/lockstep/data/host_facts.py", "src/lockstep/tasks/preference.py"
+)
+def test_a_view_knows_its_base() -> None:
+    """_base of a view, also of a view of it, is the first tensor, and None of a copy; bool() of a mask of integers is
+    another object; int64 numbers seen as float64 and back keep their bits; diff with prepend has as many numbers."""
+    whole = torch.ones(6)
+    assert whole[:2]._base is whole
+    assert whole.view(2, 3)[:1]._base is whole
+    assert whole.clone()._base is None
+    numbers = torch.tensor([[3.5, float("nan")]], dtype=torch.float64)
+    bits = numbers.view(torch.int64)
+    assert torch.equal(bits[:, -1].contiguous().view(torch.float64).view(torch.int64), bits[:, -1])
+    places = torch.tensor([[0, 1, 0, 1]])
+    assert (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1).tolist() == [[0, 0, 1, 1]]
+
+
+@rests_on_it(
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
+    "src/lockstep/tasks/models/head_padding.py",
+    "src/lockstep/tasks/models/repeatable.py",
+)
+def test_hooks_that_are_registered_within_a_forward_run_last_and_can_end() -> None:
+    """A hook that a pre-hook of the whole registers on a part runs in the same forward, after earlier hooks, and can
+    remove itself; a forward set on the object is what a call runs, with the hooks around it."""
+    order: list[str] = []
+    part = nn.Linear(2, 2)
+    whole = nn.Sequential(part)
+    part.forward = lambda input: input * 3  # type: ignore[method-assign]
+    part.register_forward_hook(lambda *_: order.append("first"))
+
+    def begin(*_: Any) -> None:
+        def last(module: Any, args: Any, output: Any) -> None:
+            order.append("last")
+            handle.remove()
+
+        handle = part.register_forward_hook(last)
+
+    whole.register_forward_pre_hook(begin)
+    for _ in range(2):
+        assert whole(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert order == ["first", "last"] * 2
+    assert len(part._forward_hooks) == 1
+
+
+@rests_on_it("src/lockstep/tasks/models/repeatable.py")
+def test_an_operation_of_ones_own_has_a_gradient_and_an_embedding_a_kernel() -> None:
+    """A custom_op has the gradient of register_autograd, and on the meta device the shape of register_fake;
+    embedding_dense_backward gives the bits of an embedding's gradient, with the row of padding zero."""
+
+    @torch.library.custom_op("lockstep_witness::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    @twice.register_fake
+    def _(x: Tensor) -> Tensor:
+        return x.new_empty(*x.shape)
+
+    twice.register_autograd(lambda ctx, slope: slope * 5, setup_context=lambda ctx, inputs, output: None)
+    x = torch.ones(2, requires_grad=True)
+    twice(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]
+    assert twice(torch.ones(3, 4, device="meta")).shape == (3, 4)
+    ids, slope = torch.tensor([[0, 2, 2, 1]]), torch.randn(1, 4, 3)
+    for padding in (None, 2):
+        weight = torch.randn(4, 3, requires_grad=True)
+        functional.embedding(ids, weight, padding).backward(slope)
+        kernel = torch.ops.aten.embedding_dense_backward(slope, ids, 4, -1 if padding is None else padding, False)
+        assert weight.grad is not None
+        assert torch.equal(kernel, weight.grad)
+        assert bool(kernel[2].any()) is (padding is None)
+
+
+@rests_on_it("src/lockstep/tasks/models/config_checks.py")
+def test_a_profile_names_operations_of_forward_and_backward() -> None:
+    """key_averages of a profile of the CPU names each operation that ran, as aten::NAME, in backward too."""
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.linalg.cholesky(weight @ weight.T + torch.eye(2)).sum().backward()
+    names = {entry.key.removeprefix("aten::") for entry in profile.key_averages()}
+    assert {"linalg_cholesky_ex", "mm"} <= names
+
+
+@rests_on_it("src/lockstep/tasks/models/unpadded.py")
+def test_a_function_hands_over_to_the_class_of_a_tensor() -> None:
+    """handle_torch_function calls __torch_function__ of the subclass among the relevant arguments, with the function,
+    all arguments and keywords, and returns what that returns."""
+    from torch.overrides import handle_torch_function
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function, args[1:], kwargs
+
+    def attention(query: Any, size: int, *, scaling: float) -> Any:
+        return handle_torch_function(attention, (query,), query, size, scaling=scaling)
+
+    query: Any = torch.ones(1).as_subclass(Own)
+    assert attention(query, 2, scaling=0.5) == (attention, (2,), {"scaling": 0.5})
+
+
+@rests_on_it(
+    "src/lockstep/tasks/modules/wrapped_module.py",
+    "src/lockstep/proof/replay.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/tasks/models/models.py",
+)
+def test_loading_weights_needs_all_names_and_shapes_and_keeps_dtypes() -> None:
+    """load_state_dict raises RuntimeError for a missing, an additional and a differently shaped weight; with strict
+    False only for the shape. It converts to the parameter's dtype. Buffers that are not persistent are in no
+    state_dict; named_parameters has a shared parameter once, or with remove_duplicate=False under each name."""
+    layer = nn.Linear(1, 1)
+    one, whole = torch.ones(1, 1), {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+    for wrong in ({"weight": one}, whole | {"z": one}, whole | {"weight": torch.ones(2, 1)}):
+        with pytest.raises(RuntimeError):
+            layer.load_state_dict(wrong)
+    assert layer.load_state_dict({"weight": one, "z": one}, strict=False) == (["bias"], ["z"])
+    with pytest.raises(RuntimeError):
+        layer.load_state_dict({"weight": torch.ones(2, 1)}, strict=False)
+    layer.load_state_dict({"weight": one.double(), "bias": torch.ones(1, dtype=torch.int64)})
+    assert {each.dtype for each in layer.parameters()} == {torch.float32}
+    layer.register_buffer("places", torch.ones(1), persistent=False)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    twice = nn.ModuleList([layer, layer])
+    assert [name for name, _ in twice.named_parameters()] == ["0.weight", "0.bias"]
+    assert len([*twice.named_parameters(remove_duplicate=False)]) == 4
+
+
+@rests_on_it("src/lockstep/tasks/modules/wrapped_module.py")
+def test_a_module_can_become_of_a_class_of_its_own() -> None:
+    """An nn.Module's __class__ can be replaced by a subclass made with type; frombuffer sees a bytearray's bytes, and
+    refuses an empty one."""
+    layer = nn.Linear(1, 1)
+    layer.__class__ = type("Linear", (nn.Linear,), {"forward": lambda self, x: x + 1})
+    assert (layer(torch.ones(1)).item(), len([*layer.parameters()])) == (2.0, 2)
+    assert torch.frombuffer(bytearray(b"[]"), dtype=torch.uint8).tolist() == [91, 93]
+    with pytest.raises(ValueError):
+        torch.frombuffer(bytearray(), dtype=torch.uint8)
+
+
+@rests_on_it("src/lockstep/tasks/models/unpadded.py", "src/lockstep/tasks/models/chunked_loss.py")
+def test_rows_are_put_at_distinct_places_and_sums_added_at_equal_ones() -> None:
+    """index_copy_ writes rows to their places in any order, and scatter_add_ adds one number per row; index_select and
+    nonzero are in order; torch.dropout with share 0 draws, but changes nothing."""
+    rows = torch.arange(6.0).view(3, 2)
+    assert torch.zeros(4, 2).index_copy_(0, torch.tensor([3, 0, 1]), rows).tolist() == [[2, 3], [4, 5], [0, 0], [0, 1]]
+    added = torch.ones(2, 3).scatter_add_(1, torch.tensor([[2], [0]]), torch.full((2, 1), -1.0))
+    assert added.tolist() == [[1, 1, 0], [0, 1, 1]]
+    assert torch.tensor([5, -1, 0]).ge(0).nonzero().flatten().tolist() == [0, 2]
+    assert torch.equal(torch.dropout(rows, 0.0, train=True), rows)
+    assert np.array_equal(torch.from_numpy(np.arange(3)).numpy(), [0, 1, 2])
