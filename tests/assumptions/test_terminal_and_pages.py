@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
 import re
 import sys
@@ -124,6 +125,50 @@ def test_a_progress_draws_what_get_renderables_yields_and_cells_are_columns() ->
     table.add_column("a")
     table.add_row("w " * 30)
     assert Measurement.get(console, console.options.update(width=1000), table).maximum > 60
+
+
+@rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
+def test_parts_of_a_line_are_drawn_without_a_terminal() -> None:
+    """Table.grid puts Spinner.render's text, a label and a ProgressBar in one line; columns of a Progress show
+    description without markup, bar, "3/10", "30%" and the time left, which is unknown at first; a title and a heading
+    of a Table are markup, and a heading stays as it is in columns[i].header."""
+    from rich import progress
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+    from rich.spinner import Spinner
+    from rich.table import Table
+
+    def drawn(*parts: Any) -> list[str]:
+        console = Console(file=io.StringIO(), width=80, force_terminal=False, highlight=False)
+        console.print(*parts)
+        return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+    line = Table.grid(padding=(0, 1))
+    line.add_row(Spinner("dots").render(0.0), "label", ProgressBar(total=4, completed=2, width=20))
+    assert drawn(line) == ["\u280b label " + "\u2501" * 10]
+    kinds = (progress.BarColumn(4), progress.MofNCompleteColumn(), progress.TaskProgressColumn())
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False), *kinds, progress.TimeRemainingColumn()
+    )
+    bar.add_task("[x] a", total=10, completed=3)
+    (text,) = drawn(*bar.get_renderables())
+    assert text.split() == ["[x]", "a", "\u2501", "3/10", "30%", "-:--:--"]
+    table = Table(title="[b]t", title_justify="left", title_style="bold")
+    table.add_column("[i]a", justify="right")
+    table.add_row("[red]1")
+    assert (drawn(table)[0], table.columns[0].header) == ("t", "[i]a")
+    assert [line for line in drawn(table) if "1" in line] == ["\u2502 1 \u2502"]
+
+
+@rests_on_it("src/lockstep/lab/event_stream.py")
+def test_a_display_of_a_notebook_can_be_updated() -> None:
+    """display of IPython takes display_id, and its handle has `update`; outside of IPython get_ipython is None."""
+    display: Any = pytest.importorskip("IPython.display")
+    import IPython
+
+    assert IPython.get_ipython() is None  # type: ignore[no-untyped-call]
+    assert callable(display.DisplayHandle.update)
+    assert "display_id" in inspect.signature(display.display).parameters
 
 
 @rests_on_it("src/lockstep/track/report/report.py", "packages/lockstep-trace/src/lockstep_trace/report.py")

@@ -95,19 +95,30 @@ def test_tensorboard_reads_several_files_of_a_folder(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/track/tensorboard.py")
 def test_tensorboard_purges_steps_that_are_made_again(tmp_path: Path) -> None:
-    """A TensorBoard file with purge_step hides the steps from there on in earlier files."""
+    """RecordWriter writes serialized events to an open file: `scalar` a number by name, `text` a text under
+    NAME/text_summary. A file whose second event is a SessionLog of START at a step hides the steps from there on in
+    earlier files."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from torch.utils.tensorboard import RecordWriter
+    from torch.utils.tensorboard.summary import scalar, text
 
-    with SummaryWriter(str(tmp_path), filename_suffix=".a") as writer:
-        for step in (1, 2, 3):
-            writer.add_scalar("loss", float(step), step)
-    with SummaryWriter(str(tmp_path), filename_suffix=".b", purge_step=2) as writer:
-        writer.add_scalar("loss", 20.0, 2)
+    def write(number: int, *events: dict[str, Any]) -> None:
+        writer = RecordWriter((tmp_path / f"events.out.tfevents.000000000{number}.host.1.0").open("ab"))
+        for event in ({"file_version": "brain.Event:2"}, *events):
+            writer.write(Event(wall_time=1.0 + number, **event).SerializeToString())
+        writer.flush()
+        writer.close()
+
+    write(1, *({"step": step, "summary": scalar("loss", float(step))} for step in (1, 2, 3)))
+    started = {"step": 2, "session_log": SessionLog(status=SessionLog.START)}
+    write(2, started, {"step": 2, "summary": scalar("loss", 20.0)}, {"step": 2, "summary": text("eval/a", "**b**")})
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert [(each.step, each.value) for each in read.Scalars("loss")] == [(1, 1.0), (2, 20.0)]
+    (shown,) = read.Tensors("eval/a/text_summary")
+    assert (shown.step, shown.tensor_proto.string_val[0]) == (2, b"**b**")
 
 
 TRACKIO = """
@@ -160,6 +171,30 @@ def test_optuna_asks_for_the_same_trial_again() -> None:
         return study.ask(places).params["rate"]
 
     assert asked() == asked()
+
+
+@rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
+def test_a_trial_of_optuna_has_a_finite_value_and_lies_within() -> None:
+    """create_trial raises ValueError for NaN, and for a value outside its distribution; a logarithmic distribution
+    raises for 0; ask of a dict of distributions suggests a value of each: an index, an integer and a float."""
+    optuna = pytest.importorskip("optuna")
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    places = {"a": CategoricalDistribution(range(3)), "b": IntDistribution(1, 64, log=True)}
+    places["c"] = FloatDistribution(1e-5, 1e-1, log=True)
+    params = {"a": 1, "b": 3, "c": 1e-3}
+    assert optuna.trial.create_trial(params=params, distributions=places, value=0.5).value == 0.5
+    for other, value in ((params, float("nan")), (params | {"b": 65}, 0.5)):
+        with pytest.raises(ValueError):
+            optuna.trial.create_trial(params=other, distributions=places, value=value)
+    with pytest.raises(ValueError):
+        FloatDistribution(0.0, 1.0, log=True)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.create_study(direction="minimize", sampler=optuna.samplers.TPESampler(seed=2**32 - 1))
+    asked = study.ask(places).params
+    assert [type(asked[name]) for name in "abc"] == [int, int, float]
+    with pytest.raises(ValueError):
+        optuna.samplers.TPESampler(seed=2**32)
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
