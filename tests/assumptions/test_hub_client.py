@@ -170,3 +170,28 @@ def test_a_config_of_the_wrong_type_is_an_error_of_the_hubs_client() -> None:
 
     with pytest.raises(StrictDataclassError):
         LlamaConfig(hidden_size="many")  # type: ignore[arg-type]
+
+
+@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/data/object_store.py")
+def test_a_hook_of_the_session_can_end_each_request() -> None:
+    """The session of get_session has lists of event_hooks, and that of a client factory of ours is used next: a hook
+    for requests that raises ends each request, without a connection. hf_hub_url quotes a path and a revision."""
+    from huggingface_hub import get_session, hf_hub_url, set_client_factory
+    from huggingface_hub.utils import _http
+
+    client: Any = get_session()
+    library = sys.modules[type(client).__module__.partition(".")[0]]
+
+    def fail(request: Any) -> None:
+        raise library.ConnectError("ended", request=request)
+
+    assert isinstance(client.event_hooks["request"], list)
+    hooks = {**client.event_hooks, "request": [fail]}  # the tests' own session is offline, by such a hook
+    set_client_factory(lambda: library.Client(event_hooks=hooks, follow_redirects=True, timeout=None))
+    try:
+        with pytest.raises(library.ConnectError, match="ended"):
+            get_session().get("http://127.0.0.1:9/")
+    finally:
+        set_client_factory(_http.default_client_factory)
+    address = hf_hub_url("user/rows", "deep/a b.jsonl", repo_type="dataset", revision="refs/pr/1")
+    assert address.endswith("/datasets/user/rows/resolve/refs%2Fpr%2F1/deep/a%20b.jsonl")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     BertConfig,
@@ -127,3 +129,45 @@ def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tm
         loaded = peft.PeftModel.from_pretrained(base(), tmp_path / base.__name__).eval()
         ties: bool = getattr(model.active_peft_config, "target_modules_to_tie", None) is not None
         assert (apart(model(IDS).logits, loaded(IDS).logits) < 1e-5) is (loads or not ties)
+
+
+@rests_on_it("src/lockstep/tasks/models/adapters.py", "src/lockstep/tasks/models/storage_dtype.py")
+def test_errors_parts_and_warnings_of_adapters(tmp_path: Path) -> None:
+    """Modules that a model lacks, and a rank of 0, raise ValueError, an unknown option TypeError. A fresh adapter's
+    get_peft_model_state_dict has the names of adapter_model.safetensors, with the prefix of its type in
+    PEFT_TYPE_TO_PREFIX_MAPPING; get_base_model and get_base_layer are what is wrapped. An adapter that lacks weights
+    of the model is loaded with a warning "Found missing adapter keys", and trains with is_trainable alone. Adapting a
+    tied layer warns, by texts that lockstep knows."""
+    from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    def model(**options: Any) -> Any:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=32, **{**sizes, **options}))
+
+    for options in ({"target_modules": ["nope"]}, {"target_modules": ["q_proj"], "r": 0}):
+        with pytest.raises(ValueError):
+            get_peft_model(model(), LoraConfig(**options))
+    with pytest.raises(TypeError):
+        LoraConfig(nope=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = model()
+        adapted: Any = get_peft_model(plain, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        adapted.save_pretrained(tmp_path)
+    names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        assert {*names} == {*file.keys()}
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING[adapted.active_peft_config.peft_type]
+    assert all(f".{prefix}" in name for name in names)
+    (layer,) = (module for module in adapted.modules() if isinstance(module, BaseTunerLayer))
+    assert (adapted.get_base_model(), type(layer.get_base_layer())) == (plain, torch.nn.Linear)
+    with pytest.warns(UserWarning, match="Found missing adapter keys"):
+        loaded = [
+            PeftModel.from_pretrained(model(num_hidden_layers=2), tmp_path, is_trainable=t) for t in (False, True)
+        ]
+    assert [any(p.requires_grad for p in each.parameters()) for each in loaded] == [False, True]
+    known = r"Model has `tie_word_embeddings=True` and a tied layer|Model with `tie_word|Input and output embeddings"
+    with pytest.warns(UserWarning, match=known):
+        get_peft_model(model(tie_word_embeddings=True), LoraConfig(target_modules=["lm_head"])).merge_and_unload()

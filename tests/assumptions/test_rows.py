@@ -489,3 +489,20 @@ def test_a_table_in_memory_is_a_data_set_without_hashing(monkeypatch: pytest.Mon
     assert (made.data.nbytes, made.data.num_rows) == (16, 2)
     with pytest.raises(ValueError, match="match"):
         Dataset(InMemoryTable(table), info=DatasetInfo(features=Features({"x": Value("string")})), fingerprint="given")
+
+
+@rests_on_it("src/lockstep/data/hub_rows.py")
+def test_the_configuration_of_a_reader_has_its_options_as_fields() -> None:
+    """CsvConfig and JsonConfig are dataclasses whose fields have the defaults of a new one; a delimiter of CsvConfig is
+    its sep, too."""
+    from dataclasses import fields
+
+    from datasets.packaged_modules.csv.csv import CsvConfig
+    from datasets.packaged_modules.json.json import JsonConfig
+
+    for kind in (CsvConfig, JsonConfig):
+        assert {getattr(kind(), field.name) == getattr(kind(), field.name) for field in fields(kind)} == {True}
+    usual, other = CsvConfig(), CsvConfig(delimiter=";")
+    assert (usual.sep, usual.delimiter, other.sep, other.delimiter) == (",", None, ";", ";")
+    odd = [field.name for field in fields(other) if getattr(other, field.name) != getattr(usual, field.name)]
+    assert {*odd} == {"sep", "delimiter"}
