@@ -240,3 +240,38 @@ def test_a_secret_is_a_text_by_this_name() -> None:
     operation = session.get_session().get_service_model("secretsmanager").operation_model("GetSecretValue")
     assert "SecretId" in operation.input_shape.required_members
     assert operation.output_shape.members["SecretString"].type_name == "string"
+
+
+@rests_on_it(
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_job.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/aws.py",
+)
+def test_answers_of_aws_have_these_parts(sagemaker: Any) -> None:
+    """DescribeTrainingJob's error for an unknown job is ResourceNotFound; GetLogEvents returns the token that it was
+    given at the end of a stream, as nextForwardToken, beside events with a message; DescribeLogStreams returns at most
+    50 streams, and a nextToken if there are more. A ClientError has its code in response["Error"]["Code"]; it,
+    BotoCoreError and S3UploadFailedError are no subclasses of one another. The region of a session without any is
+    None."""
+    from boto3.exceptions import S3UploadFailedError
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.session import get_session
+
+    described = sagemaker.operation_model("DescribeTrainingJob")
+    assert [each.name for each in described.error_shapes] == ["ResourceNotFound"]
+    assert {"TrainingJobStatus", "SecondaryStatus", "FailureReason"} <= described.output_shape.members.keys()
+    for name in ("CreateTrainingJob", "StopTrainingJob"):
+        assert "TrainingJobName" in sagemaker.operation_model(name).input_shape.members
+    logs = get_session().get_service_model("logs")
+    events, streams = logs.operation_model("GetLogEvents"), logs.operation_model("DescribeLogStreams")
+    said = events.output_shape.members["nextForwardToken"].documentation
+    assert "it returns the same token you passed in" in said
+    assert "message" in events.output_shape.members["events"].member.members
+    assert {"logGroupName", "logStreamName", "startFromHead", "nextToken"} <= events.input_shape.members.keys()
+    assert "50 items" in streams.input_shape.members["limit"].documentation
+    assert "logStreamNamePrefix" in streams.input_shape.members
+    assert streams.output_shape.members.keys() == {"logStreams", "nextToken"}
+    error = ClientError({"Error": {"Code": "ValidationException", "Message": "none"}}, "DescribeTrainingJob")
+    assert error.response["Error"]["Code"] == "ValidationException"
+    kinds = (ClientError, BotoCoreError, S3UploadFailedError)
+    assert not any(issubclass(a, b) for a in kinds for b in kinds if a is not b)

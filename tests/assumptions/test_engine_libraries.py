@@ -264,3 +264,41 @@ def test_accelerate_asks_for_the_embeddings() -> None:
 
     asks = "get_input_embeddings" in inspect.getsource(fsdp_utils)
     assert asks or Version(accelerate.__version__) < Version("1.15")
+
+
+@rests_on_it(
+    "src/lockstep/strategies/hf_trainer.py",
+    "src/lockstep/distributed/world.py",
+    "src/lockstep/strategies/engines/accelerated_sharding.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/evaluators.py",
+)
+def test_places_where_trainer_and_accelerate_read_what_is_set() -> None:
+    """TrainingArguments has these fields; Trainer takes compute_loss_func and optimizers, and its training_step enters
+    compute_loss_context_manager of the object. Accelerate passes `ddp_handler` of the object to DDP, sets torch's
+    threads if OMP_NUM_THREADS is not set, and takes a process group's backend; unset_hf_deepspeed_config makes
+    is_deepspeed_zero3_enabled False."""
+    accelerate = pytest.importorskip("accelerate")
+    import dataclasses
+
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations import deepspeed
+
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = "ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph gradient_checkpointing torch_compile tf32"
+    own += (
+        " gradient_checkpointing_kwargs torch_compile_backend torch_compile_mode torch_empty_cache_steps bf16 use_cpu"
+    )
+    own += (
+        " use_liger_kernel liger_kernel_config output_dir average_tokens_across_devices ddp_broadcast_buffers report_to"
+    )
+    own += " save_strategy disable_tqdm load_best_model_at_end metric_for_best_model greater_is_better"
+    assert set(own.split()) <= known
+    assert {"compute_loss_func", "optimizers"} <= inspect.signature(Trainer.__init__).parameters.keys()
+    assert "with self.compute_loss_context_manager()" in inspect.getsource(Trainer.training_step)
+    assert "self.ddp_handler" in inspect.getsource(accelerate.Accelerator.prepare_model)
+    state = inspect.getsource(accelerate.PartialState)
+    assert "OMP_NUM_THREADS" in state
+    assert "torch.set_num_threads(" in state
+    assert accelerate.InitProcessGroupKwargs(backend="gloo").backend == "gloo"
+    deepspeed.unset_hf_deepspeed_config()
+    assert not deepspeed.is_deepspeed_zero3_enabled()

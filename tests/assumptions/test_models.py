@@ -305,3 +305,70 @@ def test_funnel_loses_the_row_of_padding_when_it_is_loaded(tmp_path: Path) -> No
     model.save_pretrained(tmp_path)
     loaded: Any = AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert not loaded.get_input_embeddings().weight[0].any()
+
+
+@rests_on_it("src/lockstep/checkpoint/model_card.py", "src/lockstep/checkpoint/hub_push.py")
+def test_ids_and_heads_that_the_client_refuses() -> None:
+    """validate_repo_id takes NAME and USER/NAME, and raises HFValidationError, a ValueError, for other texts; ModelCard
+    raises ValueError or YAMLError for a head that is no mapping or whose model-index is none, and has no data without a
+    head; ModelCardData leaves out what is None; build_hf_headers puts the token behind "Bearer"; disable_progress_bars
+    holds for all."""
+    import yaml
+    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        build_hf_headers,
+        disable_progress_bars,
+        enable_progress_bars,
+        validate_repo_id,
+    )
+
+    for right in ("a", "a/b", "user/bert-base.v1_x"):
+        validate_repo_id(right)
+    for wrong in ("a//b", "a/b/c", "-a", "a b", "a" * 100, "./folder"):
+        with pytest.raises(HFValidationError) as caught:
+            validate_repo_id(wrong)
+        assert isinstance(caught.value, ValueError)
+    for text in ("---\na: [\n---\n", "---\n- a\n---\n", "---\nmodel-index: 3\n---\n"):
+        with pytest.raises((ValueError, TypeError, yaml.YAMLError)):
+            ModelCard(text)
+    assert ModelCard("no head").data.to_dict() == {}
+    assert ModelCardData(license=None, model_name="a", tags=["b"]).to_dict() == {"model_name": "a", "tags": ["b"]}
+    assert build_hf_headers(token="hf_x")["authorization"] == "Bearer hf_x"
+    try:
+        disable_progress_bars()
+        assert are_progress_bars_disabled()
+    finally:
+        enable_progress_bars()
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/blocks.py",
+    "src/lockstep/strategies/engines/accelerated_sharding.py",
+    "src/lockstep/strategies/engines/layers.py",
+    "src/lockstep/strategies/engines/zero_partition.py",
+    "src/lockstep/strategies/engines/tensor_plans.py",
+)
+def test_what_classes_of_models_say_of_themselves() -> None:
+    """supports_gradient_checkpointing is False for a model class that does not set it; get_input_embeddings raises
+    NotImplementedError for a model without a known one; a SigLIP's vision_config has vision_use_head;
+    transformers.activations has activation modules of its own, one for the whole process; a Conv1D of `nx` inputs and
+    `nf` outputs has a weight [nx, nf]."""
+    from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel, SiglipConfig, activations
+    from transformers.pytorch_utils import Conv1D
+
+    class Bare(PreTrainedModel):
+        config_class = PretrainedConfig
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.layer = torch.nn.Linear(1, 1)
+
+    assert (Bare.supports_gradient_checkpointing, LlamaForCausalLM.supports_gradient_checkpointing) == (False, True)
+    with pytest.raises(NotImplementedError):
+        Bare(PretrainedConfig()).get_input_embeddings()
+    assert SiglipConfig().vision_config.vision_use_head is True
+    assert any(isinstance(value, torch.nn.Module) for value in vars(activations).values())
+    layer = Conv1D(5, 3)
+    assert (layer.nx, layer.nf, tuple(layer.weight.shape)) == (3, 5, (3, 5))

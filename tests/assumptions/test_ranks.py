@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from packaging.version import Version
 
 from support.assumed import rests_on_it
 from support.assumed_ranks import OCTETS, RANKS, bits, facts
@@ -135,9 +137,11 @@ def test_fsdp_reduces_by_the_object_that_it_is_given() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
 def test_fsdp_finds_no_tensors_in_objects_of_other_classes() -> None:
-    """FSDP2 finds the tensors of an output in lists, mappings and dataclasses; for an object of another class it leaves
-    the gradient unreduced, and raises nothing."""
-    assert facts()["output_that_hides_tensors"] == [[True, True, True, False]] * RANKS
+    """FSDP2 finds the tensors of an output in lists and mappings, in torch 2.13 in dataclasses too (2.11 does not); for
+    an object of another class it leaves the gradient unreduced, and raises nothing."""
+    for seen in facts()["output_that_hides_tensors"]:
+        assert (seen[:2], seen[3]) == ([True, True], False)
+        assert seen[2] or Version(torch.__version__) < Version("2.13")
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fsdp1.py")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +160,18 @@ def test_the_compiler_has_the_options_of_compiled_blocks() -> None:
     assert [name for config, some in names.items() for name in some if not hasattr(config, name)] == []
 
 
-@rests_on_it("src/lockstep/strategies/engines/blocks.py", "src/lockstep/strategies/engines/region.py")
+@rests_on_it(
+    "src/lockstep/strategies/engines/blocks.py",
+    "src/lockstep/strategies/engines/region.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/compiled.py",
+)
 def test_a_stance_decides_what_happens_to_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under set_stance("eager_on_recompile") a compiled function runs plainly for sizes that its code does not take,
     and under "fail_on_recompile" it raises; with its code's sizes both run the code. A function that cannot be traced
     whole raises a TorchDynamoException, whose text ends before "Set TORCH" after an empty line; torch.compiler.reset
     forgets the code. The default cache folder of inductor does not depend on TORCHINDUCTOR_CACHE_DIR; PyCodeCache lists
-    its modules."""
+    its modules. dynamo's contexts are _TorchDynamoContext and OptimizeContext of eval_frame, whose __call__ takes the
+    function; DisableContext is one of them."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.async_compile import shutdown_compile_workers
     from torch._inductor.codecache import PyCodeCache
@@ -213,6 +219,9 @@ def test_a_stance_decides_what_happens_to_new_sizes(monkeypatch: pytest.MonkeyPa
     assert default_cache_dir() == before
     assert isinstance(PyCodeCache.modules, list)
     assert callable(shutdown_compile_workers)
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    assert "__call__" in vars(frames._TorchDynamoContext)
+    assert all(issubclass(each, frames._TorchDynamoContext) for each in (frames.OptimizeContext, frames.DisableContext))
 
 
 @rests_on_it("src/lockstep/launchers/processes/surviving_ranks.py")

@@ -511,3 +511,58 @@ def test_wrappers_hold_the_model_under_these_names() -> None:
     assert layer._compiled_call_impl is None
     layer.compile()
     assert layer._compiled_call_impl is not None
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/fsdp.py",
+    "src/lockstep/strategies/engines/side_effects.py",
+    "src/lockstep/strategies/engines/blocks.py",
+    "src/lockstep/strategies/exact/tensor_leaves.py",
+    "src/lockstep/training/plain_sides.py",
+    "packages/lockstep-plan/src/lockstep_plan/simulated.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/update.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/calls.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
+)
+def test_trees_modes_errors_and_wrapped_steps() -> None:
+    """tree_leaves takes apart lists, tuples and mappings, and neither dataclasses nor None; a mode that is active is
+    _get_current_dispatch_mode, and without one it is None. OutOfMemoryError is a RuntimeError, and that of torch.cuda
+    the same class. `step` of an optimizer's class is wrapped: without the wrapper it is `__wrapped__`. A tensor's
+    output_nr numbers a node's results. Dropout's module is where all of its kinds are; unflatten takes one -1;
+    get_autocast_dtype of a CPU is bfloat16, and is_autocast_enabled takes a kind of device."""
+    import collections
+    import dataclasses
+
+    from torch.utils import _python_dispatch, _pytree
+
+    @dataclasses.dataclass
+    class Plain:
+        value: int
+
+    plain = Plain(2)
+    tree = [None, {"a": 1}, plain, collections.OrderedDict(x=3), (4, [])]
+    assert _pytree.tree_leaves(tree) == [None, 1, plain, 3, 4]
+    leaves, spec = _pytree.tree_flatten(tree)
+    assert _pytree.tree_unflatten(leaves, spec) == tree
+    assert _python_dispatch._get_current_dispatch_mode() is None
+
+    class Mode(_python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode() as mode:
+        assert _python_dispatch._get_current_dispatch_mode() is mode
+        assert isinstance(torch.ops.aten.add.Tensor, torch._ops.OpOverload)
+    assert issubclass(torch.OutOfMemoryError, RuntimeError)
+    assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        assert callable(kind.step.__wrapped__)  # type: ignore[attr-defined]
+    low, high = torch.ones(4, requires_grad=True).exp().split(2)
+    assert (low.output_nr, high.output_nr, low.grad_fn is high.grad_fn) == (0, 1, True)
+    assert {kind.__module__ for kind in (nn.Dropout, nn.Dropout1d, nn.AlphaDropout)} == {"torch.nn.modules.dropout"}
+    assert torch.ones(4, 6).unflatten(1, (2, 3, -1)).shape == (4, 2, 3, 1)
+    assert torch.promote_types(torch.bfloat16, torch.float32) == torch.float32
+    assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()

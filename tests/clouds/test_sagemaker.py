@@ -6,6 +6,7 @@ import json
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,22 @@ def test_logs_of_two_hosts_each_line_once(cloud: Any) -> None:
     say(2, "four")
     assert list(new_lines(client, "job", seen)) == ["algo-2: four"]
     assert list(new_lines(client, "another", {})) == []
+
+
+def test_logs_of_more_hosts_than_one_answer_lists() -> None:
+    pytest.importorskip("botocore", reason="needs the extra sagemaker")
+    hosts = [f"job/algo-{number}-170" for number in range(1, 61)]
+
+    def describe(nextToken: str = "0", **_: str) -> dict[str, Any]:
+        first = int(nextToken)
+        more = {"nextToken": str(first + 50)} if first + 50 < len(hosts) else {}
+        return {"logStreams": [{"logStreamName": name} for name in hosts[first : first + 50]], **more}
+
+    def read(logStreamName: str, **_: Any) -> dict[str, Any]:
+        return {"events": [{"message": "here"}], "nextForwardToken": "end"}
+
+    client = SimpleNamespace(describe_log_streams=describe, get_log_events=read)
+    assert len({*new_lines(client, "job", {})}) == 60
 
 
 def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:

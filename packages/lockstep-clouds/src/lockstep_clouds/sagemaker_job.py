@@ -66,11 +66,17 @@ def new_lines(client: Any, job: str, next_tokens: dict[str, str]) -> Iterator[st
     """Yield new lines of a job's CloudWatch streams (one per machine). `next_tokens`: stream -> position."""
     from botocore.exceptions import ClientError
 
+    names, more = list[str](), dict[str, str]()
     try:
-        streams = client.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job}/")["logStreams"]
+        while True:  # an answer has at most 50 streams
+            answer = client.describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=f"{job}/", **more)
+            names += [stream["logStreamName"] for stream in answer["logStreams"]]
+            more = {"nextToken": answer["nextToken"]} if "nextToken" in answer else {}
+            if not more:
+                break
     except ClientError:  # the log group is created with the first line of the first job
         return
-    names = sorted(stream["logStreamName"] for stream in streams)
+    names.sort()
     for name in names:
         host = name.removeprefix(f"{job}/").rpartition("-")[0] if len(names) > 1 else ""
         while True:
