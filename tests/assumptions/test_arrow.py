@@ -25,6 +25,9 @@ def written(path: Path, table: pa.Table) -> Path:
     "src/lockstep/data/arrow_cache.py",
     "src/lockstep/data/value_types.py",
     "src/lockstep/tasks/masked_language_modeling.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/tasks/image_classification.py",
 )
 def test_values_become_a_type_or_raise() -> None:
     """pa.array with a type raises for integers that do not fit, for truths and texts as numbers, numbers as texts,
@@ -52,7 +55,12 @@ def test_values_become_a_type_or_raise() -> None:
         pa.array([1, "a"])
 
 
-@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/tasks/image_classification.py")
+@rests_on_it(
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/data/raw_rows.py",
+    "src/lockstep/tasks/masked_language_modeling.py",
+)
 def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema() -> None:
     """ListArray.from_arrays takes numpy's int32 offsets, also of empty lists; record_batch casts columns to the types
     of its schema, in lists too, and raises where numbers do not fit; filter leaves out null and False."""
@@ -66,7 +74,15 @@ def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema()
         pa.record_batch([pa.array([2**40])], schema=pa.schema([("x", pa.int32())]))
 
 
-@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/lm_documents.py", "src/lockstep/data/row_reader.py")
+@rests_on_it(
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/row_reader.py",
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/data/value_types.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/modules/dataset.py",
+)
 def test_combined_batches_are_one_and_none_are_no_batch() -> None:
     """combine_chunks().to_batches() merges several batches into one, in order; a table with a schema and no batches
     gives none. A slice of a column in a mapping makes a batch of that slice; slice(at, count) of a batch has those
@@ -78,7 +94,12 @@ def test_combined_batches_are_one_and_none_are_no_batch() -> None:
     assert pa.Table.from_batches([], whole.schema).combine_chunks().to_batches() == []
 
 
-@rests_on_it("src/lockstep/data/stream.py", "src/lockstep/data/arrow_cache.py", "src/lockstep/data/cache.py")
+@rests_on_it(
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/cache.py",
+    "src/lockstep/data/row_reader.py",
+)
 def test_metadata_of_a_schema_is_in_the_file_and_is_left_out_by_name(tmp_path: Path) -> None:
     """from_pylist takes a schema of names of types, with null for absent keys, and uint64 exactly; an IPC stream keeps
     the schema's metadata, as bytes; replace_schema_metadata(None) and schema(list(...)) leave it out, and concat_tables
@@ -97,7 +118,16 @@ def test_metadata_of_a_schema_is_in_the_file_and_is_left_out_by_name(tmp_path: P
         pa.concat_tables([plain, pa.table({"a": ["x"], "hash": ["y"]})])
 
 
-@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/row_files.py", "src/lockstep/data/file_formats.py")
+@rests_on_it(
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/data/file_formats.py",
+    "src/lockstep/data/cache.py",
+    "src/lockstep/data/row_reader.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/data/value_types.py",
+)
 def test_a_file_of_batches_is_read_by_number_and_is_no_stream(tmp_path: Path) -> None:
     """An IPC file, compressed by lz4 too, has as many batches as write_table was given tables of one batch; get_batch
     reads one, which stays after the map is closed. A stream is no file and a file no stream: each raises ArrowInvalid,
@@ -138,7 +168,7 @@ def test_the_end_of_a_parquet_file_says_its_groups_and_types(tmp_path: Path) -> 
         pq.ParquetFile(tmp_path / "none")
 
 
-@rests_on_it("src/lockstep/data/usable_rows.py")
+@rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/raw_rows.py")
 def test_what_a_comparison_with_nulls_and_nan_gives() -> None:
     """is_null(nan_is_null=True) is also true for NaN, and takes texts and lists; `or_` of a truth and null is null;
     comparisons of NaN are False, but is_in finds NaN; invert of null is null, and fill_null replaces it."""
@@ -153,7 +183,9 @@ def test_what_a_comparison_with_nulls_and_nan_gives() -> None:
     assert pc.is_valid(pa.array([1, None])).to_pylist() == [True, False]
 
 
-@rests_on_it("src/lockstep/data/usable_rows.py")
+@rests_on_it(
+    "src/lockstep/data/usable_rows.py", "src/lockstep/data/arrow_cache.py", "src/lockstep/data/lm_documents.py"
+)
 def test_numbers_are_compared_exactly_or_not_at_all() -> None:
     """A comparison of integers with a float, and a cast to float64, raise ArrowInvalid for integers beyond 2**53; with
     a larger integer they are compared as numbers; uint64 beyond 2**63 with an integer raises; float16 has no kernel:
@@ -188,7 +220,7 @@ def test_fields_of_structures_and_items_of_lists_are_null_where_their_holder_is(
     assert pc.unique(pa.chunked_array([[2, 1], [2]])).to_pylist() == [2, 1]
 
 
-@rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/stream.py")
+@rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/stream.py", "src/lockstep/data/lm_documents.py")
 def test_kinds_of_types_do_not_include_each_other() -> None:
     """is_list, is_large_list and is_fixed_size_list are each true for one kind of list, and is_string is false for
     large strings; is_floating is true for float16, and false, like is_integer, for decimals and booleans; JSON's type

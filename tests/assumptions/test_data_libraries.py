@@ -159,6 +159,8 @@ def test_a_stream_splits_by_shards_in_turns() -> None:
     "src/lockstep/data/hub.py",
     "src/lockstep/proof/attest.py",
     "src/lockstep/checkpoint/export.py",
+    "src/lockstep/proof/against_plain.py",
+    "src/lockstep/proof/replay.py",
 )
 def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
     """safe_open has names, and shapes without reading tensors; a cut, longer or empty file raises SafetensorError,
@@ -242,6 +244,15 @@ def test_special_tokens_are_added_by_name_and_known_to_a_template() -> None:
     "src/lockstep/tasks/translation.py",
     "src/lockstep/tasks/models/token_rows.py",
     "src/lockstep/data/tokenizer.py",
+    "src/lockstep/data/conversations.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/qa_features.py",
+    "src/lockstep/lab/import_config/loss_means.py",
+    "src/lockstep/plain/scores.py",
+    "src/lockstep/tasks/classification.py",
+    "src/lockstep/tasks/question_answering.py",
+    "src/lockstep/tasks/text_task.py",
+    "src/lockstep/tasks/token_classification.py",
 )
 def test_a_tokenizer_of_transformers_counts_and_names_all_tokens() -> None:
     """len of a PreTrainedTokenizerFast and get_vocab count tokens added later; convert_ids_to_tokens takes a list or an

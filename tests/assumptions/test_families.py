@@ -33,6 +33,8 @@ def tiny(**options: Any) -> Any:
     "src/lockstep/tasks/models/token_rows.py",
     "src/lockstep/tasks/models/chunked_loss.py",
     "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/head_padding.py",
 )
 def test_a_model_on_the_meta_device_has_shapes_alone() -> None:
     """A model built under torch.device("meta") has no memory in weights and buffers, draws no random number, computes
@@ -235,6 +237,13 @@ def test_what_generate_returns() -> None:
     "src/lockstep/tasks/models/model_configs.py",
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/data/tokenizer.py",
+    "src/lockstep/lab/import_config/model_defaults.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/padding.py",
+    "src/lockstep/tasks/models/small_models.py",
+    "src/lockstep/tasks/models/source_files.py",
+    "src/lockstep/tasks/models/token_rows.py",
 )
 def test_tables_of_families_have_these_names() -> None:
     """modeling_auto has a table of families for each head, and transformers its Auto class; ALL_ATTENTION_FUNCTIONS
@@ -257,7 +266,13 @@ def test_tables_of_families_have_these_names() -> None:
     assert hasattr(transformers, IMAGE_PROCESSOR_MAPPING_NAMES["vit"]["pil"])
 
 
-@rests_on_it("src/lockstep/tasks/models/model_configs.py", "src/lockstep/tasks/models/chunked_loss.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/model_configs.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/lab/init/questions.py",
+    "src/lockstep/tasks/models/padding.py",
+    "src/lockstep/tasks/translation.py",
+)
 def test_a_config_says_its_parts_aliases_and_the_text_inside() -> None:
     """attribute_map names aliases, which set the entry behind them; sub_configs names the classes of nested configs;
     get_text_config(decoder=True) is the config itself or the part of the texts; to_dict is JSON."""
@@ -281,6 +296,7 @@ def test_a_config_says_its_parts_aliases_and_the_text_inside() -> None:
     "src/lockstep/tasks/models/pooling.py",
     "src/lockstep/tasks/models/qa_spans.py",
     "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/question_answering.py",
 )
 def test_an_output_leaves_out_none() -> None:
     """A ModelOutput that is a dataclass leaves out None, and is read by name, key and place; CausalLMOutput,
@@ -299,3 +315,31 @@ def test_an_output_leaves_out_none() -> None:
     for kind in (Out, *(getattr(modeling_outputs, name) for name in kinds)):
         out: Any = kind(logits=torch.ones(1))
         assert ([*out], out.loss, out["logits"] is out.logits is out[0]) == (["logits"], None, True)
+
+
+@rests_on_it("src/lockstep/tasks/models/padding.py")
+def test_a_model_says_which_attention_it_can_run() -> None:
+    """get_correct_attn_implementation(None) is sdpa for a Llama, and eager for a family without it, such as DeBERTa."""
+    assert tiny().get_correct_attn_implementation(None) == "sdpa"
+    model: Any = AutoModelForMaskedLM.from_config(CONFIG_MAPPING["deberta"](vocab_size=40, **SIZES))
+    assert model.get_correct_attn_implementation(None) == "eager"
+
+
+@rests_on_it("src/lockstep/tasks/models/chunked_loss.py")
+def test_what_a_model_adds_to_its_logits() -> None:
+    """BART adds its buffer final_logits_bias [1, V] to the logits of its head, and Gemma 2 caps them by
+    cap * tanh(x / cap)."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    bart = BartForConditionalGeneration(BartConfig(vocab_size=32, pad_token_id=0, **sizes, **heads)).eval()
+    assert dict(bart.named_buffers())["final_logits_bias"].shape == (1, 32)
+    gemma: Any = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING["gemma2"](vocab_size=32, head_dim=8, num_key_value_heads=2, final_logit_softcapping=0.5, **SIZES)
+    ).eval()
+    ids, own = torch.tensor([[3, 4]]), []
+    bart.final_logits_bias = torch.arange(32.0)[None]
+    for model in (bart, gemma):
+        model.get_output_embeddings().register_forward_hook(lambda module, args, output: own.append(output))
+        own.append(model(input_ids=ids).logits)
+    assert torch.equal(own[1], own[0] + bart.final_logits_bias)
+    assert torch.allclose(own[3], 0.5 * torch.tanh(own[2] / 0.5))

@@ -81,7 +81,7 @@ def test_a_member_can_be_read_from_its_offset(form: int) -> None:
     assert any(data[end - 1024 : end])
 
 
-@rests_on_it("src/lockstep/data/row_reader.py")
+@rests_on_it("src/lockstep/data/row_reader.py", "src/lockstep/data/file_formats.py")
 def test_rows_of_a_row_group_come_in_order_and_nested_columns_whole() -> None:
     """iter_batches of one row group yields its rows in order, at most batch_size at a time, and all fields of a
     requested struct."""
@@ -151,7 +151,9 @@ def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
     assert ImageOps.exif_transpose(image).size == (2, 4)
 
 
-@rests_on_it("src/lockstep/tasks/image_classification.py", "src/lockstep/plain/job.py")
+@rests_on_it(
+    "src/lockstep/tasks/image_classification.py", "src/lockstep/plain/job.py", "src/lockstep/plain/examples.py"
+)
 def test_a_processor_of_images_works_in_two_halves() -> None:
     """The Pillow image processor resizes to uint8; rescaling and normalizing that result gives the bits of doing all at
     once, for one image and for a batch. transformers calls this backend pil."""

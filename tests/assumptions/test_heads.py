@@ -67,7 +67,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, mask_token="[MASK]", **names)
 
 
-@rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/token_checks.py")
+@rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/token_checks.py", "src/lockstep/data/conversations.py")
 def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
     """special_tokens_mask marks only the tokens that the template adds, not special tokens within a text;
     all_special_ids also has the unknown token, the mask token and extra special tokens, but not tokens of add_tokens.
@@ -82,7 +82,7 @@ def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
     assert len(tok) == 9
 
 
-@rests_on_it("src/lockstep/data/masking.py")
+@rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/tokenizer.py")
 def test_a_backend_says_how_words_are_marked() -> None:
     """to_str of a tokenizers backend has `pre_tokenizer` and `model` with type and continuing_subword_prefix;
     byte-level pieces that begin a word start with U+0120, those of Metaspace with U+2581."""
@@ -95,7 +95,12 @@ def test_a_backend_says_how_words_are_marked() -> None:
         assert [piece for piece, _ in kind().pre_tokenize_str("one two")][1].startswith(sign)
 
 
-@rests_on_it("src/lockstep/tasks/models/qa_spans.py", "src/lockstep/tasks/question_answering.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/qa_spans.py",
+    "src/lockstep/tasks/question_answering.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/tasks/models/config_checks.py",
+)
 def test_a_question_head_gives_two_numbers_for_each_token_also_at_padding() -> None:
     """A question answering head returns start_logits and end_logits [B, T], unmasked at padding; its loss is the mean
     of both cross entropies."""
@@ -173,7 +178,12 @@ def test_vectors_are_biases_or_of_modules_named_norm() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
-@rests_on_it("src/lockstep/tasks/models/pooling.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/pooling.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+)
 def test_a_folder_with_modules_and_pooling_is_a_sentence_transformer(pooling: str, tmp_path: Path) -> None:
     """SentenceTransformer reads modules.json, 1_Pooling/config.json with one pooling_mode_ entry, and max_seq_length of
     sentence_bert_config.json, and returns pooled hidden states of unit length; it saves the same pooling as the entry

@@ -69,7 +69,7 @@ def test_a_file_that_is_not_there_has_two_errors() -> None:
     assert "EntryNotFoundError" in errors["file not here"]["kinds"]
 
 
-@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/hub_push.py")
+@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/hub_push.py", "src/lockstep/data/object_store.py")
 def test_errors_of_the_hub_have_their_class_and_status() -> None:
     """Gated repositories, missing repositories, missing revisions and 503 raise HfHubHTTPError with the response's
     status; the error of gated ones is a subclass of that of missing ones, so it is tested first."""
@@ -111,7 +111,7 @@ def test_offline_is_an_error_of_its_own() -> None:
     assert {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} & {*seen()["errors"]["offline"]["kinds"]}
 
 
-@rests_on_it("src/lockstep/data/object_store.py")
+@rests_on_it("src/lockstep/data/object_store.py", "src/lockstep/data/hub.py")
 def test_files_of_a_data_set_are_listed_with_size_and_hash() -> None:
     """list_repo_tree with recursive lists files in folders as RepoFile with size and Git hash; get_paths_info leaves
     out missing paths."""
@@ -127,7 +127,12 @@ def test_shapes_are_read_from_the_headers() -> None:
     assert seen()["reading"]["shapes"] == {"a": [2, 3], "b": [4]}
 
 
-@rests_on_it("src/lockstep/data/hub.py", "src/lockstep/data/hub_rows.py")
+@rests_on_it(
+    "src/lockstep/data/hub.py",
+    "src/lockstep/data/hub_rows.py",
+    "src/lockstep/plain/rows.py",
+    "src/lockstep/tasks/models/source_ties.py",
+)
 def test_a_revision_is_a_commit_in_the_cache() -> None:
     """hf_hub_download returns the path in snapshots/COMMIT of HF_HOME's cache; dataset_info has the branch's commit in
     `sha`."""

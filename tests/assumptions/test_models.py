@@ -80,7 +80,13 @@ def test_words_of_tokens_are_none_for_special_ones() -> None:
     assert encoded.word_ids() == [None, 0, 1, 1, None]
 
 
-@rests_on_it("src/lockstep/data/tokenizer.py")
+@rests_on_it(
+    "src/lockstep/data/tokenizer.py",
+    "src/lockstep/lab/import_config/loss_means.py",
+    "src/lockstep/lab/import_config/model_defaults.py",
+    "src/lockstep/plain/job.py",
+    "src/lockstep/tasks/models/token_rows.py",
+)
 def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
     """A saved and reloaded tokenizer gives the same ids, and writes the same file again."""
     made = tokenizer()
@@ -273,6 +279,7 @@ def test_rotations_depend_on_the_longest_text_or_on_earlier_ones() -> None:
     "src/lockstep/tasks/models/source_ties.py",
     "src/lockstep/tasks/models/tie_entry.py",
     "src/lockstep/tasks/models/models.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
 )
 def test_ties_are_decided_by_the_weights_in_the_model(tmp_path: Path) -> None:
     """all_tied_weights_keys names a tied weight and its source, and get_expanded_tied_weights_keys(all_submodels=True)

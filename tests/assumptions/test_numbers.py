@@ -39,6 +39,9 @@ def test_a_stable_argsort_of_negated_keys_is_longest_first() -> None:
     "src/lockstep/data/lm_documents.py",
     "src/lockstep/tasks/own_metrics.py",
     "src/lockstep/tasks/objectives/objective.py",
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/tasks/embedding.py",
 )
 def test_a_place_among_sorted_numbers_is_exact() -> None:
     """np.searchsorted compares uint64 with uint64 exactly, beyond 2**53 too; its result is before equal numbers, or
@@ -59,6 +62,15 @@ def test_a_place_among_sorted_numbers_is_exact() -> None:
     "src/lockstep/tasks/models/retrieval.py",
     "src/lockstep/tasks/objectives/objective.py",
     "src/lockstep/tasks/answer_pairs.py",
+    "src/lockstep/data/masking.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/models/token_rows.py",
+    "src/lockstep/tasks/modules/dataset.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
+    "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/tasks/task.py",
+    "src/lockstep/tasks/token_classification.py",
 )
 def test_sets_of_numbers_are_sorted_and_know_first_places() -> None:
     """np.unique sorts, and of one dimension returns first places, inverse and counts of one dimension; with axis=0 it
@@ -84,6 +96,9 @@ def test_sets_of_numbers_are_sorted_and_know_first_places() -> None:
     "src/lockstep/tasks/own_metrics.py",
     "src/lockstep/data/labels.py",
     "src/lockstep/data/order.py",
+    "src/lockstep/data/splitting.py",
+    "src/lockstep/plain/job.py",
+    "src/lockstep/tasks/objectives/objectives.py",
 )
 def test_counts_of_numbers_have_a_least_length_and_weights() -> None:
     """np.bincount has at least minlength places, int64; with weights, also truths, float64; of no numbers all are 0."""
@@ -95,7 +110,10 @@ def test_counts_of_numbers_have_a_least_length_and_weights() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/data/lm_documents.py", "src/lockstep/tasks/models/retrieval.py", "src/lockstep/data/masking.py"
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/tasks/models/retrieval.py",
+    "src/lockstep/data/masking.py",
+    "src/lockstep/tasks/language_modeling.py",
 )
 def test_sums_in_parts_and_writes_at_repeated_places() -> None:
     """np.add.reduceat sums from each place to the next one; np.add.at and np.minimum.at count a repeated place each
@@ -147,6 +165,8 @@ def test_dtypes_of_results() -> None:
     "src/lockstep/tasks/objectives/objective.py",
     "src/lockstep/tasks/embedding.py",
     "src/lockstep/data/order.py",
+    "src/lockstep/data/streamed.py",
+    "src/lockstep/tasks/language_modeling.py",
 )
 def test_a_half_is_rounded_to_the_even_number() -> None:
     """np.rint and np.round round a half to the even number; astype(int) cuts off towards zero; argmax is the first of
@@ -166,6 +186,8 @@ def test_a_half_is_rounded_to_the_even_number() -> None:
     "src/lockstep/tasks/objectives/objectives.py",
     "src/lockstep/lab/init/columns.py",
     "src/lockstep/data/raw_rows.py",
+    "src/lockstep/tasks/objectives/objective.py",
+    "src/lockstep/tasks/own_metrics.py",
 )
 def test_places_spread_over_rows_are_all_rows_if_there_are_no_more() -> None:
     """linspace(0, n - 1, n) as integers are 0 to n - 1, and its last number is exact for any count."""
@@ -175,7 +197,9 @@ def test_places_spread_over_rows_are_all_rows_if_there_are_no_more() -> None:
     assert np.unique(np.linspace(0, 1, 500).astype(np.int64)).tolist() == [0, 1]
 
 
-@rests_on_it("src/lockstep/tasks/own_metrics.py", "src/lockstep/tasks/objectives/objective.py")
+@rests_on_it(
+    "src/lockstep/tasks/own_metrics.py", "src/lockstep/tasks/objectives/objective.py", "src/lockstep/plain/scores.py"
+)
 def test_quantiles_lie_between_and_a_division_keeps_what_it_leaves_out() -> None:
     """np.quantile interpolates linearly; np.divide with where leaves the other numbers of out as they are, without a
     warning; a mean of no number warns, so lockstep tests for that first."""

@@ -48,7 +48,7 @@ def test_tables_of_parquet_become_python_values_in_order(tmp_path: Path) -> None
     assert parquet.read_table(tmp_path / "a.parquet").to_pylist() == rows
 
 
-@rests_on_it("src/lockstep/plain/rows.py")
+@rests_on_it("src/lockstep/plain/rows.py", "src/lockstep/data/hub.py", "src/lockstep/data/hub_rows.py")
 def test_a_builder_names_its_files_and_declares_no_types(tmp_path: Path) -> None:
     """load_dataset names the builder of files ("json", "csv") in info.builder_name; load_dataset_builder has the files
     of each split in config.data_files, config.sep for tables, and info.features None unless the page declares types."""
@@ -85,7 +85,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tool, pad_token="[PAD]", sep_token="[SEP]", cls_token="[CLS]")
 
 
-@rests_on_it("src/lockstep/plain/examples.py")
+@rests_on_it("src/lockstep/plain/examples.py", "src/lockstep/data/qa_features.py")
 def test_parts_of_an_encoding_are_numbered(tokenizer: Any) -> None:
     """sequence_ids is None for special tokens, 0 for the first text and 1 for the second; text_target alone is encoded
     into input_ids; add_special_tokens=False leaves the template out; an empty text has only the template's tokens."""
@@ -114,7 +114,17 @@ def test_a_chat_template_returns_offsets_and_marks(tokenizer: Any) -> None:
     assert text == ["a b ", "a b c"]
 
 
-@rests_on_it("src/lockstep/plain/examples.py", "src/lockstep/plain/train.py")
+@rests_on_it(
+    "src/lockstep/plain/examples.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/head_labels.py",
+    "src/lockstep/tasks/models/model_configs.py",
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/tasks/models/source_files.py",
+    "src/lockstep/tasks/token_classification.py",
+)
 def test_labels_of_a_config_are_numbered_by_integers(tmp_path: Path) -> None:
     """AutoConfig reads id2label's keys as integers; num_labels replaces the names by LABEL_0, LABEL_1, ..., and keeps
     names of that number; `architectures` names the saved class."""
@@ -224,7 +234,12 @@ def test_muon_scales_its_step_by_the_shape() -> None:
     assert norms[1] / norms[0] == pytest.approx(0.2 * 8**0.5 / 4**0.5, rel=1e-2)
 
 
-@rests_on_it("src/lockstep/plain/train.py")
+@rests_on_it(
+    "src/lockstep/plain/train.py",
+    "src/lockstep/data/tokenizer.py",
+    "src/lockstep/lab/init/questions.py",
+    "src/lockstep/tasks/models/model_configs.py",
+)
 def test_configs_of_parts_have_defaults_of_their_whole() -> None:
     """CONFIG_MAPPING has each family's class by its type; sub_configs_defaults has the entries that a nested config
     gets (is_decoder of a decoder) as init_kwargs; MODEL_FOR_MASKED_LM_MAPPING_NAMES lists BERT and not Llama."""

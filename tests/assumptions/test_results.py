@@ -3,6 +3,7 @@ statistics, masks, and the row order of libraries that read files."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,15 @@ def test_log_softmax_backward_can_write_over_its_input(reduction: str) -> None:
 def test_scores_of_translations_are_functions_of_sums() -> None:
     """sacrebleu's `_extract_corpus_statistics` gives each sentence 10 integers for BLEU (two lengths, matches and
     counts of 1 to 4 words) and 18 for chrF; `_compute_score_from_stats` of their sums, in whatever parts, is the score
-    of the whole corpus."""
+    of the whole corpus. BLEU.TOKENIZERS names the tokenizers; one whose package is missing raises at once."""
     pytest.importorskip("sacrebleu")
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
 
+    assert {"13a", "char", "none", "zh", "ja-mecab"} <= {*BLEU.TOKENIZERS}
+    if importlib.util.find_spec("MeCab") is None:
+        with pytest.raises((ImportError, RuntimeError, OSError)):
+            BLEU(tokenize="ja-mecab")
     written = ["the cat sat on the mat", "", "a dog, it barks!", "one two three four five"]
     references = ["the cat is on the mat", "nothing", "a dog: it barks", "one two three four six"]
     metrics: list[tuple[Any, int]] = [(BLEU(tokenize="13a", force=True), 10), (CHRF(), 18)]
@@ -224,7 +229,9 @@ def test_sums_of_integers_wrap_in_any_order() -> None:
     assert [int(s) % 2**64 for s in (products.sum(), products.flip(0).sum(), added.sum())] == [wanted] * 3
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py", "src/lockstep/tasks/models/chunked_loss.py"
+)
 def test_a_hook_on_a_result_replaces_its_gradient() -> None:
     """The value that a register_hook hook on a result returns replaces the gradient there; autograd.grad does not touch
     .grad, and with allow_unused returns None for an unreached weight."""
@@ -253,7 +260,7 @@ def test_statistics_move_by_momentum_and_count_one_less() -> None:
     assert torch.equal(norm.running_var, before)
 
 
-@rests_on_it("src/lockstep/tasks/models/unpadded.py")
+@rests_on_it("src/lockstep/tasks/models/unpadded.py", "src/lockstep/tasks/models/masks.py")
 def test_a_mask_is_left_out_where_it_hides_nothing_more() -> None:
     """sdpa_mask of transformers is None for causal rows without padding; with padding it is [B, 1, T, S], True where a
     token attends to another, and one row's padding masks nothing in other rows."""
@@ -284,7 +291,15 @@ def test_a_decoder_that_classifies_reads_the_last_token(padding: bool) -> None:
     assert torch.allclose(logits, alone, atol=1e-6) is padding
 
 
-@rests_on_it("src/lockstep/strategies/engines/tensor_plans.py", "src/lockstep/training/source_weights.py")
+@rests_on_it(
+    "src/lockstep/strategies/engines/tensor_plans.py",
+    "src/lockstep/training/source_weights.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/tasks/models/padding.py",
+    "src/lockstep/tasks/models/small_models.py",
+)
 def test_a_forked_generator_is_given_back() -> None:
     """Draws inside torch.random.fork_rng([]) do not advance torch's generator outside."""
     torch.manual_seed(0)
@@ -315,7 +330,12 @@ def test_rows_of_files_are_in_the_order_of_the_files(builder: str, tmp_path: Pat
     assert list(dict.fromkeys(rows["x"])) == [0, 1, 2]
 
 
-@rests_on_it("src/lockstep/data/raw_rows.py", "src/lockstep/data/stream.py")
+@rests_on_it(
+    "src/lockstep/data/raw_rows.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/usable_rows.py",
+)
 def test_lengths_are_bytes_and_tables_are_in_order() -> None:
     """binary_length counts UTF-8 bytes, and is null for null; concat_tables and combine_chunks keep row order, also for
     slices, and numpy reads a slice's chunk from its offset."""

@@ -109,7 +109,7 @@ def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
     assert first == second
 
 
-@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/prepare.py")
+@rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/prepare.py", "src/lockstep/data/row_files.py")
 def test_an_arrow_file_is_mapped_with_its_rows(tmp_path: Path) -> None:
     """Dataset.from_file memory-maps an Arrow stream file, keeps its types, and makes no copy."""
     from datasets import Dataset
@@ -139,7 +139,19 @@ def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
         pa.ipc.open_stream(source).read_all()
 
 
-@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/usable_rows.py")
+@rests_on_it(
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/data/order.py",
+    "src/lockstep/data/text_pairs.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/models/token_rows.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
+    "src/lockstep/tasks/objectives/objective.py",
+    "src/lockstep/tasks/own_metrics.py",
+    "src/lockstep/tasks/preference.py",
+    "src/lockstep/tasks/text_task.py",
+)
 def test_arrow_integers_are_read_without_a_copy() -> None:
     """np.asarray of a pyarrow integer array without nulls shares its memory; a boolean array cannot."""
     array = pa.array([1, 2, 3], pa.int64())
@@ -181,7 +193,12 @@ def test_the_bytes_of_a_slice_are_those_of_a_copy_only_after_copying() -> None:
     assert written(whole[:3].combine_chunks()) != written(pa.table({"x": [1, 2, 3]}))
 
 
-@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/data/batch.py")
+@rests_on_it(
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/batch.py",
+    "src/lockstep/data/host_facts.py",
+    "src/lockstep/data/stream.py",
+)
 def test_list_columns_are_one_flat_array_with_offsets() -> None:
     """For a slice of a pyarrow list array, flatten() returns the slice's values, and .values those of all rows."""
     lists = pa.array([[1, 2], [3], [4, 5, 6]])
@@ -190,7 +207,14 @@ def test_list_columns_are_one_flat_array_with_offsets() -> None:
     assert part.values.to_pylist() == [1, 2, 3, 4, 5, 6]
 
 
-@rests_on_it("src/lockstep/data/lm_documents.py", "src/lockstep/plain/rows.py")
+@rests_on_it(
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/plain/rows.py",
+    "src/lockstep/plain/module.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/modules/dataset.py",
+    "src/lockstep/tasks/objectives/objectives.py",
+)
 def test_a_permutation_is_the_same_everywhere() -> None:
     """numpy's default_rng gives the same permutation for a seed in every version."""
     assert np.random.default_rng(7).permutation(6).tolist() == [5, 2, 0, 4, 1, 3]
@@ -235,7 +259,7 @@ def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
     assert seen == ["x-old", "x-old", "x-newer"]
 
 
-@rests_on_it("src/lockstep/data/value_types.py")
+@rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/column_types.py")
 def test_columns_of_json_lose_digits() -> None:
     """datasets reads JSON columns with pandas' ujson_loads, which keeps about 15 digits and turns NaN into None, and
     writes 10 digits with ujson_dumps; lockstep replaces both names, in its modules features and json, by Python's
@@ -292,7 +316,7 @@ def test_null_is_in_nothing_and_ands_with_false() -> None:
     assert pc.list_value_length(lists).to_pylist() == [2, None, 2]
 
 
-@rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/splitting.py")
+@rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/splitting.py", "src/lockstep/tasks/models/retrieval.py")
 def test_truths_become_texts_and_equal_rows_stay_in_order() -> None:
     """datasets casts booleans to the texts "true" and "false", and null to null; np.lexsort sorts by its last key
     first, and keeps equal rows in order; np.unique returns the first place of each value."""
@@ -328,7 +352,10 @@ def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
 
 
 @rests_on_it(
-    "src/lockstep/data/usable_rows.py", "src/lockstep/data/row_files.py", "src/lockstep/tasks/image_classification.py"
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/data/conversations.py",
 )
 def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
     """concatenate_datasets with axis=1 puts columns side by side, of selected rows too, and raises for unequal
@@ -344,7 +371,16 @@ def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
     assert left.select_columns(["y", "x"]).column_names == ["y", "x"]
 
 
-@rests_on_it("src/lockstep/data/source.py", "src/lockstep/tasks/translation.py", "src/lockstep/data/row_files.py")
+@rests_on_it(
+    "src/lockstep/data/source.py",
+    "src/lockstep/tasks/translation.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/text_pairs.py",
+    "src/lockstep/lab/init/columns.py",
+    "src/lockstep/tasks/answer_pairs.py",
+    "src/lockstep/tasks/image_classification.py",
+)
 def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
     """rename_columns exchanges two names; with a name that another column keeps there are two columns of that name, and
     no error. add_column to selected rows takes a list, numpy's dtype, a list of None as the type null, or a feature,
@@ -364,7 +400,9 @@ def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
             wrong()
 
 
-@rests_on_it("src/lockstep/data/row_files.py", "src/lockstep/data/labels.py")
+@rests_on_it(
+    "src/lockstep/data/row_files.py", "src/lockstep/data/labels.py", "src/lockstep/tasks/image_classification.py"
+)
 def test_a_cast_keeps_numbers_or_raises() -> None:
     """cast raises ArrowInvalid for integers that do not fit, fractions as integers, and integers beyond 2**53 as
     floats; nulls and empty lists become every type; a structure gets missing fields as null. cast_column of whole
@@ -438,7 +476,7 @@ def test_a_written_arrow_file_has_its_features_and_another_name_is_read_anew(tmp
     assert rows == [1, 1, 2]
 
 
-@rests_on_it("src/lockstep/data/row_files.py")
+@rests_on_it("src/lockstep/data/row_files.py", "src/lockstep/data/hub_rows.py", "src/lockstep/plain/rows.py")
 def test_errors_of_files_without_a_row(tmp_path: Path) -> None:
     """load_dataset raises for a table with a header only, and says "corresponds to no data"; for an empty table, with
     the reader's error as the cause."""
@@ -458,7 +496,13 @@ def test_errors_of_files_without_a_row(tmp_path: Path) -> None:
     assert caught.value.__cause__ is not None
 
 
-@rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/source.py", "src/lockstep/data/annotated.py")
+@rests_on_it(
+    "src/lockstep/data/labels.py",
+    "src/lockstep/data/source.py",
+    "src/lockstep/data/annotated.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/row_files.py",
+)
 def test_declared_rows_have_all_columns_and_classes_their_numbers() -> None:
     """from_dict of texts for a ClassLabel stores their numbers, and raises for a number beyond its names; equal names
     raise. from_list takes its columns from the first row, so lockstep passes features and whole rows."""
@@ -475,7 +519,12 @@ def test_declared_rows_have_all_columns_and_classes_their_numbers() -> None:
     assert Value("string") != Value("large_string")
 
 
-@rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/stream.py")
+@rests_on_it(
+    "src/lockstep/data/value_types.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/file_formats.py",
+)
 def test_a_table_in_memory_is_a_data_set_without_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dataset of an InMemoryTable keeps the fingerprint and the features that it is given, reads nothing of the table,
     and has the table's bytes in data.nbytes and its rows in data.num_rows."""

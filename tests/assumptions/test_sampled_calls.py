@@ -87,7 +87,7 @@ def test_a_file_of_torch_loads_tensors_only(tmp_path: Path) -> None:
         torch.load(tmp_path / "b.bin", weights_only=True)
 
 
-@rests_on_it("src/lockstep/tasks/models/source_ties.py")
+@rests_on_it("src/lockstep/tasks/models/source_ties.py", "src/lockstep/tasks/models/source_files.py")
 def test_names_in_a_file_are_renamed_as_from_pretrained_does() -> None:
     """get_model_conversion_mapping lists the WeightRenamings and WeightConverters of a model; rename_source_key returns
     the name in the model, with or without its prefix, and the converter's pattern, or None without a converter."""
@@ -120,6 +120,10 @@ def test_names_in_a_file_are_renamed_as_from_pretrained_does() -> None:
     "src/lockstep/tasks/cross_entropy.py",
     "src/lockstep/strategies/engines/tensor_plans.py",
     "src/lockstep/tasks/models/unpadded.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/quantized.py",
+    "src/lockstep/tasks/models/repeatable.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
 )
 def test_tensors_with_functions_of_their_own_and_products() -> None:
     """has_torch_function is true for a subclass of Tensor that has one, and not for tensors and parameters; addmm and

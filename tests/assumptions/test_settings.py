@@ -74,7 +74,15 @@ def errors_of(**values: Any) -> list[Any]:
         ({"other": 1}, "extra_forbidden", {}),
     ],
 )
-@rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/config/sections.py")
+@rests_on_it(
+    "src/lockstep/config/error_messages.py",
+    "src/lockstep/config/sections.py",
+    "src/lockstep/config/data_sources.py",
+    "src/lockstep/config/run.py",
+    "src/lockstep/lab/import_config/import_config.py",
+    "src/lockstep/lab/sweep/sweep_file.py",
+    "src/lockstep/track/report/history.py",
+)
 def test_an_error_has_a_type_its_bounds_and_the_place(values: dict[str, Any], kind: str, context: Any) -> None:
     """pydantic's errors name the kind of fault, its bounds in `ctx`, the input as it was written, and the path of the
     key; the message of a bound contains "should be "."""
@@ -141,7 +149,14 @@ def test_yaml_takes_the_last_of_equal_keys_and_follows_recursive_aliases() -> No
     assert inner is own
 
 
-@rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/launchers/processes/output_lock.py")
+@rests_on_it(
+    "src/lockstep/config/error_messages.py",
+    "src/lockstep/launchers/processes/output_lock.py",
+    "src/lockstep/config/run.py",
+    "src/lockstep/lab/import_config/table.py",
+    "src/lockstep/lab/sweep/sweep_file.py",
+    "src/lockstep/track/report/history.py",
+)
 def test_yaml_errors_are_of_one_class_but_for_values_that_cannot_be_built() -> None:
     """PyYAML's errors of form are YAMLErrors with a line; a date that does not exist is a bare ValueError."""
     with pytest.raises(yaml.YAMLError) as caught:
@@ -170,7 +185,15 @@ class Sizes(BaseModel):
     section: Section = Field(default_factory=lambda: Section(size=1))
 
 
-@rests_on_it("src/lockstep/config/data_sources.py", "src/lockstep/config/sections.py")
+@rests_on_it(
+    "src/lockstep/config/data_sources.py",
+    "src/lockstep/config/sections.py",
+    "src/lockstep/data/job.py",
+    "src/lockstep/lab/sweep/sweep_file.py",
+    "src/lockstep/tasks/objectives/objective.py",
+    "src/lockstep/track/json_output.py",
+    "src/lockstep/track/trackers.py",
+)
 def test_a_member_of_a_union_keeps_the_type_of_its_value() -> None:
     """A union takes the member whose type is the value's: a text of digits stays a text, 1 an integer, 1.0 a float and
     true a truth. An int alone takes "1" and 1.0, refuses 1.5, and makes 1 of true, which lockstep refuses; infinity and
@@ -186,7 +209,18 @@ def test_a_member_of_a_union_keeps_the_type_of_its_value() -> None:
         assert [error["type"] for error in caught.value.errors()] == [kind]
 
 
-@rests_on_it("src/lockstep/config/sections.py")
+@rests_on_it(
+    "src/lockstep/config/sections.py",
+    "src/lockstep/config/data_sources.py",
+    "src/lockstep/config/model_selection.py",
+    "src/lockstep/config/run.py",
+    "src/lockstep/lab/sweep/sweep_file.py",
+    "src/lockstep/tasks/answer_pairs.py",
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/tasks/objectives/objective.py",
+    "src/lockstep/tasks/preference.py",
+)
 def test_a_validator_of_all_keys_runs_first_and_can_raise_an_error_of_pydantics() -> None:
     """field_validator("*", mode="before") runs for each given key with its name in info.field_name, in subclasses too;
     a PydanticKnownError becomes an error of its type; a model validator before all others sees the bare mapping."""
@@ -256,7 +290,7 @@ def test_a_dump_is_of_all_keys_and_for_json_of_lists() -> None:
     assert "size" in schema["$defs"]["Section"]["properties"]
 
 
-@rests_on_it("src/lockstep/config/error_messages.py")
+@rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/config/key_aliases.py")
 def test_a_loader_of_yaml_is_asked_for_each_node() -> None:
     """A subclass of SafeLoader sees each node in compose_node, aliases as events of their own, and builds it in
     construct_object; resolvers of a subclass are its own; get_single_node and construct_document read a text in two

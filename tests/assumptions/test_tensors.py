@@ -18,6 +18,13 @@ from support.assumed import rests_on_it
     "src/lockstep/tasks/models/inference.py",
     "src/lockstep/tasks/objectives/objectives.py",
     "src/lockstep/tasks/masked_language_modeling.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/token_checks.py",
+    "src/lockstep/plain/scores.py",
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/per_token.py",
+    "src/lockstep/tasks/token_classification.py",
 )
 def test_the_first_of_equal_numbers_is_the_greatest() -> None:
     """On a CPU argmax and max along a dimension give the first place of equal numbers, also of -inf, at odd sizes, in
@@ -70,6 +77,15 @@ def test_losses_of_extreme_and_of_no_logits_are_finite() -> None:
     "src/lockstep/tasks/models/unpadded.py",
     "src/lockstep/tasks/label_task.py",
     "src/lockstep/tasks/objectives/objectives.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/proof/against_plain.py",
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/tasks/masked_language_modeling.py",
+    "src/lockstep/tasks/models/head_padding.py",
+    "src/lockstep/tasks/models/quantized.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
+    "src/lockstep/tasks/token_classification.py",
 )
 def test_what_autocast_leaves_alone() -> None:
     """Under autocast on a CPU a product is bfloat16, of float64 it stays float64, and within autocast(enabled=False) it
@@ -89,7 +105,11 @@ def test_what_autocast_leaves_alone() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/tasks/models/masks.py", "src/lockstep/data/host_facts.py", "src/lockstep/tasks/preference.py"
+    "src/lockstep/tasks/models/masks.py",
+    "src/lockstep/data/host_facts.py",
+    "src/lockstep/tasks/preference.py",
+    "src/lockstep/data/batch.py",
+    "src/lockstep/tasks/models/storage_dtype.py",
 )
 def test_a_view_knows_its_base() -> None:
     """_base of a view, also of a view of it, is the first tensor, and None of a copy; bool() of a mask of integers is
@@ -110,6 +130,13 @@ def test_a_view_knows_its_base() -> None:
     "src/lockstep/tasks/models/storage_dtype.py",
     "src/lockstep/tasks/models/head_padding.py",
     "src/lockstep/tasks/models/repeatable.py",
+    "src/lockstep/plain/scores.py",
+    "src/lockstep/proof/replay_rank.py",
+    "src/lockstep/tasks/models/masks.py",
+    "src/lockstep/tasks/models/small_models.py",
+    "src/lockstep/tasks/models/token_rows.py",
+    "src/lockstep/tasks/models/unpadded.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
 )
 def test_hooks_that_are_registered_within_a_forward_run_last_and_can_end() -> None:
     """A hook that a pre-hook of the whole registers on a part runs in the same forward, after earlier hooks, and can
@@ -196,6 +223,16 @@ def test_a_function_hands_over_to_the_class_of_a_tensor() -> None:
     "src/lockstep/proof/replay.py",
     "src/lockstep/plain/train.py",
     "src/lockstep/tasks/models/models.py",
+    "src/lockstep/lab/import_config/model_defaults.py",
+    "src/lockstep/proof/against_plain.py",
+    "src/lockstep/proof/recording.py",
+    "src/lockstep/proof/replay_rank.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/pooling.py",
+    "src/lockstep/tasks/models/source_files.py",
+    "src/lockstep/tasks/models/source_ties.py",
+    "src/lockstep/tasks/models/tie_entry.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
 )
 def test_loading_weights_needs_all_names_and_shapes_and_keeps_dtypes() -> None:
     """load_state_dict raises RuntimeError for a missing, an additional and a differently shaped weight; with strict
@@ -230,7 +267,12 @@ def test_a_module_can_become_of_a_class_of_its_own() -> None:
         torch.frombuffer(bytearray(), dtype=torch.uint8)
 
 
-@rests_on_it("src/lockstep/tasks/models/unpadded.py", "src/lockstep/tasks/models/chunked_loss.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/unpadded.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/data/host_facts.py",
+    "src/lockstep/tasks/embedding.py",
+)
 def test_rows_are_put_at_distinct_places_and_sums_added_at_equal_ones() -> None:
     """index_copy_ writes rows to their places in any order, and scatter_add_ adds one number per row; index_select and
     nonzero are in order; torch.dropout with share 0 draws, but changes nothing."""

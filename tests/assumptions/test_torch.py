@@ -51,7 +51,15 @@ def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> Non
     assert torch.equal(trained(False), trained(True)) is not counts
 
 
-@rests_on_it("src/lockstep/distributed/randomness.py")
+@rests_on_it(
+    "src/lockstep/distributed/randomness.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/inference.py",
+    "src/lockstep/tasks/models/padding.py",
+    "src/lockstep/tasks/models/small_models.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
+)
 def test_manual_seed_alone_decides_dropout() -> None:
     """Dropout draws from torch's default generator alone; the same seed gives the same mask."""
     random.seed(1)
@@ -108,7 +116,15 @@ def test_unique_is_sorted_and_index_add_is_in_order() -> None:
     assert total.item() == expected.item()
 
 
-@rests_on_it("src/lockstep/tasks/language_modeling.py", "src/lockstep/plain/losses.py")
+@rests_on_it(
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/tasks/cross_entropy.py",
+    "src/lockstep/tasks/models/chunked_loss.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/modules/loss_probe.py",
+    "src/lockstep/tasks/question_answering.py",
+)
 def test_no_targets_are_a_sum_of_zero() -> None:
     """cross_entropy with only -100 labels is 0 with reduction="sum" and NaN with "mean"; its gradient is 0."""
     logits = torch.randn(4, 8, requires_grad=True)

@@ -27,7 +27,7 @@ def test_the_autocast_cache_is_cleared_at_the_end_of_the_outermost_region(monkey
     assert len(calls) == 1
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py", "src/lockstep/plain/module.py")
 def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """random_split calls Subset from its own frame, once per part, in order; the parts are disjoint."""
     import sys

@@ -285,7 +285,7 @@ def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> N
 
 
 @pytest.mark.processes
-@rests_on_it("src/lockstep/track/wandb.py")
+@rests_on_it("src/lockstep/track/wandb.py", "src/lockstep/track/wandb_file.py")
 def test_wandb_offline_is_a_folder_of_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a key, login returns False; an offline run is in DIR/wandb/offline-run-TIME-ID, whose `files` is run.dir;
     values logged for one step are one row, and values for a past step are dropped."""

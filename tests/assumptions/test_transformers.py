@@ -44,6 +44,7 @@ def second_text_sees_first(model: nn.Module, **options: Any) -> bool:
     "src/lockstep/plain/losses.py",
     "src/lockstep/training/export_check.py",
     "packages/lockstep-trace/src/lockstep_trace/rules/modes.py",
+    "src/lockstep/tasks/models/small_models.py",
 )
 def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None:
     """Texts of a packed row do not attend to each other if position_ids restart, use_cache is False and no mask is
@@ -264,7 +265,15 @@ def test_masks_are_made_by_functions_of_this_module(monkeypatch: pytest.MonkeyPa
     assert mask[0, 0].tolist() == [[i >= j and i // 2 == j // 2 for j in range(4)] for i in range(4)]
 
 
-@rests_on_it("src/lockstep/data/conversations.py")
+@rests_on_it(
+    "src/lockstep/data/conversations.py",
+    "src/lockstep/data/tokenizer.py",
+    "src/lockstep/tasks/answer_pairs.py",
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/tasks/preference.py",
+    "src/lockstep/tasks/text_task.py",
+)
 def test_marked_spans_count_characters_of_the_rendered_text() -> None:
     """render_jinja_template returns each conversation's text, and with return_assistant_tokens_mask where it has what
     is between generation marks, as (first character, one after the last)."""
