@@ -78,21 +78,21 @@ KINDS = {
         "classes that matter more and come more often",
         "how the weights are computed",
     ),
-    "softmax over the": (
+    "softmax over the batch": (
         "examples-mixed",
-        "a softmax is taken over the batch, {0}: the outputs of an example depend on the others",
+        "a softmax is taken over the batch, of {0}: the outputs of an example depend on the others",
         "take it over the classes or features: dim=-1",
         "examples that are one set, as the instances of a bag",
         "whether an example may be predicted alone",
     ),
-    "batch of": (
+    "batch": (
         "examples-mixed",
         "a view makes {0} without moving the batch axis: rows of the result have parts of several examples",
         "move axes with transpose or permute before view or reshape",
         "an axis that is as long as the batch by chance",
         "whether it happens with another batch size",
     ),
-    "softmax over axis": (
+    "softmax": (
         "attention-axis",
         "attention is normalized over {0}: the weights of a sum do not add to 1",
         "take the softmax over the axis that the product sums over",
@@ -135,10 +135,8 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
         rows: dict[str, dict[int, str]] = {}
         steps = sorted(rank.steps.get(optimizer, {}).items())
         for number, step in steps:
-            for note in step.notes or ():
-                kind = next((k for k in (*KINDS, *UNLESS.values()) if note.startswith(k)), None)
-                if kind is not None:
-                    rows.setdefault(kind, {}).setdefault(number, note)
+            for kind, argument in step.observed or ():
+                rows.setdefault(kind, {}).setdefault(number, argument)
         for kind, by_step in rows.items():
             if kind not in KINDS or UNLESS.get(kind) in rows:
                 continue
@@ -146,12 +144,8 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 yield _finding(kind, *next(iter(by_step.items())), len(by_step))
 
 
-def _finding(kind: str, number: int, note: str, count: int) -> Finding:
+def _finding(kind: str, number: int, argument: str, count: int) -> Finding:
     code, what, cause, otherwise, decides = KINDS[kind]
-    rest = note.removeprefix(kind).strip()
-    argument = rest.removesuffix("in targets").removesuffix("inside").rpartition("over ")[2].strip()
-    if kind in ("softmax over axis", "softmax over the"):
-        argument = note.removeprefix("softmax over ").removeprefix("the batch of ")
     text = f"step {number}: {what.format(argument)}; so in {count} of the first steps"
     finding = Finding(code, text, cause.format(argument), number)
     return weakened(finding, not otherwise, otherwise, decides.format(argument))

@@ -1,7 +1,8 @@
 """Looks in the graph of the first losses for values that a function excludes, mixed examples, padding, and noise.
 
-In: a loss before backward; inputs and outputs of the calls since the last one. Out: (note, bool on its device, or None
-if the graph suffices). `rules/observed.py` says what each note means. Skipped while hooks on saved tensors are in use.
+In: a loss before backward; inputs and outputs of the calls since the last one. Out: (kind, argument), and a bool on its
+device, or None if the graph suffices. `rules/observed.py` says what each means. Skipped while hooks on saved tensors
+are in use.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from torch import Tensor, nn
 from .all_pairs import is_number
 from .graph import NODES, SIMPLE, loss_nodes, name_of, nodes_of, shape_of
 from .inputs import wrapped
-from .logits import Note, _only, _signed, _unmoved, place
+from .logits import _only, _signed, _unmoved, place
 from .placement import is_plain_tensor
 
 LEAST = 8  # examples
 ATTENTION = ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Permute", "Transpose", "T", "Unsqueeze", "Squeeze")
+Note = tuple[tuple[str, str], Tensor | None]
 SAME = ("Clone", "Alias", "Expand", "ToCopy", "NativeDropout")  # leave the axes of an attention's weights as they are
 
 
-def notes_on(loss: Any, calls: Calls, columns: Sequence[Tensor], later: Callable[[str, Tensor], None]) -> list[Note]:
+def notes_on(
+    loss: Any, calls: Calls, columns: Sequence[Tensor], later: Callable[[tuple[str, str], Tensor], None]
+) -> list[Note]:
     """Return the notes on a loss. `later`: takes the notes that depend on its gradients."""
     notes: list[Note] = []
     for node in nodes_of(loss, 4 * NODES):
@@ -63,7 +67,7 @@ class Calls:
 # -- values that torch's functions do not take -------------------------------------------------------------------------
 
 
-def _ctc(node: Any, later: Callable[[str, Tensor], None]) -> None:
+def _ctc(node: Any, later: Callable[[tuple[str, str], Tensor], None]) -> None:
     targets, lengths, blank = node._saved_targets, node._saved_target_lengths, int(node._saved_blank)
     if not is_plain_tensor(targets):
         return
@@ -79,7 +83,7 @@ def _ctc(node: Any, later: Callable[[str, Tensor], None]) -> None:
 
     def arrived(gradients: Any) -> None:  # a row without a gradient is left out of the loss
         if gradients[0] is not None and gradients[0].numel() == len(bad):
-            later(f"blank {blank} in targets", (bad & (gradients[0].detach().reshape(-1) != 0)).any())
+            later(("blank", str(blank)), (bad & (gradients[0].detach().reshape(-1) != 0)).any())
 
     node.register_prehook(arrived)
 
@@ -91,17 +95,17 @@ def _binary(node: Any) -> Iterator[Note]:
     masked |= under is not None and (name_of(under) in ("MaskedFill", "Where") or name_of(under) == "Mul")
     if is_plain_tensor(target) and target.numel() and not masked:
         mean = target.float().mean()
-        yield "target beyond 0 and 1", (target < -0.5).any() | (target > 1.5).any()
-        yield "target outside 0 and 1", (target.abs() == 1).all() & (target < 0).any() | ((mean - 0.5).abs() > 2.5)
+        yield ("target beyond", ""), (target < -0.5).any() | (target > 1.5).any()
+        yield ("target outside", ""), (target.abs() == 1).all() & (target < 0).any() | ((mean - 0.5).abs() > 2.5)
         if isinstance(weight, Tensor) and weight.numel() == 1:
             share = target.float().mean()
-            yield "rare weighs less", ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
+            yield ("rare weighs", ""), ((weight < 0.8) & (share < 0.3) | (weight > 1.25) & (share > 0.7)).all()
 
 
 def _margin(node: Any) -> Iterator[Note]:
     target = node._saved_target
     if is_plain_tensor(target) and node._saved_reduction:
-        yield "target 0 of a margin", ((target == 0) | (target == 1)).all() & (target == 0).any()
+        yield ("target 0", ""), ((target == 0) | (target == 1)).all() & (target == 0).any()
 
 
 def _classes(node: Any) -> Iterator[Note]:
@@ -114,7 +118,7 @@ def _classes(node: Any) -> Iterator[Note]:
         if table.shape[1] > 1:
             low, high = table.amin(1), table.amax(1)
             uneven = (high[0] >= 3 * low[0]) & (high[1] >= 1.5 * low[1])
-            yield "frequent weighs more", uneven & (torch.corrcoef(table)[0, 1] > 0.7)
+            yield ("frequent weighs", ""), uneven & (torch.corrcoef(table)[0, 1] > 0.7)
 
 
 OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
@@ -135,11 +139,11 @@ def _batch(node: Any, name: str, calls: Calls) -> Iterator[Note]:
     axis = shape.index(rows)
     if name == "Softmax":
         if math.prod(shape) > rows and _signed(int(node._saved_dim)) % len(shape) == axis:
-            yield f"softmax over the batch of {shape}", None
+            yield ("softmax over the batch", f"{shape}"), None
         return
     before = [int(n) for n in getattr(node, "_saved_self_sym_sizes", ())]
     if before.count(rows) == 1 and place(before, shape, axis) != before.index(rows):
-        yield f"batch of {before} to {shape}", None
+        yield ("batch", f"{before} to {shape}"), None
 
 
 def _summed(node: Any) -> Iterator[Note]:
@@ -159,13 +163,13 @@ def _summed(node: Any) -> Iterator[Note]:
             scores = _only(operand)
             constant = scores is None or name_of(scores) == "AccumulateGrad"  # transitions that are a parameter
             if over != here and size[over] == size[here] > 2 and not constant:
-                yield f"softmax over axis {over} of {size}, sum over axis {here}", None
+                yield ("softmax", f"axis {over} of {size}, sum over axis {here}"), None
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-def _padding(node: Any, loss: Any, later: Callable[[str, Tensor], None]) -> Iterator[Note]:
+def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None]) -> Iterator[Note]:
     ids, ignored = node._saved_indices, _signed(int(node._saved_padding_idx))
     if not is_plain_tensor(ids) or ids.dim() != 2 or ids.shape[1] < 3 or len(ids) < 4:
         return
@@ -180,7 +184,7 @@ def _padding(node: Any, loss: Any, later: Callable[[str, Tensor], None]) -> Iter
     holds = padded & alone & ((value == ignored) | (ignored < 0))
 
     def arrived(gradients: Any) -> None:
-        later("padding reaches the loss", holds & _reached(gradients[0], inner, ignored >= 0))
+        later(("padding reaches", ""), holds & _reached(gradients[0], inner, ignored >= 0))
 
     node.register_prehook(arrived)
     for end in loss_nodes(loss) if ignored >= 0 else ():
@@ -190,7 +194,7 @@ def _padding(node: Any, loss: Any, later: Callable[[str, Tensor], None]) -> Iter
             continue
         if name_of(end) == "NllLoss" and classes == [node._saved_weight_sym_argsize_0]:
             taught = target.eq(ignored).any() & (_signed(int(end._saved_ignore_index)) != ignored)
-            yield f"padding index {ignored} inside", padded & (value == ignored) & ~alone & taught
+            yield ("padding index", str(ignored)), padded & (value == ignored) & ~alone & taught
 
 
 def _reached(gradient: Any, where: Tensor, zero: bool) -> Tensor:
@@ -220,9 +224,9 @@ def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
             flat = weight.detach().reshape(-1)
             rows = [(flat == column.to(flat.device)).all() for column in columns if len(column) == n]
             spread = flat.max() > flat.min()
-            yield f"weights spread over {n}", spread
+            yield ("weights spread", str(n)), spread
             if rows and 1 in (len(value), weight.dim()):  # else both were given a second axis on purpose
-                yield f"own weights spread over {n}", spread & torch.stack(rows).any()
+                yield ("own weights", str(n)), spread & torch.stack(rows).any()
 
 
 def _alone(loss: Any, end: Any) -> bool:
@@ -267,5 +271,5 @@ def _correlated(target: Tensor, value: Tensor) -> Iterator[Note]:
     bound = 5 / count**0.5
     normal = (mean.abs() < bound) & ((deviation - 1).abs() < bound) & ((z**4).mean() - 3).abs().lt(5 * bound)
     strength = torch.corrcoef(torch.stack([target, value]))[0, 1].abs() * count**0.5
-    yield "noise in no input", normal & (strength < 4)
-    yield "noise in an input", normal & (strength >= 4)
+    yield ("noise in no", ""), normal & (strength < 4)
+    yield ("noise in an", ""), normal & (strength >= 4)

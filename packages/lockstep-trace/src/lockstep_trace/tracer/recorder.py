@@ -282,16 +282,17 @@ class Recorder:
     def _look(self, loss: Tensor) -> None:
         self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
         pairs = compares_all(loss, self.columns) if self.columns else None
-        rows = [] if pairs is None else [("spread over targets", pairs)]
+        rows: list[tuple[Any, Tensor]] = [] if pairs is None else [("spread over targets", pairs)]
         if not self.saved_hooks:
             drawn = loss.device.type != "cpu" or len(set(self.since.drawn)) != 1
             rows_ = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
             calls = Calls(self.models(), self.outputs, rows_, self.arguments)
             noted = self.since.noted
             others = notes_on(loss, calls, self.columns, lambda note, holds: noted.append((note, holds)))
-            notes = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn), *others]
+            notes: list[tuple[Any, Tensor | None]] = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
             self.since.notes += [note for note, holds in notes if holds is None]
-            rows += [(note, holds) for note, holds in notes if holds is not None]
+            self.since.observed += [note for note, holds in others if holds is None]
+            rows += [(note, holds) for note, holds in [*notes, *others] if holds is not None]
         self.since.noted += rows
 
     def after_backward(self) -> None:
@@ -500,6 +501,7 @@ class Recorder:
             "backwards": since.backwards,
             "clips": since.clips,
             "notes": since.notes,
+            "observed": since.observed,
             "cleared": since.cleared,
             "means": since.means,
             "inputs_at": since.inputs_at,

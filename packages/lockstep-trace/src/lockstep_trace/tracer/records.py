@@ -40,7 +40,8 @@ class Since:
     ratios: list[Tensor] = field(default_factory=list)  # `ratios_all_one`
     ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
-    noted: list[tuple[str, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
+    noted: list[tuple[Any, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
+    observed: list[tuple[str, str]] = field(default_factory=list)  # (kind, argument) of `notes_on`
     means: int = 0  # backwards of a mean that nothing divides
     inputs_at: list[int] = field(default_factory=list)  # number of inputs at each backward
     clips: list[dict[str, Any]] = field(default_factory=list)
@@ -157,7 +158,9 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
         record.setdefault("averages", []).append([name, *pair.view(torch.float64).tolist()])
     if numbers["ratios"]:
         record["ratios"] = [bool(n) for n in numbers["ratios"]]
-    record["notes"] += [note for (note, _), n in zip(since.noted, numbers["noted"], strict=True) if bool(n)]
+    for (note, _), n in zip(since.noted, numbers["noted"], strict=True):
+        if bool(n):
+            record["observed" if isinstance(note, tuple) else "notes"].append(note)
     if numbers["ranges"]:
         record["ranges"] = [n.view(torch.float64).tolist() for n in numbers["ranges"]]
     if numbers["alike"]:
