@@ -18,7 +18,7 @@ from lockstep_trace import causes, tracer
 from lockstep_trace.compare_traces import compare_traces
 from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import findings
-from lockstep_trace.losses import Losses
+from lockstep_trace.ranks import Losses
 from lockstep_trace.read import Step, read
 from lockstep_trace.terminal import PlainOutput, diff
 from lockstep_trace.tracer import evaluators, inputs, late_imports

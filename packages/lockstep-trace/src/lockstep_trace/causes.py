@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep_trace.losses import Losses, agreeing
-from lockstep_trace.ranks import data_ranks, examples_of
+from lockstep_trace.ranks import Losses, agreeing, data_ranks, examples_of
 from lockstep_trace.read import Step, Trace
 
 COSINE = 0.99  # below it a factor is meaningless

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from lockstep_trace import causes
+from lockstep_trace.alignment import match
 from lockstep_trace.causes import few
 from lockstep_trace.errors import TraceError
-from lockstep_trace.losses import Losses, agreeing, losses_of
-from lockstep_trace.matching import match
 from lockstep_trace.merge import UNSEEN, Whole, difference, merged, merged_buffers, merged_start
-from lockstep_trace.ranks import examples_of, scales_of_clipping
+from lockstep_trace.ranks import Losses, agreeing, examples_of, losses_of, scales_of_clipping
 from lockstep_trace.read import Trace
 
 COLUMNS = ["step", "loss", "differs", "norm", "differs", "gradients", "changes"]

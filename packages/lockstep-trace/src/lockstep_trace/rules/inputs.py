@@ -1,6 +1,6 @@
 """Rules on inputs: evaluation inputs on another scale than training inputs, and overlapping parts of the data on ranks.
 
-Evidence: `tracer/input_ranges.py`, and hashes of examples.
+Evidence: `tracer/inputs.py`, and hashes of examples.
 """
 
 from __future__ import annotations

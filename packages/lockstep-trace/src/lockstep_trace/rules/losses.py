@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep_trace.losses import losses_of, targets_of_micro
+from lockstep_trace.ranks import losses_of, targets_of_micro
 from lockstep_trace.read import Step, Trace
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 

@@ -1,6 +1,6 @@
 """Rules on gradients that no step uses, and on steps that use the same gradients again.
 
-Evidence: `tracer/gradient_use.py`, and the fingerprints of gradients.
+Evidence: `tracer/gradient_history.py`, and the fingerprints of gradients.
 """
 
 from __future__ import annotations

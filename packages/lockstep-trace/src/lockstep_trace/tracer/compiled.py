@@ -49,7 +49,7 @@ class _Finder:
 
 
 def install(regions: Regions) -> None:
-    """Wrap everything that `torch.compile` compiles from now on. Only `call_sites` sees regions compiled before."""
+    """Wrap everything that `torch.compile` compiles from now on. `call_site` sees those compiled before."""
     if MODULE in sys.modules:
         _wrap(sys.modules[MODULE], regions)
     else:

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, input_ranges, observers, workers, wrappers
+from . import fsdp1, layouts, observers, workers
 from .all_pairs import columns
 from .fingerprint import measure, whole
+from .inputs import RECURRENT
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import TOKEN_LOOKS as LOOKS
 from .recorder import Recorder
@@ -131,8 +132,8 @@ class Hooks:
 
     def _is_part(self, optimizer: Any) -> bool:
         outer = [here["optimizer"] for here in self._stepping.values() if "optimizer" in here]
-        own = wrappers.parameters_of(optimizer)
-        return any(id(optimizer) in wrappers.inside(o) and own <= wrappers.parameters_of(o) for o in outer)
+        own = layouts.parameters_of(optimizer)
+        return any(id(optimizer) in layouts.inside(o) and own <= layouts.parameters_of(o) for o in outer)
 
     def _makes_state(self, optimizer: Any) -> bool:
         if optimizer.state or self.recorder is None or self.recorder.since.backwards:
@@ -162,7 +163,7 @@ def _wrap_call(hooks: Hooks) -> None:
         if depth:
             if recorder.since.autocast is None:
                 hooks.guarded(recorder.inside, module)
-            if recorder.sequence_looks > 0 and isinstance(module, input_ranges.RECURRENT):
+            if recorder.sequence_looks > 0 and isinstance(module, RECURRENT):
                 hooks.guarded(recorder.sequence, module, args, kwargs)
             if recorder.checker is not None and recorder.checker.current is not None:
                 hooks.guarded(recorder.checker.inside, module)
@@ -307,7 +308,7 @@ def _wrap_scaler(hooks: Hooks) -> None:
     @functools.wraps(step)
     def step_(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = hooks.recorder
-        inner = wrappers.stepping(optimizer)
+        inner = layouts.stepping(optimizer)
         if recorder is None or not self.is_enabled():
             return step(self, optimizer, *args, **kwargs)
         if not recorder.since.unscaled:

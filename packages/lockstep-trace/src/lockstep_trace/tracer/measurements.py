@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from . import placement
 from .fingerprint import Block, heads, measure, subtracted, whole
-from .layouts import SketchedLayout
+from .layouts import SketchedLayout, nested
 from .records import Since
 from .versions import local_shape, written
-from .wrappers import nested
 
 SPARSE = 8  # measure moments, and weights that seem unmodified, every so many steps
 

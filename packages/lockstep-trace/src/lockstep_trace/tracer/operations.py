@@ -3,6 +3,11 @@
 In: operations that torch dispatches from the end of the step before (for step 0: from the first call of a model with
 gradients) to the end of the step. Out: one record `operations`. Of tensors only hashes and short sketches are kept, on
 their device until the step is over. Never communicates; the traced process computes the same bits.
+
+Finds where an operation was called from: the line of the user's own file, and whether backward, a recomputation or
+an optimizer called it.
+
+In: the current Python stack. Out: `CallSite`, or None inside compiled code.
 """
 
 from __future__ import annotations
@@ -10,9 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
+import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +29,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
 from . import compiled
-from .call_sites import CallSite, call_site
 from .fingerprint import measure, whole
 from .hooks import Hooks, working
-from .pending import Pending
 from .placement import WRAPPERS, plain_name
 from .recorder import Recorder
 from .records import packed
+from .writer import Pending
 
 MOST = 50_000  # operations recorded
 BUCKETS = 16  # of a sketch
@@ -555,3 +563,78 @@ def _summary(tensor: Tensor) -> Tensor:
         (vector,) = measure([tensor], [whole(tensor)])
         buckets = nn.functional.pad(vector[2:].view(torch.float64), (0, -(vector.numel() - 2) % BUCKETS))
         return torch.cat([vector[:2], buckets.view(-1, BUCKETS).sum(0).view(torch.int64)])
+
+
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OWN = str(Path(__file__).parent) + os.sep
+PACKAGE = str(Path(__file__).parents[1]) + os.sep if Path(__file__).parents[1].name == "lockstep_trace" else OWN
+STANDARD = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "platstdlib")})
+PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+COMPILED = (f"{TORCH}_functorch{os.sep}_aot_autograd{os.sep}", f"{TORCH}_inductor{os.sep}")
+
+
+class CallSite(NamedTuple):
+    """`line`: file:line of the user's own file, or None. `library`: innermost file:line of an installed package other
+    than torch, or None. `started`: in backward, the user's line that started it. `role`: backward, recompute, optimizer
+    or an empty text."""
+
+    line: str | None
+    library: str | None
+    started: str | None
+    role: str
+
+
+def call_site(in_backward: bool) -> CallSite | None:
+    """Return the call site of the operation that is being dispatched; None if compiled code calls it."""
+    line, library, started, role, engine = None, None, None, "", False
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        kind = _kind(name)
+        if kind == "compiled":
+            return None
+        if in_backward and kind in ("checkpoint", "engine"):
+            role = role if role in ("recompute", "backward") else {"checkpoint": "recompute"}.get(kind, "backward")
+            engine = engine or kind == "engine"
+        elif kind == "optimizer" and line is None and library is None:
+            role = role or "optimizer"
+        elif kind == "library" and library is None and not engine:
+            library = f"{_short(name)}:{frame.f_lineno}"
+        elif kind == "user" and engine:
+            started = f"{_short(name)}:{frame.f_lineno}"
+            break
+        elif kind == "user" and line is None:
+            line = f"{_short(name)}:{frame.f_lineno}"
+            if not in_backward:
+                break
+        frame = frame.f_back  # type: ignore[assignment]
+    if in_backward and role in ("", "optimizer"):
+        role = "backward"  # a thread of a device, which has no Python frames
+    return CallSite(line, library, started, role)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(name: str) -> str:
+    if name.startswith(TORCH):
+        rest = name[len(TORCH) :].replace(os.sep, "/")
+        if name.startswith(COMPILED):
+            return "compiled"
+        known = {"utils/checkpoint.py": "checkpoint", "autograd/graph.py": "engine"}
+        return known.get(rest, "optimizer" if rest.startswith("optim/") else "torch")
+    if name.startswith((OWN, PACKAGE)):
+        return "own"
+    if "torchinductor_" in name:
+        return "compiled"
+    if any(part in name for part in PACKAGES):
+        return "library"
+    standard = name.startswith(("<frozen ", "<eval_with_key>", *STANDARD))
+    return "standard" if standard else "user"
+
+
+@functools.lru_cache(maxsize=4096)
+def _short(name: str) -> str:
+    for part in PACKAGES:
+        if part in name:
+            return name.rsplit(part, 1)[1]
+    here = os.getcwd() + os.sep
+    return name.removeprefix(here)

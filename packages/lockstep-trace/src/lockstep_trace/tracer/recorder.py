@@ -19,29 +19,34 @@ from .answers import answer_notes, floats_of
 from .attention import attention_counts
 from .averages import Averages
 from .check.checker import Checker
-from .evaluation_noise import EvaluationNoise
-from .evaluations import Evaluation, Setting
+from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
-from .gradient_history import LOOKED_AT, GradientHistory
-from .gradient_use import GradientUse, Leaks, shared_with_gradients
+from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks, shared_with_gradients
 from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
-from .input_ranges import EVALUATED, SEQUENCE_LOOKS, TRAINED, random_state, ranges, sequence_shape
-from .inputs import CallInputs, call_inputs, tensors_of, token_numbers
-from .layers import UNITS_AT, Born, adapters, odd_settings, repeated, units_alike
+from .inputs import (
+    EVALUATED,
+    SEQUENCE_LOOKS,
+    TRAINED,
+    CallInputs,
+    call_inputs,
+    random_state,
+    ranges,
+    sequence_shape,
+    tensors_of,
+    token_numbers,
+)
+from .layers import UNITS_AT, Born, Strays, adapters, odd_settings, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
 from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import FrozenNorms, ModelModes, UnusedNorms
-from .pending import Pending
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
-from .resumes import Resumes
 from .schedules import Schedules, unread_rate
 from .settings import Settings
-from .state_loads import StateLoads, own_loss_of_a_trainer
+from .state_loads import Resumes, StateLoads, own_loss_of_a_trainer
 from .statements import without_effect
-from .strays import Strays
 from .versions import watch_foreach, written
-from .writer import Writer
+from .writer import Pending, Writer
 
 if TYPE_CHECKING:
     from .operations import Operations

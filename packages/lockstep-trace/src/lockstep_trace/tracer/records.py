@@ -16,8 +16,7 @@ from . import fingerprint
 from .attention import SEEN
 from .graph import LossFunction
 from .inputs import TOKENS, CallInputs
-from .pending import bits_of, number_of
-from .writer import blob
+from .writer import bits_of, blob, number_of
 
 
 @dataclass
@@ -38,7 +37,7 @@ class Since:
     sequences: list[list[Any]] = field(default_factory=list)  # `sequence_shape`, rows of the call, loader pass
     averages: list[tuple[str, Tensor]] = field(default_factory=list)  # `Averages.measured`
     ratios: list[Tensor] = field(default_factory=list)  # `ratios_all_one`
-    ranges: list[Tensor] = field(default_factory=list)  # `input_ranges.ranges`
+    ranges: list[Tensor] = field(default_factory=list)  # `inputs.ranges`
     drawn: list[int] = field(default_factory=list)  # states of the generator at the first forward and backward
     noted: list[tuple[Any, Tensor]] = field(default_factory=list)  # notes on a loss, and whether they hold
     observed: list[tuple[str, str]] = field(default_factory=list)  # (kind, argument) of `notes_on`

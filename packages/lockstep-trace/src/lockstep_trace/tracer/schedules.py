@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from .wrappers import inside, parameters_of
+from .layouts import inside, parameters_of
 
 FROM_BASE = ("LambdaLR", "OneCycleLR", "CyclicLR")  # schedulers whose rates do not depend on the previous rate
 

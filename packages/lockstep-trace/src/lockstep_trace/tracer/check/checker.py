@@ -18,11 +18,9 @@ from .. import placement
 from ..fingerprint import measure, whole
 from ..inputs import wrapped
 from ..records import packed
-from . import precision, rows, update
-from .accumulation import accumulation
-from .calls import CALLS, ModuleCall, NotRecomputable, RandomState, observe_output, recorded
-from .gradients import Backward, Recomputed, observed, recomputed
-from .seeds import seed
+from .gradients import Backward, Recomputed, Update, accumulation, after_update, before_update, observed, recomputed
+from .replay import CALLS, ModuleCall, NotRecomputable, RandomState, observe_output, recorded
+from .rows import REFERENCES, seed
 
 MOST_WINDOWS = 8  # most optimizers of a process to check
 
@@ -42,7 +40,7 @@ class Checker:
         self.done: set[tuple[int, int]] = set()
         self.overflowed = False
         self.numbers = 0
-        self.updates: dict[int, update.Update] = {}
+        self.updates: dict[int, Update] = {}
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +129,7 @@ class Checker:
                 record["reason"] = str(error)
             record["references"] = [] if self.hooks.backward_depth else self._references(number)
             with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                self.updates[number] = update.before(optimizer, here.get("grad_scale"))
+                self.updates[number] = before_update(optimizer, here.get("grad_scale"))
         self.recorder.write("check", **record)
         self.begun.pop(number, None)
         self.leftovers.pop(number, None)
@@ -144,7 +142,7 @@ class Checker:
         expected = self.updates.pop(number, None)
         if expected is not None:
             with self._preserved():
-                record = update.after(optimizer, expected, self.recorder.names()[0])
+                record = after_update(optimizer, expected, self.recorder.names()[0])
             self.recorder.write("check update", opt=number, step=self.recorder.steps[number], **record)
 
     @contextlib.contextmanager
@@ -209,7 +207,7 @@ class Checker:
             return []
         largest = max(calls, key=lambda c: sum(p.numel() for p in c.module.parameters()))
         results = []
-        for look in (*precision.REFERENCES, *rows.REFERENCES, seed):
+        for look in (*REFERENCES, seed):
             results += [r | {"model": type(largest.module).__name__} for r in _observations(look, largest)]
         backwards = self.backwards[self.begun.get(number, 0) :]
         model = {"model": type(calls[-1].module).__name__}
