@@ -1,17 +1,26 @@
-"""Installs the wrappers of an engine or evaluator when its module is imported."""
+"""Installs the wrappers of an engine or evaluator when its module is imported.
+
+Records the scores of known evaluators, and the metric by which known trainers choose the best weights.
+
+In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate; calls of Lightning's
+`ModelCheckpoint` and `EarlyStopping`. Out: records of the numbers.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import numbers
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from .evaluators import EVALUATORS, SELECTORS
-from .evaluators import install as install_evaluator
+from torch import Tensor
+
 from .hooks import Hooks
+from .recorder import Recorder
 
 ENGINE = "deepspeed"
 
@@ -65,3 +74,71 @@ def watch(hooks: Hooks) -> None:
             install(hooks, name)
         else:
             sys.meta_path.insert(0, Finder(hooks, name))
+
+
+EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
+LIGHTNING = {
+    "model_checkpoint": ("ModelCheckpoint", "check_monitor_top_k"),
+    "early_stopping": ("EarlyStopping", "_evaluate_stopping_criteria"),
+}
+SELECTORS = {
+    f"{package}.callbacks.{module}": method
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for module, method in LIGHTNING.items()
+}
+TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names that are not scores
+
+
+def install_evaluator(hooks: Hooks, module: str) -> None:
+    """Wrap the evaluator, or the code that selects by a score, after its module is imported."""
+    if module in SELECTORS:
+        _install_selector(hooks, getattr(sys.modules[module], SELECTORS[module][0]), SELECTORS[module][1])
+        return
+    name, method = EVALUATORS[module]
+    kind = getattr(sys.modules[module], name)
+    original = getattr(kind, method)
+
+    @functools.wraps(original)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library evaluate copies this function's code, and adds to the docstring that is in it."""
+        scores = original(self, *args, **kwargs)
+        if hooks.recorder is not None and isinstance(scores, Mapping):
+            hooks.guarded(_write, hooks.recorder, f"{name}.{method}", scores)
+            hooks.guarded(_selects, hooks.recorder, getattr(self, "args", None), scores)
+        return scores
+
+    setattr(kind, method, evaluate)
+
+
+def _write(recorder: Recorder, by: str, scores: Mapping[str, Any]) -> None:
+    named = {str(name): value for name, value in scores.items() if isinstance(value, numbers.Real)}
+    values = {name: float(value) for name, value in named.items() if not any(part in name for part in TIMES)}
+    if values:
+        recorder.end_evaluation()
+        recorder.write("scores", by=by, scores=values, steps=list(recorder.steps))
+
+
+def _selects(recorder: Recorder, options: Any, scores: Mapping[str, Any]) -> None:
+    metric = getattr(options, "metric_for_best_model", None)
+    if getattr(options, "load_best_model_at_end", False) and isinstance(metric, str):
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        if isinstance(scores.get(name), numbers.Real):
+            mode = "max" if options.greater_is_better else "min"
+            recorder.write("selection", by="Trainer", metric=metric, mode=mode, value=float(scores[name]))
+
+
+def _install_selector(hooks: Hooks, kind: Any, method: str) -> None:
+    original = getattr(kind, method, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor | float)), None)
+        recorder = hooks.recorder
+        if recorder is not None and value is not None:
+            about = {"by": kind.__name__, "metric": str(self.monitor), "mode": str(self.mode)}
+            hooks.guarded(lambda: recorder.write("selection", **about, value=float(value)))
+        return original(self, *args, **kwargs)
+
+    setattr(kind, method, select)
