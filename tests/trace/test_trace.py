@@ -21,7 +21,7 @@ from lockstep_trace.findings import findings
 from lockstep_trace.ranks import Losses
 from lockstep_trace.read import Step, read
 from lockstep_trace.terminal import PlainOutput, diff
-from lockstep_trace.tracer import evaluators, inputs, late_imports
+from lockstep_trace.tracer import inputs, late_imports
 from lockstep_trace.tracer.hooks import Hooks
 from lockstep_trace.tracer.placement import is_dtensor, plain_name
 from lockstep_trace.tracer.settings import Settings
@@ -579,12 +579,12 @@ def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first
     assert installed == ["deepspeed", "deepspeed"]
 
 
-@pytest.mark.parametrize("name", [*evaluators.EVALUATORS])
+@pytest.mark.parametrize("name", [*late_imports.EVALUATORS])
 def test_scores_that_a_known_evaluator_is_returned_are_recorded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A module of that name is imported after the trace began; what it returns is what its caller gets."""
-    kind, method = evaluators.EVALUATORS[name]
+    kind, method = late_imports.EVALUATORS[name]
     result = {"eval_accuracy": 0.5, "eval_runtime": 3.0, "names": ["a"], "count": 7}
     package, last = tmp_path / "own" / name.partition(".")[0], name.partition(".")[2]
     package.mkdir(parents=True)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep_trace
 from lockstep_trace.findings import findings
 from lockstep_trace.read import Step, read
-from lockstep_trace.tracer import fingerprint, pending
+from lockstep_trace.tracer import fingerprint, writer
 from lockstep_trace.tracer.fingerprint import Block, measure, whole
 from lockstep_trace.tracer.gradient_history import ClippingFactors
 from support.harness import lockstep_environment
