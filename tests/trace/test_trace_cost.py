@@ -36,7 +36,7 @@ def test_a_step_begins_one_copy_and_waits_for_nothing(tmp_path: Path, monkeypatc
         events.append("copy")
         return torch.zeros(joined.shape, dtype=joined.dtype), lambda: events.append("wait")
 
-    monkeypatch.setattr(pending, "transfer", transfer)
+    monkeypatch.setattr(writer, "transfer", transfer)
     device = torch.device("meta")
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
@@ -83,7 +83,7 @@ def test_a_steady_step_measures_gradients_once_without_a_wait(tmp_path: Path, mo
     def transfer(joined: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         return torch.zeros(joined.shape, dtype=joined.dtype), lambda: None
 
-    monkeypatch.setattr(pending, "transfer", transfer)
+    monkeypatch.setattr(writer, "transfer", transfer)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     launched = []
