@@ -104,6 +104,11 @@ OBJECTS = {  # what is changed -> a part of the gap; None: nothing is refused
     ("trainer.train()", "trainer.train()\nmodel.merge_and_unload().save_pretrained('m')"): None,
     ("trainer.train()", "model = model.merge_and_unload()\ntrainer.train()"): "merge_and_unload() (its effect",
     ("trainer.train()", "with torch.autocast('cuda'):\n    trainer.train()"): "the effect of torch.autocast('cuda')",
+    ("args = T", "class Own(Trainer):\n    pass\nOwn.compute_loss = f\nargs = T"): "Own.compute_loss = f (its",
+    ("args = T", "class Own(Trainer):\n    pass\nsetattr(Own, 'compute_loss', f)\nargs = T"): "setattr(Own,",
+    ("args = T", "import sys\nsys.modules['torch'] = f\nargs = T"): "sys.modules['torch'] = f (its",
+    ("trainer.train()", "def go():\n    trainer.label_smoother = 1\ngo()\ntrainer.train()"): "trainer.label_smoother",
+    ("trainer.train()", "def go(t=trainer):\n    t.label_smoother = 1\ngo()\ntrainer.train()"): "t.label_smoother",
     ("trainer.train()", "with mlflow.start_run():\n    trainer.train()"): None,
 }
 

@@ -19,6 +19,7 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _SEVERAL = "it trains several times: keep only one training"
 _LIBRARIES = (*NAMES["libraries"], "torch")
+_PYTHON = ("sys.modules", "builtins.", "__builtins__")  # what they hold is used by all modules
 
 
 @dataclass
@@ -127,11 +128,20 @@ class TrainerStatements:
             function = self.script.functions.get(call.func.id)
             if isinstance(function, ast.FunctionDef) and function.name not in self.looked_at:
                 self.looked_at.add(function.name)
-                if any(isinstance(each, ast.Call) and self._takes_part(each) for each in ast.walk(function)):
+                defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
+                if any(map(self._touches, defaults)):  # def change(t=trainer)
+                    self.touched |= {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
+                if any(map(self._acts, ast.walk(function))):
                     quiet = QuietCode(self.script, lambda *_: None, self._is_quiet)
                     if (by := quiet.replaced(function, "training_decorators")) is not None:
                         self._unclear(by, f"this decorator may replace {function.name} by another function")
                     self._body(function.body)
+
+    def _acts(self, node: ast.AST) -> bool:
+        """Return whether a node of a function calls a part of the training, or sets an attribute or entry of one."""
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            return not isinstance(node.ctx, ast.Load) and self._touches(node)
+        return isinstance(node, ast.Call) and self._takes_part(node)
 
     def _takes_part(self, call: ast.Call) -> bool:
         return self._trains(call) or kind_of(self.script, call) in ("model", "rows", "arguments", "trainer")
@@ -158,12 +168,15 @@ class TrainerStatements:
 
     def _is_of_a_library(self, target: ast.expr) -> bool:
         """Return whether a target is an attribute of a class or module of a training library."""
-        if not isinstance(target, ast.Attribute):
+        if not isinstance(target, ast.Attribute | ast.Subscript):
             return False
         origin = self.script.origin_of(target)
         first = root_of(target)
+        if is_trainer(self.script, first) or origin.startswith(_PYTHON):
+            return True
         imported = first in self.script.imports and first not in self.touched
         quiet = origin.startswith(("torch.backends.", "transformers.logging", "datasets.logging"))
+        imported = imported and isinstance(target, ast.Attribute)
         return imported and origin.partition(".")[0] in _LIBRARIES and not quiet
 
     def _touches(self, node: ast.AST) -> bool:
