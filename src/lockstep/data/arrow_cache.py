@@ -653,13 +653,30 @@ def content(dataset: Dataset, columns: list[str]) -> str:
 def encoded(
     batch: dict[str, list], encoder: Callable[[dict[str, list]], dict[str, Any]], schema: pa.Schema
 ) -> pa.RecordBatch:
-    """Encode some rows. Errors: `RunError` if the numbers of examples and rows differ."""
+    """Encode some rows. Errors: `RunError` if the numbers of examples and rows differ, or for decimals in a column of
+    integers, which Arrow would cut off."""
     examples, count = encoder(batch), len(next(iter(batch.values()), []))
     columns = [pa.array(examples[field.name], field.type) for field in schema]
+    fault = None
     if any(len(column) != count for column in columns):
         sizes = ", ".join(f"{len(c)} of {n}" for c, n in zip(columns, schema.names, strict=True))
-        raise RunError("LS2021", f"internal error: the encoder of this task returned {sizes} examples for {count}")
+        fault = f"{sizes} examples for {count}"
+    elif cut_off := [field.name for field in schema if _has_decimals(examples[field.name], field.type)]:
+        fault = f"decimals as {cut_off[0]}, a column of integers"
+    if fault is not None:
+        raise RunError("LS2021", f"internal error: the encoder of this task returned {fault}")
     return pa.record_batch(columns, schema=schema)
+
+
+def _has_decimals(values: Any, kind: pa.DataType) -> bool:
+    """Return whether values for a column of integers, or of lists of integers, have a fraction."""
+    if pa.types.is_list(kind):
+        first_of = ((row, row[0]) for row in values if row is not None and len(row))
+        return any(_has_decimals(row, kind.value_type) for row, first in first_of if isinstance(first, _DECIMAL))
+    return pa.types.is_integer(kind) and any(isinstance(v, _DECIMAL) and not float(v).is_integer() for v in values)
+
+
+_DECIMAL = float | np.floating
 
 
 def encode(dataset: Dataset, encoder: Callable[[dict[str, list]], dict[str, Any]], features: Features, key: str) -> str:
