@@ -86,4 +86,10 @@ def draws_all(script: Script, sampler: ast.Call, rows: ast.expr | None) -> bool:
     words = (word.value for word in sampler.keywords if word.arg in ("data_source", "dataset"))
     source = next(iter(sampler.args), next(words, None))
     drawn, read = split_of(script, source), split_of(script, rows)
-    return drawn == read or None in (drawn, read)
+    if drawn is not None and read is not None:
+        return drawn == read
+    pair = source, rows
+    if any(isinstance(each, ast.Name) and script.bound(each) is None for each in pair):  # an argument of a function
+        return True
+    values = [script.bound(each) if isinstance(each, ast.Name) else each for each in pair]
+    return len({ast.unparse(each) for each in values if each is not None}) == 1

@@ -61,6 +61,8 @@ class Statements:
     every_is_known: bool = True  # whether the condition around a step was understood
     loss_is_known: bool = False  # whether backward() is called on a loss that was understood
     of_logits: bool = False  # whether the loss is the cross entropy of a classifier's logits, as the model's own is
+    by_accelerator: bool = False  # whether backward() is Accelerate's, which divides and scales the loss
+    holders: dict[str, str] = field(default_factory=dict)  # event -> code of the optimizer that it is of
     scaled: bool = False  # whether a GradScaler scales the loss
     accumulates: bool = False  # whether Accelerate decides which batches make a step
     guard: tuple[str, bool] | None = None  # condition of a step, and whether the last batch of an epoch meets it
@@ -85,6 +87,7 @@ class Statements:
             for call in backward[1:]:
                 self.report(call.node, "gradients are computed in a second place")
             if not backward:
+                self.draft.unclear("the training loop", "no backward() is called in it: no gradient is computed")
                 return
         self._drivers(backward[0].node)
         loops = [n for n in self.around(backward[0].node) if isinstance(n, ast.For | ast.While)]
@@ -261,7 +264,7 @@ class Statements:
 
     def _check_modes(self) -> None:
         """Each batch is computed in training mode, or all without dropout, which the model's config can say."""
-        mode = TrainMode(self.script, self._models(), self.learned, self.transformers)
+        mode = TrainMode(self.script, self.models(), self.learned, self.transformers)
         modes = mode.run([each for each in self.drivers.values() if each is not None])
         odd = sorted((each for each in modes if each.training is not True), key=lambda each: each.by is None)
         if not odd:
@@ -365,7 +368,7 @@ class Statements:
         holder: ast.expr | None = call.func.value
         if not isinstance(holder, ast.Name):
             return False
-        if holder.id in self._models():
+        if holder.id in self.models():
             return True
         for _ in range(8):  # optimizer = prepared
             value = self.script.bound(holder, last=True) if isinstance(holder, ast.Name) else holder
@@ -388,6 +391,7 @@ class Statements:
 
     def _backward(self, call: ast.Call) -> None:
         node: ast.expr = call.args[0] if call.args else call.func.value  # type: ignore[attr-defined]
+        self.by_accelerator = bool(call.args)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "scale":
             self.scaled = ast.unparse(node.func.value) in step_order.scalers(self.script)
             node = node.args[0] if len(node.args) == 1 and not node.keywords else node
@@ -435,7 +439,7 @@ class Statements:
             self._unpack(target, role, node)
             return
         calls = [each for each in ast.walk(node.value or target) if isinstance(each, ast.Call)]
-        if names_in(target) <= self.path and any(root_of(each.func) in self._models() for each in calls):
+        if names_in(target) <= self.path and any(root_of(each.func) in self.models() for each in calls):
             self.report(node, _COMPUTED, "task.loss")
             self.roles |= dict.fromkeys(names_in(target), ("out", None))
             return
@@ -534,7 +538,7 @@ class Statements:
 
     def _output(self, node: ast.Call, roles: list[Role | None]) -> Role | None:
         """Return the role of a model call. The called name must be the one whose weights the optimizer has."""
-        if not isinstance(node.func, ast.Name) or node.func.id not in self._models():
+        if not isinstance(node.func, ast.Name) or node.func.id not in self.models():
             return None
         if not self.transformers:
             usual = roles in ([("batch", "first")], [("batch", "whole")]) and not node.keywords
@@ -556,7 +560,7 @@ class Statements:
         self.learned.add(id(node))
         return "out", None
 
-    def _models(self) -> set[str]:
+    def models(self) -> set[str]:
         names = {"model", "net"}
         for call in self.optimizers:
             node = call.args[0] if call.args else next((w.value for w in call.keywords if w.arg == "params"), None)

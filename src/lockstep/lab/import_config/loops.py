@@ -314,9 +314,10 @@ class Loop(Reading):
             self.draft.lacks(f"line {call.line}: batch_sampler={code_of(drawn)}", why)
         self._split_of(call, arguments.nodes.get("dataset"))
         self._sampler_of(call, arguments.nodes.get("sampler"))
-        ordered = not ({"sampler", "batch_sampler"} & arguments.nodes.keys() or arguments.known.get("shuffle"))
+        drawing = {name for name, node in arguments.nodes.items() if ast.unparse(node) != "None"}
+        ordered = not ({"sampler", "batch_sampler"} & drawing or arguments.known.get("shuffle"))
         sampler = next((c for c in self.script.calls if c.name == "DistributedSampler"), None)
-        if sampler is not None and "sampler" in arguments.nodes:
+        if sampler is not None and "sampler" in drawing:
             names = ("dataset", "num_replicas", "rank", "shuffle")
             ordered = self.script.arguments(sampler, names).known.get("shuffle", True) is not True
         if sampler is not None and not self.dropped and self.script.arguments(sampler).known.get("drop_last"):

@@ -67,6 +67,10 @@ def _is_schedule(script: Script, function: Any) -> bool:
 
 def check_arguments(at: Any, call: ast.Call, kind: str) -> None:
     """Check the arguments of a call of the step."""
+    if kind in ("step", "zero") and isinstance(call.func, ast.Attribute):
+        at.holders[kind] = ast.unparse(call.func.value)
+    elif kind in ("scaled step", "unscale") and len(call.args) == 1:
+        at.holders[kind] = ast.unparse(call.args[0])
     if kind in _ROWS:
         origin = at.script.origin_of(call.func)
         call_arguments.check(at.script, at.draft, Call(call, origin.rpartition(".")[2], origin), _ROWS[kind])
@@ -106,8 +110,24 @@ def check(at: Any) -> None:
     elif "scheduler" in kinds and depth["scheduler"] != depth["step"] and not accelerate:
         at.draft.unclear(where, "the schedule advances at another time", "optim.schedule")
     _check_scaler(at, kinds, lines, depth)
+    _check_holders(at, lines)
     if at.loss_is_known and at.every_is_known:
         _check_divisor(at, lines["step"])
+
+
+def _check_holders(at: Any, lines: dict[str, int]) -> None:
+    """All calls of a step are of one optimizer, and Accelerate computes the gradients if it divides or scales them."""
+    models = {name for name in at.holders.values() if name in at.models()}
+    if len({*at.holders.values()} - models) > 1:
+        names = " and ".join(sorted({*at.holders.values()} - models))
+        at.draft.unclear(f"line {lines['step']}: step()", f"the calls of this step are of {names}")
+    accelerator = next((c for c in at.script.calls if c.name == "Accelerator"), None)
+    if accelerator is None or at.by_accelerator:
+        return
+    precise = at.script.arguments(accelerator).known.get("mixed_precision", "no") in ("no", "bf16", None)
+    if at.accumulates or not precise:
+        why = "only accelerator.backward(loss) divides the loss by the batches of a step, and scales it in fp16"
+        at.draft.unclear(f"line {lines['backward']}: backward()", why, "micro_batches")
 
 
 def _check_clip(at: Any, kinds: list[str], lines: dict[str, int], depth: dict[str, int], accelerate: bool) -> None:
@@ -176,7 +196,8 @@ def note_epochs(at: Any, loader: Call | None) -> None:
             continue
         argument = next(iter(call.args), next((word.value for word in call.keywords), None))
         root = root_of(call.func.value)
-        handed = at.script.bound(ast.copy_location(ast.Name(root, ast.Load()), call)) is None
+        holder = next(each for each in ast.walk(call.func) if isinstance(each, ast.Name) and each.id == root)
+        handed = (id(at.script.scopes.get(id(holder))), root) in at.script.bindings and at.script.bound(holder) is None
         mine = root in names or (handed and not any(part in root for part in ("val", "test", "dev", "eval")))
         if argument is not None and names_in(argument) & counted and mine:
             return
