@@ -189,7 +189,7 @@ def test_encoded_images_are_embedded_in_their_table(tmp_path: Any) -> None:
     assert table.column("image").to_pylist()[0]["bytes"] == path.read_bytes()
 
 
-@rests_on_it("src/lockstep/checkpoint/model_card.py")
+@rests_on_it("src/lockstep/checkpoint/export.py")
 def test_the_head_of_a_card_keeps_texts() -> None:
     """yaml_dump quotes texts that YAML would read as something else, such as "no", "1e3" and "2024-01-01"; ModelCard
     reads them back, and the results of one data set with the arguments of their metrics."""

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import model_card
+from lockstep.checkpoint import export
 from lockstep.config import error_messages as messages
 from lockstep.config.redaction import holds_secret, printable, redact, redact_all, redact_words, visible
 from lockstep.config.run import load
@@ -173,13 +173,13 @@ def test_events_are_a_sink(tmp_path: Path) -> None:
 
 def test_what_people_write_is_words_in_a_card() -> None:
     label = "<img src=x> [click](http://evil) **bold** `code`\n# head | \x1b[2J"
-    told = model_card.words(label)
+    told = export.words(label)
     assert "\n" not in told
     assert "\x1b" not in told
     for markup in ("<img", "[click]", "**bold**", "`code`", "# head |"):
         assert markup not in told
     assert html.unescape(told).replace("\\", "").startswith("<img src=x> [click](http://evil) **bold** `code` # head |")
-    assert model_card.code("a`b\nc") == "`a'b c`"
+    assert export.code("a`b\nc") == "`a'b c`"
 
 
 @settings(max_examples=100, deadline=None)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lockstep.config.run import Run
 from lockstep.data import hub as hub_names
+from lockstep.data.source import names_hub
 from lockstep.tasks.models import model_configs
 from support.command import LOCKSTEP
 from support.harness import tiny
@@ -202,11 +203,11 @@ def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_only_what_may_be_on_the_hub_is_asked_of_it(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\na,b\n")
     local = {"data": {"train": str(tmp_path / "train.csv")}, "model": {"source": str(tmp_path)}}
-    assert not hub_names.names_hub(Run.load(local))
-    assert hub_names.names_hub(Run.load(local | {"model": "some/model"}))
-    assert hub_names.names_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
-    assert not hub_names.names_hub(Run.load(local | {"data": "builtin/emotion"}))
-    assert not hub_names.names_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))
+    assert not names_hub(Run.load(local))
+    assert names_hub(Run.load(local | {"model": "some/model"}))
+    assert names_hub(Run.load(local | {"tokenizer": "some/tokenizer"}))
+    assert not names_hub(Run.load(local | {"data": "builtin/emotion"}))
+    assert not names_hub(Run.load(local | {"data": {"source": "s3://bucket/set", "train": "a.csv"}}))
 
 
 PAGE = b"---\nlicense: mit\n---\n# set"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lockstep import api
-from lockstep.checkpoint import model_card
+from lockstep.checkpoint import export
 from lockstep.config.run import Run, load, write_run_yaml
 from lockstep.distributed.lost_contact import tell_failure
 from lockstep.distributed.world import World
@@ -146,9 +146,9 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     task: Any = Classification.__new__(Classification)
     task.run, task.prepared = run, SimpleNamespace(facts=facts)
     task.options, task.splits = Classification.Options(), {"train": range(run.batch_size - 1)}
-    text = model_card.model_card(task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
+    text = export.model_card(task, {"test": {"accuracy": 0.5, "examples": 4.0}}, 6)
     assert f" for 6 steps of {run.batch_size - 1} examples in " in text, "a batch has no more rows than there are"
-    model_card.check_card(text, Path("README.md"))
+    export.check_card(text, Path("README.md"))
     clean(text)
     head, block = yaml.safe_load(text.split("---")[1]), text.split("```yaml\n")[1].split("```")[0]
     assert head["tags"] == ["***", "text-classification"]

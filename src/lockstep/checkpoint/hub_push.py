@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.model_card import HERE, check_card
+from lockstep.checkpoint.export import HERE, check_card
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.output_files import replace_text
 from lockstep.config.redaction import one_line

@@ -26,10 +26,10 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from lockstep.config.data_sources import USUAL, address_of, is_address
+from lockstep.config.data_sources import USUAL, address_of
 from lockstep.config.errors import InvalidValue
 from lockstep.config.redaction import one_line
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
 from lockstep.distributed.activity import ACTIVITY
@@ -80,18 +80,6 @@ def explained(error: BaseException, revision: str | None = None, writes: bool = 
             f"the Hub at {constants.ENDPOINT} cannot be reached: {last.rstrip('.')}. Check the network{where}{instead}"
         )
     return one_line(error, 300)
-
-
-def names_hub(run: Run) -> bool:
-    """Whether a run's data, model or tokenizer may be on the Hub: a source that is neither an address nor local."""
-    sources = [
-        run.model.source,
-        run.tokenizer.source,
-        run.data.source,
-        *(each.source for each in run.data.sources or ()),
-    ]
-    names = [source for source in sources if source is not None and not source.startswith("builtin/")]
-    return any(not is_address(name) and not Path(name).expanduser().exists() for name in names)
 
 
 def be_brief() -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from lockstep.config import key_aliases
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import (
     annotated,
@@ -294,6 +294,18 @@ def files_of(data: DataSection) -> list[Path]:
 def names_data(data: DataSection) -> bool:
     """Return whether the run file names any data."""
     return any(getattr(data, key) is not None for key in ("source", "sources", *USUAL))
+
+
+def names_hub(run: Run) -> bool:
+    """Whether a run's data, model or tokenizer may be on the Hub: a source that is neither an address nor local."""
+    sources = [
+        run.model.source,
+        run.tokenizer.source,
+        run.data.source,
+        *(each.source for each in run.data.sources or ()),
+    ]
+    names = [source for source in sources if source is not None and not source.startswith("builtin/")]
+    return any(not is_address(name) and not Path(name).expanduser().exists() for name in names)
 
 
 def is_local(data: DataSection) -> bool:

@@ -407,12 +407,13 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     to use, if not this one's. `fresh`: query the Hub again. Errors: `RunError`."""
     from lockstep.data import hub
     from lockstep.data.prepare import prepare
+    from lockstep.data.source import names_hub
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import model_configs, padding, source_files
     from lockstep.training import model_stats
 
     task: Any = job.task
-    if hub.names_hub(job.run):
+    if names_hub(job.run):
         hub.be_brief()
     edits: list[str] = []
     if job.run.model.source is not None or job.run.tokenizer.source is not None:
