@@ -9,14 +9,13 @@ import accelerate
 import pytest
 import torch
 import transformers
-from test_moving_attacked import in_loop
 from torch.distributed import fsdp
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from lockstep.lab.import_config import call_arguments, import_config
 from lockstep.lab.import_config.script import Call, Script
 from lockstep.lab.import_config.table import NAMES, RunDraft
-from support.moving_scripts import ACCELERATE, DDP, changed
+from support.moving_scripts import ACCELERATE, DDP, changed, in_loop
 
 REAL: dict[str, Any] = {
     "Accelerator": accelerate.Accelerator,
