@@ -114,3 +114,39 @@ def test_an_unknown_key_of_the_top_is_read_in_silence() -> None:
 def test_warmup_is_logarithmic_unless_told_otherwise() -> None:
     """WarmupLR rises with the logarithm of the step by default: after 10 of 100 steps it is at half."""
     assert facts()["warmup"] == pytest.approx(0.5, abs=1e-6)
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/zero.py",
+    "src/lockstep/strategies/engines/zero_config.py",
+    "src/lockstep/lab/import_config/command_line.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
+)
+def test_an_engine_says_its_norm_and_takes_a_boundary() -> None:
+    """get_global_grad_norm after step() is the norm over all weights, and safe_get_full_grad before it gives whole
+    gradients, of the zeros of unused weights too; set_gradient_accumulation_boundary decides
+    is_gradient_accumulation_boundary; a config without gradient_clipping clips at 1.0 (0.19.8). DS_ACCELERATOR decides
+    the device's name; the error about another order of weights begins with "tracing error"."""
+    norm, expected = facts()["norm"]
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert facts()["whole gradients"] == [[3, 2], [2, 3], [2, 2]]
+    assert facts()["boundary that is set"] == [False, True, 1.0]
+    assert facts()["device"] == "cpu"
+    assert facts()["words"] == [True, True]
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/zero_state.py",
+    "src/lockstep/strategies/engines/zero_graph.py",
+    "packages/lockstep-plan/src/lockstep_plan/simulated.py",
+)
+def test_weights_of_stage_3_are_whole_within_a_context() -> None:
+    """Within GatheredParameters a weight of stage 3 is whole, what rank modifier_rank writes there stays, and with
+    enabled=False nothing happens; safe_set_local_optimizer_state writes into the optimizer's flat state; ds_tensor is
+    this rank's part, ds_process_group its group. The functions around a module's backward have setup_context and
+    backward."""
+    seen = facts()["3"]
+    assert seen["gathered within"] == [[2, 3], True, 0]
+    assert seen["state"]
+    assert seen["parts"] == [6, True, True]
+    assert seen["calls"] == [True] * 4

@@ -65,7 +65,15 @@ def own_gradient(engine):
     return p._hp_mapping.get_lp_grad_fragment(p._index_in_param_group)
 
 facts["gradient kept"] = own_gradient(made) is not None and own_gradient(made).numel() == 6
+from deepspeed.utils import safe_get_full_grad
+whole = [safe_get_full_grad(p) for p in made.module.parameters()]
 made.step()
+facts["norm"] = [float(made.get_global_grad_norm()), float(torch.stack([g.norm() for g in whole[:2]]).norm())]
+facts["whole gradients"] = [list(g.shape) for g in whole]
+made.set_gradient_accumulation_boundary(False)
+facts["boundary that is set"] = [made.is_gradient_accumulation_boundary()]
+made.set_gradient_accumulation_boundary(True)
+facts["boundary that is set"] += [made.is_gradient_accumulation_boundary(), made.gradient_clipping()]
 facts["moved"] = [float((p.detach().float() - s).abs().max()) > 0 for p, s in zip(made.module.parameters(), start)]
 facts["skipped"] = made.skipped_steps
 
@@ -139,6 +147,28 @@ for i in range(len(inner.fp16_groups)):
     inner._reassign_or_swap_out_partitioned_parameters(i)
 inner.empty_partition_cache()
 weights[0].all_gather()
+with deepspeed.zero.GatheredParameters([weights[1]], modifier_rank=0), torch.no_grad():
+    within = list(weights[1].shape)
+    weights[1].fill_(9.0)
+with deepspeed.zero.GatheredParameters([weights[1]]):
+    facts["3"]["gathered within"] = [within, weights[1].flatten().tolist() == [9.0] * 6]
+with deepspeed.zero.GatheredParameters([torch.ones(2)], enabled=False):
+    facts["3"]["gathered within"].append(weights[1].numel())
+from deepspeed.utils import safe_set_local_optimizer_state
+inner.optimizer.state[flats[0]] = {"exp_avg": torch.zeros_like(flats[0])}
+safe_set_local_optimizer_state(weights[0], torch.full((6,), 7.0), "exp_avg")
+facts["3"]["state"] = inner.optimizer.state[flats[0]]["exp_avg"][:6].tolist() == [7.0] * 6
+facts["3"]["parts"] = [weights[0].ds_tensor.numel(), weights[0].ds_process_group is not None]
+facts["3"]["parts"].append(callable(weights[0].ds_summary))
+functions = vars(made.module[0])
+around = [functions[name] for name in ("pre_bwd_fn", "post_bwd_fn")]
+facts["3"]["calls"] = [hasattr(each, name) for each in around for name in ("setup_context", "backward")]
+import inspect
+from deepspeed.runtime.zero import partitioned_param_coordinator
+facts["words"] = "tracing error at step" in inspect.getsource(partitioned_param_coordinator)
+facts["words"] = [facts["words"], hasattr(partition_parameters.ZeroParamStatus, "INFLIGHT")]
+from deepspeed.accelerator import get_accelerator
+facts["device"] = get_accelerator().device_name()
 facts["3"]["then"] = [weights[0].flatten().tolist() == [5.0] * 6, list(inner.persistent_parameters)]
 made.destroy()
 made = engine(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 5})
