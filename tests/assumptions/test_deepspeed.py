@@ -119,7 +119,7 @@ def test_warmup_is_logarithmic_unless_told_otherwise() -> None:
 @rests_on_it(
     "src/lockstep/strategies/engines/zero.py",
     "src/lockstep/strategies/engines/zero_config.py",
-    "src/lockstep/lab/import_config/command_line.py",
+    "src/lockstep/lab/import_config/loops.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
 )
 def test_an_engine_says_its_norm_and_takes_a_boundary() -> None:

@@ -346,6 +346,44 @@ def test_options_of_accelerate_launch_are_not_lost(here: Path, capsys: pytest.Ca
     assert run.strategy.name == "ddp"
 
 
+@pytest.mark.processes  # DeepSpeed starts some when it is imported
+def test_deepspeed_clips_by_itself_where_a_loop_does_not(here: Path) -> None:
+    """A config of DeepSpeed without gradient_clipping clips at 1.0, by way of Accelerate too."""
+    (here / "train.py").write_text(CLIPLESS)
+    (here / "ds.yaml").write_text(
+        "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 2}\nmixed_precision: 'no'\nnum_processes: 2\n"
+    )
+    (here / "train.csv").write_text("text,label\na b,0\nc d,1\n")
+    assert moved("run.sh", "accelerate launch --config_file ds.yaml train.py\n").optim.max_grad_norm == 1.0
+
+
+CLIPLESS = """import torch
+from accelerate import Accelerator
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from datasets import load_dataset
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator()
+tokenizer = AutoTokenizer.from_pretrained("bert-base-uncased")
+data = load_dataset("csv", data_files="train.csv")["train"]
+def encode(rows):
+    return tokenizer(rows["text"], truncation=True, max_length=64)
+data = data.map(encode, batched=True, remove_columns=["text"])
+data = data.rename_column("label", "labels")
+model = AutoModelForSequenceClassification.from_pretrained("bert-base-uncased", num_labels=2)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+loader = DataLoader(data, batch_size=4, shuffle=True, collate_fn=DataCollatorWithPadding(tokenizer))
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+model.train()
+for epoch in range(2):
+    for batch in loader:
+        out = model(**batch)
+        accelerator.backward(out.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
 def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
     (here / "ds.json").write_text(
         '{"bf16": {"enabled": true}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": 0.5,'

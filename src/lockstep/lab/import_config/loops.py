@@ -481,7 +481,9 @@ class Loop(Reading):
         else:
             if not any("batch_size" in gap.by for gap in draft.gaps):
                 draft.unclear("the batch size", "no DataLoader with one was found", "batch_size")
-        if "optim.max_grad_norm" not in draft.keys:
+        if "optim.max_grad_norm" not in draft.keys and str(draft.keys.get("strategy.name")).startswith("zero"):
+            draft.set("optim.max_grad_norm", 1.0, "DeepSpeed's own clipping: its config sets none")
+        elif "optim.max_grad_norm" not in draft.keys:
             draft.set("optim.max_grad_norm", 0.0, "a script without clipping")
         if not self.scheduled:
             if any(
