@@ -314,7 +314,7 @@ def test_funnel_loses_the_row_of_padding_when_it_is_loaded(tmp_path: Path) -> No
     assert not loaded.get_input_embeddings().weight[0].any()
 
 
-@rests_on_it("src/lockstep/checkpoint/model_card.py", "src/lockstep/checkpoint/hub_push.py")
+@rests_on_it("src/lockstep/checkpoint/export.py", "src/lockstep/checkpoint/hub_push.py")
 def test_ids_and_heads_that_the_client_refuses() -> None:
     """validate_repo_id takes NAME and USER/NAME, and raises HFValidationError, a ValueError, for other texts; ModelCard
     raises ValueError or YAMLError for a head that is no mapping or whose model-index is none, and has no data without a
