@@ -270,7 +270,7 @@ def test_accelerate_asks_for_the_embeddings() -> None:
     "src/lockstep/strategies/hf_trainer.py",
     "src/lockstep/distributed/world.py",
     "src/lockstep/strategies/engines/accelerated_sharding.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/evaluators.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py",
 )
 def test_places_where_trainer_and_accelerate_read_what_is_set() -> None:
     """TrainingArguments has these fields; Trainer takes compute_loss_func and optimizers, and its training_step enters

@@ -520,8 +520,8 @@ def test_wrappers_hold_the_model_under_these_names() -> None:
     "src/lockstep/strategies/exact/tensor_leaves.py",
     "src/lockstep/training/plain_sides.py",
     "packages/lockstep-plan/src/lockstep_plan/simulated.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/update.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/calls.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )
 def test_trees_modes_errors_and_wrapped_steps() -> None:
