@@ -118,3 +118,25 @@ def test_objects_and_contexts_of_a_trainer_are_read_or_refused(pair: tuple[str, 
     assert pair[0] in TEXT
     refused, part = gaps(TEXT.replace(*pair)), OBJECTS[pair]
     assert part in refused if part else refused == gaps(TEXT)
+
+
+VALUES = {  # what is changed -> the length that is read; None: it is not known
+    ("s(rows", "s(rows, most=9"): 9,
+    ("s(rows", "s(rows, most=9", "batched=True", "batched=True, fn_kwargs={'most': 7}"): 7,
+    ("s(rows", "s(rows, most=9", "batched=True", "batched=True, fn_kwargs=more"): None,
+    ("s(rows", "s(rows, most=9", "args = T", "tokens(0, 8)\nargs = T"): None,
+    ("s(rows", "s(rows, most=9", "args = T", "print(tokens)\nargs = T"): None,
+}
+
+
+def test_parameters_have_the_values_of_the_only_way_in_which_their_function_is_called() -> None:
+    function = "def tokens(rows):\n    return tokenizer(rows['text'], truncation=True, max_length=most)\n"
+    text = TEXT.replace('lambda rows: tokenizer(rows["text"], truncation=True, max_length=64)', "tokens")
+    text = text.replace("data = data.map", f"{function}data = data.map")
+    for pairs, length in VALUES.items():
+        changed = text
+        for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+            changed = changed.replace(old, new, 1)
+        draft = RunDraft()
+        import_config.script(Script(Path("train.py"), changed)).move(draft, 1)
+        assert draft.keys.get("data.max_length") == length, pairs

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import bound_names
+from lockstep.lab.import_config import bound_names, parameters
 from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
 from lockstep.lab.import_config.value_bounds import Unknown as Unknown
@@ -129,6 +129,7 @@ class Script:
         parsed = options_of(self)
         self._parsed, self._declared = parsed.values, parsed.declared
         self.started = self.functions.get(ast.unparse(parsed.command)) if parsed.command is not None else None
+        parameters.bind(self)
         self._values.clear()  # values cached before the options were known
         self.calls: list[Call] = list(self._calls(self.tree.body, None))
 
