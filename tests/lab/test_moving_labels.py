@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForQuestionAnswering, BertForTokenClass
 from lockstep.lab.import_config import loss_means
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from support.moving_scripts import QUESTIONS, changed, moved, refused
+from support.moving_scripts import QUESTIONS, TAGS, changed, moved, refused
 
 ARGUMENTS = 'args = TrainingArguments("out", per_device_train_batch_size=4)\n'
 USED = """
@@ -25,28 +25,7 @@ collator = DataCollatorForLanguageModeling(tokenizer, mlm=MLM)
 args = TrainingArguments("out", per_device_train_batch_size=4)
 Trainer(model=model, args=args, train_dataset=data["train"], data_collator=collator).train()
 """
-TAGS = """
-ids = {label: i for i, label in enumerate(["O", "B", "I"])}
 
-def tokens(rows):
-    out = tokenizer(rows["tokens"], truncation=True, max_length=32, is_split_into_words=True)
-    labels = []
-    for i, tags in enumerate(rows["tags"]):
-        words = out.word_ids(batch_index=i)
-        previous = None
-        row = []
-        for word in words:
-            if word is None:
-                row.append(-100)
-            elif word != previous:
-                row.append(ids[tags[word]])
-            else:
-                row.append(-100)
-            previous = word
-        labels.append(row)
-    out["labels"] = labels
-    return out
-"""
 CAUSAL = """
 def tokens(rows):
     out = tokenizer(rows["text"], truncation=True, max_length=32, padding="max_length")

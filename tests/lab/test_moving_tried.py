@@ -4,11 +4,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from test_moving_labels import TAGS
 
 from lockstep.lab.import_config import followed, tried_on_rows
 from lockstep.lab.import_config.script import Script
-from support.moving_scripts import QUESTIONS, changed
+from support.moving_scripts import QUESTIONS, TAGS, changed
 
 OTHER_WINDOWS = {  # a change of a function of windows -> whether its positions are others
     ("first += 1\n        last", "first += 2\n        last"): True,

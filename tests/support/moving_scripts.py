@@ -317,3 +317,27 @@ def refused(path: str, text: str, capsys: pytest.CaptureFixture[str], *words: st
     assert main(["init", "moved.yaml", "--yes", "--from", path, *words]) == 2
     assert not Path("moved.yaml").exists()
     return capsys.readouterr().err
+
+
+TAGS = """
+ids = {label: i for i, label in enumerate(["O", "B", "I"])}
+
+def tokens(rows):
+    out = tokenizer(rows["tokens"], truncation=True, max_length=32, is_split_into_words=True)
+    labels = []
+    for i, tags in enumerate(rows["tags"]):
+        words = out.word_ids(batch_index=i)
+        previous = None
+        row = []
+        for word in words:
+            if word is None:
+                row.append(-100)
+            elif word != previous:
+                row.append(ids[tags[word]])
+            else:
+                row.append(-100)
+            previous = word
+        labels.append(row)
+    out["labels"] = labels
+    return out
+"""
