@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -161,11 +166,15 @@ def test_a_stream_splits_by_shards_in_turns() -> None:
     "src/lockstep/checkpoint/export.py",
     "src/lockstep/proof/against_plain.py",
     "src/lockstep/proof/replay.py",
+    "src/lockstep/config/output_files.py",
+    "src/lockstep/training/reference_pass.py",
+    "src/lockstep/training/plain_sides.py",
 )
 def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
     """safe_open has names, and shapes without reading tensors; a cut, longer or empty file raises SafetensorError,
     which is neither OSError nor RuntimeError, a missing one FileNotFoundError. A file that cannot be written raises
-    SafetensorError with "(os error N)"; tensors that are not contiguous raise ValueError."""
+    SafetensorError with "(os error N)", also on a full disk (a tokenizer that cannot be saved, Exception); numpy's
+    functions have the same errors; tensors that are not contiguous raise ValueError."""
     tensors = {"a": torch.ones(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "file")
     with safe_open(tmp_path / "file", "pt") as file:
@@ -182,6 +191,26 @@ def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
         load_file(tmp_path / "missing")
     with pytest.raises(SafetensorError, match=r"\(os error 2\)"):
         save_file(tensors, tmp_path / "no such folder" / "file")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # what does not fit is an error, as on a full disk
+    try:
+        with pytest.raises(SafetensorError, match=rf"\(os error {errno.EFBIG}\)"):
+            save_file({"a": torch.ones(1000)}, tmp_path / "large")
+        with pytest.raises(SafetensorError, match=rf"\(os error {errno.EFBIG}\)"):
+            save_arrays({"a": np.ones(1000)}, tmp_path / "large")
+        with pytest.raises(Exception, match=rf"\(os error {errno.EFBIG}\)") as caught:
+            words(["[UNK]", *map(str, range(100))]).save(str(tmp_path / "tokenizer.json"))
+        assert not isinstance(caught.value, OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    save_arrays({"a": np.arange(3.0)}, tmp_path / "numbers", {"data": "key"})
+    with safe_open(tmp_path / "numbers", "numpy") as file:
+        assert file.metadata() == {"data": "key"}
+        assert isinstance(file.get_tensor("a"), np.ndarray)
+        assert file.get_tensor("a").tolist() == [0.0, 1.0, 2.0]
+    os.truncate(tmp_path / "numbers", 20)
+    with pytest.raises(SafetensorError):
+        safe_open(tmp_path / "numbers", "numpy")
     with pytest.raises(ValueError, match="contiguous"):
         save_file({"a": torch.ones(2, 3).t()}, tmp_path / "file")
 

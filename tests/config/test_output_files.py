@@ -1,9 +1,11 @@
 """Files of OUTPUT that became links while training are not written through."""
 
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.config.output_files import replace_text
@@ -11,6 +13,7 @@ from lockstep.distributed.event_log import EventLog
 from lockstep.launchers.processes import output_lock
 from lockstep.track.console import append
 from lockstep.track.jsonl import Lines
+from lockstep.training import reference_pass
 from support.messages import raises
 
 
@@ -44,3 +47,17 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     path.unlink()
     writes[name]()
     assert path.read_text().count("\n") == (2 if name == "metrics.jsonl" else 1)  # the queued line came, too
+
+
+def test_reference_outputs_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    path, limits = tmp_path / "reference.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        fault = reference_pass._write(path, {"train": np.ones((500, 2))}, "key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{path}: " in str(fault)
+    assert "ulimit -f" in str(fault)
+    assert list(tmp_path.iterdir()) == []
+    assert reference_pass._write(path, {"train": np.ones((500, 2))}, "key") is None
+    assert path.is_file()

@@ -161,9 +161,13 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(number: int, remedy: str
         aside.write_bytes(b"half of it")
         raise OSError(number, os.strerror(number))
 
-    with raises("LS2031", remedy, "LOCKSTEP_CACHE"):
-        cache.cached(own_cache / "tokens" / "a", full)
-    assert os.listdir(own_cache / "tokens") == []
+    def of_tokenizers(aside: Path) -> None:
+        raise Exception(f"{os.strerror(number)} (os error {number})")
+
+    for failing in (full, of_tokenizers):
+        with raises("LS2031", remedy, "LOCKSTEP_CACHE"):
+            cache.cached(own_cache / "tokens" / "a", failing)
+        assert os.listdir(own_cache / "tokens") == []
 
 
 # -- permissions -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,13 +61,8 @@ def _write_aside(
     aside = folder / ".export.partial"
     output_files.clear(aside)
     aside.mkdir(parents=True)
-    try:
+    with output_files.wrapped_os_errors(aside):
         task.write(aside, weights)
-    except Exception as caught:  # safetensors and tokenizers wrap OS errors in their own classes
-        number = re.search(r"\(os error (\d+)\)", str(caught))
-        if number is None or isinstance(caught, OSError):
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(aside)) from caught
     (aside / "README.md").write_text(model_card(task, scores, steps), encoding="utf-8")
     return aside
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from lockstep.config.errors import CodedError
 
 # Files that a run appends to; `.lock` is read again and again.
 APPENDED = (
@@ -76,6 +79,19 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small file atomically. Errors: `OSError`; the old file is then unchanged."""
     with replacing(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def wrapped_os_errors(path: Path, only: Collection[int] = ()) -> Iterator[None]:
+    """Context manager around what writes `path`: safetensors and tokenizers wrap OS errors in their own classes, which
+    become `OSError`s. `only`: error numbers, where the same code also reads other files; default: all."""
+    try:
+        yield
+    except Exception as caught:
+        number = re.search(r"\(os error (\d+)\)", str(caught))
+        if number is None or isinstance(caught, OSError | CodedError) or (only and int(number[1]) not in only):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from caught
 
 
 def aside_of(name: str) -> str:

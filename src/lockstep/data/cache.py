@@ -32,7 +32,8 @@ from uuid import uuid4
 
 import pyarrow as pa
 
-from lockstep.config.errors import remedy_of
+from lockstep.config.errors import OF_DISKS, remedy_of
+from lockstep.config.output_files import wrapped_os_errors
 from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
 
@@ -225,7 +226,8 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
     aside = resumed or _aside(path, "tmp")
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        make(aside)
+        with wrapped_os_errors(aside, OF_DISKS):
+            make(aside)
         seal(aside, path)
         os.rename(aside, path)
         _sync(path.parent)

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lockstep.config.output_files import wrapped_os_errors
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
@@ -477,4 +478,5 @@ def save_on_main(path: Path, tensors: Mapping[str, Tensor], world: World) -> Non
     """Write tensors to a safetensors file; only rank 0 writes."""
     if world.is_main:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
+        with wrapped_os_errors(path):
+            save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)

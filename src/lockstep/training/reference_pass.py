@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lockstep.checkpoint.manifest import candidates
-from lockstep.config.output_files import replacing
+from lockstep.config.errors import reason_of, remedy_of
+from lockstep.config.output_files import replacing, wrapped_os_errors
 from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.activity import ACTIVITY
@@ -30,7 +31,7 @@ FILE = "reference.safetensors"
 
 def provide(world: World, task: Task, strategy: Strategy, prepared: Prepared, trained: bool) -> None:
     """Fill `task.reference_outputs`. `trained`: the model is already trained, so the numbers must be in OUTPUT.
-    Collective. Errors: `RunError` on every rank if they are not."""
+    Collective. Errors: `RunError` on every rank if they are not, or cannot be written."""
     run = task.run
     if not isinstance(task, UsesReference) or not task.needs_reference:
         return
@@ -46,10 +47,20 @@ def provide(world: World, task: Task, strategy: Strategy, prepared: Prepared, tr
         )
     if known is None:
         known = {split: _scores_of_split(world, task, strategy, split) for split in task.splits}
-        if world.is_main and run.folder.is_dir():
-            with replacing(path) as aside:
-                save_file(known, aside, {"data": prepared.key})
+        fault = _write(path, known, prepared.key) if world.is_main and run.folder.is_dir() else None
+        if (fault := world.broadcast(fault)) is not None:
+            raise RunError("LS5111", fault)
     task.reference_outputs.update(known)
+
+
+def _write(path: Path, outputs: dict[str, np.ndarray], key: str) -> str | None:
+    """Write the file; the return value says why it cannot be written."""
+    try:
+        with replacing(path) as aside, wrapped_os_errors(path):
+            save_file(outputs, aside, {"data": key})
+    except OSError as error:
+        return f"{path}: the reference outputs cannot be written: {reason_of(error).lower()}; {remedy_of(error)}"
+    return None
 
 
 def _read(path: Path, key: str) -> dict[str, np.ndarray] | None:
