@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
@@ -275,3 +277,103 @@ def test_answers_of_aws_have_these_parts(sagemaker: Any) -> None:
     assert error.response["Error"]["Code"] == "ValidationException"
     kinds = (ClientError, BotoCoreError, S3UploadFailedError)
     assert not any(issubclass(a, b) for a in kinds for b in kinds if a is not b)
+
+
+@pytest.fixture
+def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without credentials, a region or a machine's role."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+
+
+@rests_on_it(
+    "packages/lockstep-clouds/src/lockstep_clouds/aws.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py",
+)
+@pytest.mark.usefixtures("no_aws")
+def test_boto_reads_a_region_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any, get_credentials and the variable region are None, and a client raises NoRegionError. AWS_REGION is
+    not read, AWS_DEFAULT_REGION is, and the keyword region_name comes before both; None stands for the default."""
+    session = pytest.importorskip("botocore.session", reason="needs the extra sagemaker")
+    import boto3
+    from botocore.exceptions import BotoCoreError, NoRegionError
+
+    def region() -> Any:
+        return session.get_session().get_config_variable("region")
+
+    own = boto3.session.Session(region_name="eu-west-1")
+    assert own.get_credentials() is None
+    monkeypatch.setenv("AWS_REGION", "eu-west-3")
+    assert region() is None
+    assert issubclass(NoRegionError, BotoCoreError)
+    with pytest.raises(NoRegionError):
+        boto3.session.Session().client("secretsmanager")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
+    assert region() == "eu-west-2"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    assert boto3.session.Session().get_credentials().access_key == "a"
+    regions = [
+        boto3.session.Session().client("secretsmanager", region_name=name).meta.region_name
+        for name in (None, "eu-west-1")
+    ]
+    assert regions == ["eu-west-2", "eu-west-1"]
+
+
+@rests_on_it(
+    "packages/lockstep-clouds/src/lockstep_clouds/aws.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_job.py",
+    "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py",
+)
+@pytest.mark.usefixtures("no_aws")
+def test_contents_go_to_s3_and_come_back(tmp_path: Path) -> None:
+    """put_object sends bytes, upload_file a file by its path; a refused put_object raises ClientError, a refused
+    upload_file S3UploadFailedError, and a missing file FileNotFoundError. download_fileobj writes into an open file and
+    raises ClientError for a missing object; get_secret_value's answer has SecretString."""
+    stub = pytest.importorskip("botocore.stub", reason="needs the extra sagemaker")
+    import boto3
+    from boto3.exceptions import S3UploadFailedError
+    from botocore.exceptions import ClientError
+    from botocore.response import StreamingBody
+
+    session = boto3.session.Session("key", "secret", region_name="eu-west-1")
+    client, secrets = session.client("s3"), session.client("secretsmanager")
+    (file := tmp_path / "file").write_bytes(b"content")
+    bodies: list[bytes] = []
+
+    def look(params: dict[str, Any], **_: Any) -> None:
+        body = params["Body"]
+        bodies.append(body if isinstance(body, bytes) else body.read())
+
+    client.meta.events.register("before-parameter-build.s3.PutObject", look)
+    with stub.Stubber(client) as answers:
+        for _ in range(2):
+            answers.add_response("put_object", {})
+        client.put_object(Bucket="bucket", Key="a/b", Body=b"text")
+        client.upload_file(str(file), "bucket", "a/c")
+        answers.assert_no_pending_responses()
+        assert bodies == [b"text", b"content"]
+        for _ in range(2):
+            answers.add_client_error("put_object", "AccessDenied", "no")
+        with pytest.raises(ClientError, match="AccessDenied"):
+            client.put_object(Bucket="bucket", Key="a/b", Body=b"text")
+        with pytest.raises(S3UploadFailedError, match="AccessDenied"):
+            client.upload_file(str(file), "bucket", "a/c")
+        with pytest.raises(FileNotFoundError):
+            client.upload_file(str(tmp_path / "missing"), "bucket", "a/c")
+        found = {"ContentLength": 5, "ETag": '"x"'}
+        answers.add_response("head_object", found)
+        answers.add_response("get_object", found | {"Body": StreamingBody(io.BytesIO(b"hello"), 5)})
+        with (tmp_path / "back").open("w+b") as back:
+            client.download_fileobj("bucket", "a/b", back)
+            back.seek(0)
+            assert back.read() == b"hello"
+            answers.add_client_error("head_object", "404", "Not Found", 404)
+            with pytest.raises(ClientError, match="404"):
+                client.download_fileobj("bucket", "a/b", back)
+    with stub.Stubber(secrets) as answers:
+        answers.add_response("get_secret_value", {"SecretString": "text"}, {"SecretId": "name"})
+        assert secrets.get_secret_value(SecretId="name")["SecretString"] == "text"

@@ -246,3 +246,26 @@ def test_repeated_rows_of_a_stream_are_gathered() -> None:
         assert sorted(seen["data set"]) == list(range(10))
         assert {*seen["stream"]} == {*range(10)}
         assert len(seen["stream"]) == 12
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/hooked_ddp.py",
+    "src/lockstep/strategies/ddp.py",
+    "src/lockstep/strategies/hf_accelerate.py",
+    "src/lockstep/strategies/hf_trainer.py",
+)
+def test_a_static_graph_needs_a_first_backward_with_messages() -> None:
+    """DDP with static_graph raises RuntimeError if its first backward is in no_sync; after one of zeros outside,
+    gradients of later steps are added up and averaged as without it."""
+    mean = sum(1.0 + rank for rank in range(3)) / 3
+    assert facts()["static_graph"] == [["RuntimeError", [2 * mean] * 2, [2 * mean] * 2]] * 3
+
+
+@rests_on_it("src/lockstep/distributed/membership.py")
+def test_a_send_over_a_closed_connection_raises_and_wakes_who_waits() -> None:
+    """A group's `send` of gloo raises RuntimeError at once if its rank has left. After this process has shut down the
+    sockets of the connections (a shut listener would end it), a send to another rank raises that or nothing, and a
+    thread that waits in `recv` for that rank ends with RuntimeError."""
+    for to_the_lost, waiting, after in facts()["sends"][:-1]:
+        assert (to_the_lost, waiting) == ("RuntimeError", "RuntimeError")
+        assert after in ("RuntimeError", "")

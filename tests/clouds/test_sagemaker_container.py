@@ -47,7 +47,8 @@ def test_hyperparameters_come_back_as_the_run_they_came_from(here: Path) -> None
 @pytest.mark.extras
 def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cloud.client("secretsmanager").create_secret(Name="lockstep/hf", SecretString="very secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")  # boto3 does not read it by itself
     monkeypatch.setenv("LOCKSTEP_SECRETS", json.dumps({"LOCKSTEP_TEST_TOKEN": "lockstep/hf"}))
     monkeypatch.setenv("LOCKSTEP_TEST_TOKEN", "")  # so that it is gone afterwards
     set_secrets()

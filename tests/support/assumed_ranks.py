@@ -8,9 +8,13 @@ In: nothing. Out: `facts()`, name -> observation of each rank; started once per 
 import functools
 import json
 import os
+import socket
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,10 +81,42 @@ def _look(rank: int, folder: str) -> None:
             seen["rank_lost"] = ""
         except RuntimeError as error:
             seen["rank_lost"] = str(error)
+        seen["sends"] = _sends_and_shut_sockets(1 - rank)
     else:
-        seen["rank_lost"] = ""
+        seen["rank_lost"], seen["sends"] = "", []
     (room / f"{rank}.json").write_text(json.dumps(seen), encoding="utf-8")
     os._exit(0)
+
+
+def _sends_and_shut_sockets(other: int) -> list[Any]:
+    """What a send to the rank that left raises; and what a thread raises that waits for the other rank, once this
+    process has shut down its sockets and sent to all."""
+    group: Any = dist.distributed_c10d._get_default_group()
+
+    def raised(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except RuntimeError as error:
+            return type(error).__name__
+        return ""
+
+    def send(rank: int) -> str:
+        return raised(lambda: group.send([torch.zeros(1)], rank, 7))
+
+    ended: list[Any] = [send(RANKS - 1)]
+    waits = threading.Thread(
+        target=lambda: ended.append(raised(lambda: group.recv([torch.zeros(1)], other, 8).wait())), daemon=True
+    )
+    waits.start()
+    time.sleep(0.05)
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            inside = each.family in (socket.AF_INET, socket.AF_INET6)
+            if inside and not each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # that would end the process
+                each.shutdown(socket.SHUT_RDWR)
+    after = send(other)
+    waits.join(20)
+    return [*ended, after]
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
@@ -500,3 +536,27 @@ def gathered_for_metrics(rank: int, _: Path) -> dict[str, list[int]] | None:
         loader: Any = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=2))  # type: ignore[arg-type]
         seen[name] = [x for batch in loader for x in accelerator.gather_for_metrics(batch["x"]).tolist()]
     return seen
+
+
+@fact
+def static_graph(rank: int, _: Path) -> list[Any]:
+    found: list[Any] = []
+    for primed in (False, True):
+        model = nn.Linear(2, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        ddp = nn.parallel.DistributedDataParallel(model, static_graph=True)
+        if primed:
+            (0 * ddp(torch.ones(1, 2)).sum()).backward()
+            model.weight.grad = None
+        try:
+            for _step in range(2):
+                with ddp.no_sync():
+                    ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
+                ddp(torch.full((1, 2), 1.0 + rank)).sum().backward()
+                assert model.weight.grad is not None
+                found.append(model.weight.grad.flatten().tolist())
+                model.weight.grad = None
+        except RuntimeError as error:
+            found.append(type(error).__name__)
+    return found

@@ -100,7 +100,7 @@ def set_secrets() -> None:
     if names:
         import boto3
 
-        client = boto3.client("secretsmanager")
+        client = boto3.client("secretsmanager", region_name=os.environ.get("AWS_REGION"))  # boto3 does not read it
         os.environ.update({key: client.get_secret_value(SecretId=name)["SecretString"] for key, name in names.items()})
 
 
