@@ -92,18 +92,31 @@ def test_the_state_of_an_optimizer_is_by_number() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py")
-def test_found_inf_leaves_weights_and_state() -> None:
-    """The fused AdamW kernel with found_inf 1 changes neither weights nor moments, and reverts its step count."""
-    weight, moments = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
-    step = torch.zeros(())
-    torch._fused_adamw_(
-        [weight], [torch.ones(4)], [moments[0]], [moments[1]], [], [step],
-        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        found_inf=torch.ones(1),
-    )  # fmt: skip
-    assert torch.equal(weight, torch.ones(4))
-    assert not moments[0].any()
-    assert not moments[1].any()
+def test_the_function_of_adamw_skips_and_updates_as_its_class() -> None:
+    """The function adamw with fused=True and found_inf None has the bits of the class; with found_inf 1 it changes
+    neither weights, moments nor steps, with 0 it updates. Its states are written in place."""
+    from torch.optim.adamw import adamw
+
+    options: dict[str, Any] = {"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.1, "weight_decay": 0.3}
+    options |= {"eps": 1e-8, "maximize": False, "fused": True}
+    start, gradient = torch.linspace(-1, 1, 5), torch.linspace(2, -3, 5)
+    one = nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([one], lr=0.1, betas=(0.9, 0.99), weight_decay=0.3, fused=True)
+    weight, first, second, step = start.clone(), torch.zeros(5), torch.zeros(5), torch.zeros(())
+
+    def update(found_inf: torch.Tensor | None) -> None:
+        adamw([weight], [gradient.clone()], [first], [second], [], [step], found_inf=found_inf, **options)
+
+    for number, found_inf in ((1, None), (1, torch.ones(())), (2, torch.zeros(()))):
+        if found_inf is None or not found_inf:
+            one.grad = gradient.clone()
+            optimizer.step()
+        update(found_inf)
+        assert step.item() == number
+        assert torch.equal(weight, one.detach())
+        state = optimizer.state[one]
+        assert torch.equal(first, state["exp_avg"])
+        assert torch.equal(second, state["exp_avg_sq"])
 
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/update.py")
