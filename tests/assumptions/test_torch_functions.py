@@ -14,10 +14,8 @@ import torch
 
 from support.assumed import rests_on_it
 
-PORTABLE = "src/lockstep/distributed/portable.py"
 
-
-@rests_on_it(PORTABLE)
+@rests_on_it("src/lockstep/distributed/portable.py")
 def test_functions_of_float64_are_near_the_exact_ones() -> None:
     """expm1 and log1p of float64 keep their digits near 0 and are within 4 units in the last place of math's; of NaN,
     infinities and -1 they are what mathematics has. frexp's mantissa is in [0.5, 1); exp2 of a complex number with the
@@ -37,7 +35,7 @@ def test_functions_of_float64_are_near_the_exact_ones() -> None:
     assert torch.allclose(turned.imag, angles.sin(), rtol=0, atol=1e-15)
 
 
-@rests_on_it(PORTABLE)
+@rests_on_it("src/lockstep/distributed/portable.py")
 def test_powers_of_minus_a_half_and_minus_one_have_their_own_functions() -> None:
     """rsqrt and reciprocal of float32 are within one unit of the rounded exact values, also for tensors whose length is
     no multiple of a vector's, and give infinity for 0; the bits do not depend on where in a tensor a number lies."""
