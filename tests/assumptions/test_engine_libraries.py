@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +106,46 @@ def test_accelerate_shards_batches_in_turns() -> None:
 
     shards = [list(BatchSamplerShard(BatchSampler(range(10), 4, False), 2, rank)) for rank in range(2)]
     assert shards == [[[0, 1, 2, 3], [8, 9, 0, 1]], [[4, 5, 6, 7], [2, 3, 4, 5]]]
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
+def test_accelerate_says_how_many_batches_it_skips() -> None:
+    """skip_first_batches gives a DataLoader whose batch_sampler has skip_batches, a number, and batch_sampler, that
+    of before; of a stream a loader that has skip_batches itself. A prepared loader has skip_batches 0 and the
+    given batch_sampler."""
+    pytest.importorskip("accelerate")
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(6))
+
+    loader: Any = DataLoader(list(range(10)), batch_size=2)  # type: ignore[arg-type]
+    later: Any = skip_first_batches(loader, 2)
+    assert getattr(later, "skip_batches", 0) == 0
+    assert later.batch_sampler.skip_batches == 2
+    assert later.batch_sampler.batch_sampler is loader.batch_sampler
+    assert [batch.tolist() for batch in later] == [[4, 5], [6, 7], [8, 9]]
+    assert skip_first_batches(DataLoader(Stream(), batch_size=2), 1).skip_batches == 1
+    prepared = prepare_data_loader(loader, num_processes=1, process_index=0, put_on_device=False)
+    assert (prepared.skip_batches, prepared.batch_sampler is loader.batch_sampler) == (0, True)
+
+
+@pytest.mark.long  # importing Lightning takes many seconds
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py")
+def test_callbacks_of_lightning_select_by_a_score() -> None:
+    """ModelCheckpoint.check_monitor_top_k(trainer, current) and EarlyStopping._evaluate_stopping_criteria(current) get
+    the score; both callbacks have `monitor`, None for a ModelCheckpoint without one, and `mode`."""
+    pytest.importorskip("lightning", reason="needs lightning")
+    from lightning.pytorch.callbacks.early_stopping import EarlyStopping
+    from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
+
+    best, early = ModelCheckpoint(monitor="val_loss"), EarlyStopping("val_acc", mode="max")
+    assert [(each.monitor, each.mode) for each in (best, early)] == [("val_loss", "min"), ("val_acc", "max")]
+    assert ModelCheckpoint().monitor is None
+    assert [*inspect.signature(best.check_monitor_top_k).parameters] == ["trainer", "current"]
+    assert early._evaluate_stopping_criteria(torch.tensor(1.0))[0] is False
 
 
 @rests_on_it("src/lockstep/lab/import_config/loops.py", "packages/lockstep-trace/src/lockstep_trace/rules/data.py")

@@ -51,12 +51,12 @@ def test_transformers_believes_the_mark_of_a_sharded_module(monkeypatch: pytest.
 
 
 @NEEDS_2_13
-@rests_on_it("src/lockstep/strategies/engines/pipelining.py")
+@rests_on_it("src/lockstep/strategies/engines/pipelining.py", "src/lockstep/strategies/pipeline.py")
 def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
     """A schedule of one stage has `_stage_forward_initialized` and `_stage_backward_initialized`, one of several stages
     `_stages_...`; if they are set, `_step_microbatches` negotiates no shapes, and gives each micro-batch its own
-    keywords and target."""
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+    keywords and target. ScheduleGPipe runs all forwards first, Schedule1F1B on one stage each backward at once."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     class Times(nn.Module):
         def __init__(self) -> None:
@@ -72,23 +72,38 @@ def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
     stage.args_recv_info, stage.grad_recv_info = {0: (), 1: ()}, {0: (), 1: ()}
     stage.act_send_info, stage.grad_send_info = {0: []}, []
     stage._prepare_forward_infra = stage._prepare_backward_infra = None  # a call would raise
-    losses: list[float] = []
+    order: list[Any] = []
 
     def loss(output: torch.Tensor, _: None) -> torch.Tensor:
-        losses.append(output.item())
+        order.append(output.item())
+        output.register_hook(lambda _: order.append("backward"))
         return output
 
-    schedule: Any = Schedule1F1B(stage, 2, loss_fn=loss, scale_grads=False)
     several: Any = ScheduleInterleaved1F1B([stage], 2, loss_fn=loss)
-    assert (schedule._stage_forward_initialized, schedule._stage_backward_initialized) == (False, False)
     assert (several._stages_forward_initialized, several._stages_backward_initialized) == (False, False)
-    schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
-    stage.clear_runtime_states()
-    schedule._step_microbatches(
-        kwarg_mbs=[{"micro": torch.ones(2)}, {"micro": torch.ones(5)}], target_mbs=[None] * 2, return_outputs=False
-    )
-    assert losses == [2.0, 5.0]
-    assert stage.submod.weight.grad.item() == 7.0
+    for kind, expected in (
+        (Schedule1F1B, [2.0, "backward", 5.0, "backward"]),
+        (ScheduleGPipe, [2.0, 5.0, "backward", "backward"]),
+    ):
+        schedule: Any = kind(stage, 2, loss_fn=loss, scale_grads=False)
+        assert (schedule._stage_forward_initialized, schedule._stage_backward_initialized) == (False, False)
+        schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
+        stage.clear_runtime_states()
+        stage.submod.weight.grad = None
+        schedule._step_microbatches(
+            kwarg_mbs=[{"micro": torch.ones(2)}, {"micro": torch.ones(5)}], target_mbs=[None] * 2, return_outputs=False
+        )
+        assert order == expected
+        assert stage.submod.weight.grad.item() == 7.0
+        order.clear()
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
+def test_a_model_of_the_processor_has_no_list_of_devices() -> None:
+    """`device_ids` of DDP around a model in host memory is None, of DataParallel without a device an empty list."""
+    assert nn.parallel.DistributedDataParallel(nn.Linear(1, 1)).device_ids is None
+    if not torch.cuda.is_available():
+        assert nn.DataParallel(nn.Linear(1, 1)).device_ids == []
 
 
 @NEEDS_2_13
