@@ -150,3 +150,12 @@ def test_weights_of_stage_3_are_whole_within_a_context() -> None:
     assert seen["state"]
     assert seen["parts"] == [6, True, True]
     assert seen["calls"] == [True] * 4
+
+
+@rests_on_it(
+    "src/lockstep/strategies/engines/zero_partition.py", "src/lockstep/strategies/engines/accelerated_sharding.py"
+)
+def test_a_group_and_a_config_that_are_given_are_used() -> None:
+    """init_distributed forms no group if the process has one, and uses that. Accelerate's DeepSpeedPlugin with
+    hf_ds_config has the config's values, and its zero_stage is the config's; it adds only steps_per_print, infinite."""
+    assert facts()["joined"] == [True, True, [3, 2], 2, True]

@@ -167,6 +167,15 @@ def test_one_call_is_one_commit() -> None:
     assert writing["after"] == ["README.md"]
 
 
+@rests_on_it("src/lockstep/checkpoint/hub_push.py")
+def test_a_file_says_the_title_of_its_last_commit() -> None:
+    """get_paths_info with expand has last_commit with its title, without it None. hf_raise_for_status of the session's
+    answer returns for a file, and raises EntryNotFoundError for none."""
+    writing = seen()["writing"]
+    assert writing["titles"] == [["README.md", "made"], ["README.md", None]]
+    assert [writing[f"raised for {name}"] for name in ("README.md", "absent")] == [[], ["RemoteEntryNotFoundError"]]
+
+
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/tasks/models/model_configs.py")
 def test_a_config_of_the_wrong_type_is_an_error_of_the_hubs_client() -> None:
     """A transformers config raises huggingface_hub's StrictDataclassError for an entry of the wrong type."""

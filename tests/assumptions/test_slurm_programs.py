@@ -135,3 +135,28 @@ def test_a_script_is_tried_without_being_queued(cluster: slurm_cluster.Cluster, 
         tried.append(done.returncode == 0)
     assert tried == [True, False]
     assert cluster.ask("squeue", "-h", "-t", "PENDING").strip() == ""
+
+
+@pytest.mark.long  # half a minute
+@rests_on_it("src/lockstep/launchers/slurm.py")
+def test_an_array_task_has_its_variables_and_quoted_options(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """Each task of an array has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID, and is job ID_TASK for scontrol. In #SBATCH
+    lines double quotes keep spaces, `%%` in --output is a percent sign and %A_%a are the job and the task, --chdir is
+    where the script runs. With --signal=TERM@SECONDS only the steps get SIGTERM, not the script."""
+    folder = tmp_path / "a 50%b"
+    folder.mkdir()
+    output = f"{folder}/slurm-%A_%a.out".replace("50%b", "50%%b")
+    script = (
+        f'#SBATCH --output="{output}"\n#SBATCH --chdir="{folder}"\n#SBATCH --job-name="two words"\n'
+        "#SBATCH --array=0-1%2\n#SBATCH --time=00:01:00\n#SBATCH --signal=TERM@60\n#SBATCH --open-mode=append\n"
+        'echo "$SLURM_ARRAY_JOB_ID $SLURM_ARRAY_TASK_ID $SLURM_JOB_NAME $PWD"\ntrap "echo script" TERM\n'
+        "srun -n 1 bash -c 'trap \"echo step; exit 75\" TERM; sleep 50 & wait'\necho status $?"
+    )
+    job = submitted(cluster, tmp_path, script, "--ntasks=1")
+    for task in range(2):
+        ends(cluster, f"{job}_{task}", "COMPLETED")
+        lines = (folder / f"slurm-{job}_{task}.out").read_text().splitlines()
+        assert lines[0] == f"{job} {task} two words {folder}"
+        assert "step" in lines
+        assert "script" not in lines
+        assert "status 75" in lines

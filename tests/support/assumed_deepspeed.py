@@ -24,6 +24,9 @@ from deepspeed.runtime.zero import parameter_offload, partition_parameters
 from deepspeed.utils import groups, safe_get_local_fp32_param, safe_get_local_grad
 facts = {"operators": "deepspeed_shm_comm" in deepspeed.ops.__compatible_ops__}
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+before = dist.distributed_c10d._get_default_group()
+deepspeed.init_distributed("gloo")
+joined = [dist.distributed_c10d._get_default_group() is before, deepspeed.comm.is_initialized()]
 facts["state of the process"] = (
     hasattr(groups, "_WORLD_GROUP")
     and hasattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP")
@@ -191,6 +194,12 @@ warm = lr_schedules.WarmupLR(optimizer, warmup_min_lr=0.0, warmup_max_lr=1.0, wa
 for _ in range(10):
     warm.step()
 facts["warmup"] = warm.get_last_lr()[0]
+from accelerate import DeepSpeedPlugin
+config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}
+plugin = DeepSpeedPlugin(hf_ds_config=config)
+values = [plugin.hf_ds_config.get_value(name) for name in ("train_micro_batch_size_per_gpu", "zero_optimization.stage")]
+facts["joined"] = [*joined, values, plugin.zero_stage]
+facts["joined"].append(plugin.deepspeed_config == config | {"steps_per_print": float("inf")})
 print("FACTS" + json.dumps(facts))
 """
 

@@ -100,7 +100,8 @@ def reading() -> dict[str, Any]:
 
 
 def writing() -> dict[str, Any]:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_session
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     api = HfApi()
     for private in (True, False):  # the second time it exists
@@ -119,6 +120,14 @@ def writing() -> dict[str, Any]:
     for operations in (first, second):
         commit = api.create_commit("user/new", operations, commit_message="made")
         seen.setdefault("commits", []).append(str(commit.oid))
+    titles = api.get_paths_info("user/new", ["README.md", "absent"], expand=True)
+    seen["titles"] = [[each.path, each.last_commit.title if each.last_commit else None] for each in titles]
+    (plain,) = api.get_paths_info("user/new", ["README.md"])
+    seen["titles"].append([plain.path, plain.last_commit])
+    session: Any = get_session()
+    for name in ("README.md", "absent"):
+        answer = session.get(f"{api.endpoint}/user/new/resolve/main/{name}", headers=build_hf_headers(), timeout=60)
+        seen[f"raised for {name}"] = outcome(lambda answer=answer: hf_raise_for_status(answer))["kinds"][:1]
     seen["after"] = sorted(each.rfilename for each in api.model_info("user/new").siblings or [])
     return seen
 
