@@ -149,7 +149,13 @@ def test_a_file_of_batches_is_read_by_number_and_is_no_stream(tmp_path: Path) ->
         pa.memory_map(str(tmp_path / "none"))
 
 
-@rests_on_it("src/lockstep/data/row_reader.py", "src/lockstep/data/row_files.py", "src/lockstep/data/file_formats.py")
+@rests_on_it(
+    "src/lockstep/data/row_reader.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/data/file_formats.py",
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/cache.py",
+)
 def test_the_end_of_a_parquet_file_says_its_groups_and_types(tmp_path: Path) -> None:
     """ParquetFile has num_row_groups, and metadata with rows and bytes of each; read_schema and schema_arrow keep the
     schema's metadata; a damaged file raises an ArrowException, a missing one FileNotFoundError."""

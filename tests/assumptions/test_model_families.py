@@ -200,7 +200,14 @@ def test_models_look_for_padding_by_a_method_that_can_be_replaced() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/tasks/models/inference.py", "src/lockstep/tasks/models/models.py", "src/lockstep/plain/scores.py"
+    "src/lockstep/tasks/models/inference.py",
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/plain/scores.py",
+    "src/lockstep/plain/losses.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/tasks/module.py",
+    "src/lockstep/tasks/modules/wrapped_module.py",
+    "src/lockstep/tasks/translation.py",
 )
 def test_what_generate_returns() -> None:
     """generate returns the prompt and the new tokens, of an encoder-decoder the start token and the new ones, only as

@@ -106,7 +106,13 @@ def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
     assert made("one two three four")["input_ids"] == whole
 
 
-@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/distributed/randomness.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/distributed/randomness.py",
+    "src/lockstep/lab/import_config/model_defaults.py",
+    "src/lockstep/plain/train.py",
+    "src/lockstep/tasks/models/small_models.py",
+)
 def test_a_new_model_is_drawn_from_torch_alone() -> None:
     """A model created from a config has the same bits for the same torch.manual_seed."""
     drawn = []
@@ -116,7 +122,13 @@ def test_a_new_model_is_drawn_from_torch_alone() -> None:
     assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
 
 
-@rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/training/export_check.py")
+@rests_on_it(
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/training/export_check.py",
+    "src/lockstep/data/tokenizer.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/models/adapters.py",
+)
 def test_a_loaded_model_has_the_bits_and_is_in_evaluation(tmp_path: Path) -> None:
     """save_pretrained and from_pretrained keep every bit, and the loaded model is in eval()."""
     model = tiny()

@@ -31,7 +31,24 @@ def rows(count: int = 6) -> Any:
     return Dataset.from_dict({"x": list(range(count))})
 
 
-@rests_on_it("src/lockstep/data/usable_rows.py")
+@rests_on_it(
+    "src/lockstep/data/usable_rows.py",
+    "src/lockstep/data/arrow_cache.py",
+    "src/lockstep/data/conversations.py",
+    "src/lockstep/data/hub_rows.py",
+    "src/lockstep/data/lm_documents.py",
+    "src/lockstep/data/raw_rows.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/data/source.py",
+    "src/lockstep/data/splitting.py",
+    "src/lockstep/data/text_pairs.py",
+    "src/lockstep/data/token_checks.py",
+    "src/lockstep/tasks/image_classification.py",
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/tasks/masked_language_modeling.py",
+    "src/lockstep/tasks/text_task.py",
+    "src/lockstep/tasks/translation.py",
+)
 def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
     """select_columns stores the new_fingerprint that it is given, and keeps rows and their order."""
     selected = rows().select_columns(["x"], new_fingerprint="given")

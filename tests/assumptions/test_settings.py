@@ -122,7 +122,33 @@ def test_the_error_of_a_validator_is_held_as_it_is() -> None:
     assert error["ctx"]["error"].code == "X1"
 
 
-@rests_on_it("src/lockstep/config/written.py", "src/lockstep/config/run.py")
+@rests_on_it(
+    "src/lockstep/config/written.py",
+    "src/lockstep/config/run.py",
+    "src/lockstep/commands/before_a_run.py",
+    "src/lockstep/data/hub.py",
+    "src/lockstep/data/hub_rows.py",
+    "src/lockstep/data/job.py",
+    "src/lockstep/data/prepare.py",
+    "src/lockstep/data/row_files.py",
+    "src/lockstep/data/source.py",
+    "src/lockstep/lab/doctor.py",
+    "src/lockstep/lab/import_config/import_config.py",
+    "src/lockstep/lab/init/detect_layout.py",
+    "src/lockstep/lab/init/init.py",
+    "src/lockstep/lab/sweep/sweep.py",
+    "src/lockstep/proof/against_plain.py",
+    "src/lockstep/proof/attest.py",
+    "src/lockstep/proof/diff.py",
+    "src/lockstep/proof/replay.py",
+    "src/lockstep/proof/verify.py",
+    "src/lockstep/tasks/embedding.py",
+    "src/lockstep/tasks/models/config_checks.py",
+    "src/lockstep/tasks/models/head_labels.py",
+    "src/lockstep/tasks/models/models.py",
+    "src/lockstep/tasks/question_answering.py",
+    "src/lockstep/tasks/reward.py",
+)
 def test_what_was_set_is_told_from_defaults_also_in_a_copy() -> None:
     """`model_fields_set` holds the keys that were given, also those whose value equals the default; `model_copy` adds
     what it updates, and does not validate it."""
@@ -249,7 +275,22 @@ def test_a_validator_of_all_keys_runs_first_and_can_raise_an_error_of_pydantics(
     assert ([error["type"] for error in caught.value.errors()], names) == (["int_type"], ["size"])
 
 
-@rests_on_it("src/lockstep/config/sections.py", "src/lockstep/config/written.py", "src/lockstep/config/run.py")
+@rests_on_it(
+    "src/lockstep/config/sections.py",
+    "src/lockstep/config/written.py",
+    "src/lockstep/config/run.py",
+    "src/lockstep/config/data_sources.py",
+    "src/lockstep/config/error_messages.py",
+    "src/lockstep/data/job.py",
+    "src/lockstep/lab/import_config/import_config.py",
+    "src/lockstep/lab/import_config/table.py",
+    "src/lockstep/lab/init/detect_layout.py",
+    "src/lockstep/lab/init/init.py",
+    "src/lockstep/lab/init/questions.py",
+    "src/lockstep/proof/replay.py",
+    "src/lockstep/tasks/answer_pairs.py",
+    "src/lockstep/tasks/objectives/objective.py",
+)
 def test_fields_of_a_model_say_their_default_and_others_are_extra() -> None:
     """model_fields of a class has its keys in order, with annotation, is_required and get_default, which calls a
     factory; keys of a plug-in are in __pydantic_extra__ and in model_fields_set; a frozen model raises a
@@ -265,7 +306,27 @@ def test_fields_of_a_model_say_their_default_and_others_are_extra() -> None:
         made.count = 2
 
 
-@rests_on_it("src/lockstep/config/run.py", "src/lockstep/config/data_sources.py")
+@rests_on_it(
+    "src/lockstep/config/run.py",
+    "src/lockstep/config/data_sources.py",
+    "src/lockstep/config/model_selection.py",
+    "src/lockstep/data/job.py",
+    "src/lockstep/data/prepare.py",
+    "src/lockstep/data/source.py",
+    "src/lockstep/data/stream.py",
+    "src/lockstep/data/tokenizer.py",
+    "src/lockstep/lab/bench.py",
+    "src/lockstep/lab/bench_options.py",
+    "src/lockstep/lab/branch.py",
+    "src/lockstep/lab/init/questions.py",
+    "src/lockstep/lab/sweep/sweep_file.py",
+    "src/lockstep/proof/against_plain.py",
+    "src/lockstep/proof/replay.py",
+    "src/lockstep/tasks/classification.py",
+    "src/lockstep/tasks/language_modeling.py",
+    "src/lockstep/track/json_output.py",
+    "src/lockstep/track/tracker.py",
+)
 def test_a_dump_is_of_all_keys_and_for_json_of_lists() -> None:
     """model_dump has all keys, extra ones last; with mode="json" tuples are lists; exclude leaves out keys; a
     model_serializer in mode wrap gets the usual result; model_json_schema has properties and, by name, $defs."""

@@ -161,7 +161,7 @@ def test_bytes_are_seen_as_a_wide_dtype_where_they_are_aligned() -> None:
         room[4:12].view(torch.float64)
 
 
-@rests_on_it("src/lockstep/tasks/modules/dataset.py")
+@rests_on_it("src/lockstep/tasks/modules/dataset.py", "src/lockstep/data/batch.py", "src/lockstep/data/host_facts.py")
 def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generator() -> None:
     """With batch_size None a loader passes each item of its sampler to the data set. It converts returned tuples to
     lists, and leaves objects of other classes, such as lockstep's bundles, alone. With its own generator it draws
