@@ -350,3 +350,24 @@ def test_what_a_model_adds_to_its_logits() -> None:
         own.append(model(input_ids=ids).logits)
     assert torch.equal(own[1], own[0] + bart.final_logits_bias)
     assert torch.allclose(own[3], 0.5 * torch.tanh(own[2] / 0.5))
+
+
+@rests_on_it("src/lockstep/plain/train.py", "src/lockstep/tasks/translation.py", "src/lockstep/data/token_checks.py")
+def test_entries_that_decide_embeddings_and_unknown_words() -> None:
+    """Marian's share_encoder_decoder_embeddings gives both sides one embedding, False two of their own sizes. A
+    tokenizer without a token for unknown words has the unk_token_id None, and its all_special_ids leave it out."""
+    from tokenizers import Tokenizer, models
+    from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
+
+    sizes = {"d_model": 4, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4}
+    sizes |= {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "vocab_size": 11, "pad_token_id": 0}
+    sizes |= {"decoder_start_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 8}
+    for shared, other in ((True, 11), (False, 7)):
+        config = MarianConfig(**sizes, decoder_vocab_size=other, share_encoder_decoder_embeddings=shared)
+        model = MarianMTModel(config).model
+        assert (model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight) is shared
+        assert model.decoder.embed_tokens.weight.shape == (other, 4)
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    none = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b")
+    assert (none.unk_token_id, none.all_special_ids) == (None, [1])
+    assert PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").unk_token_id == 0

@@ -131,3 +131,19 @@ def test_glibc_has_switches_of_its_allocator() -> None:
     assert library.malloc_trim(0) in (0, 1)
     assert library.mallopt(-3, 1 << 30) in (0, 1)
     assert getattr(library, "no_such_function_of_libc", None) is None
+
+
+@rests_on_it("src/lockstep/strategies/engines/zero.py")
+def test_a_parameter_is_the_memory_that_it_is_made_of() -> None:
+    """nn.Parameter of a detached tensor, a slice too, shares its memory: an update of one is seen in the other. A new
+    `data` of the parameter ends that."""
+    flat = torch.zeros(6)
+    parameter = torch.nn.Parameter(flat[2:4].detach())
+    assert parameter.data_ptr() == flat[2:].data_ptr()
+    with torch.no_grad():
+        parameter.add_(1)
+    assert flat.tolist() == [0, 0, 1, 1, 0, 0]
+    parameter.data = parameter.data.clone()
+    with torch.no_grad():
+        parameter.add_(1)
+    assert flat.tolist() == [0, 0, 1, 1, 0, 0]
