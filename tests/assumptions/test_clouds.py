@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -377,3 +380,65 @@ def test_contents_go_to_s3_and_come_back(tmp_path: Path) -> None:
     with stub.Stubber(secrets) as answers:
         answers.add_response("get_secret_value", {"SecretString": "text"}, {"SecretId": "name"})
         assert secrets.get_secret_value(SecretId="name")["SecretString"] == "text"
+
+
+class Cluster(BaseHTTPRequestHandler):
+    """As much of a cluster's interface as kubectl asks for here; there is no job, and nobody may create one."""
+
+    def do_GET(self) -> None:
+        jobs = {"name": "jobs", "singularName": "job", "namespaced": True, "kind": "Job", "verbs": ["get", "create"]}
+        batch = {"groupVersion": "batch/v1", "version": "v1"}
+        answers = {
+            "/api": {"kind": "APIVersions", "versions": []},
+            "/apis": {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [{"name": "batch", "versions": [batch], "preferredVersion": batch}],
+            },
+            "/apis/batch/v1": {"kind": "APIResourceList", "groupVersion": "batch/v1", "resources": [jobs]},
+        }
+        missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+        known = answers.get(self.path.partition("?")[0])
+        self.answer(404 if known is None else 200, known or missing)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))  # not JSON
+        review = {"kind": "SelfSubjectAccessReview", "apiVersion": "authorization.k8s.io/v1", "spec": {}}
+        self.answer(201, review | {"status": {"allowed": False}})
+
+    def answer(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py")
+def test_kubectl_says_no_and_prints_nothing_for_a_missing_job(tmp_path: Path) -> None:
+    """`kubectl auth can-i` prints "no" to standard output and exits with 1 if the cluster refuses, and prints nothing
+    there if it reaches none; `get --ignore-not-found -o json` prints nothing and exits with 0 if there is no such
+    job."""
+    environment = os.environ | {"KUBECONFIG": os.devnull, "HOME": str(tmp_path)}  # its cache of the interface
+
+    def kubectl(port: int, *words: str) -> subprocess.CompletedProcess[str]:
+        command = ["kubectl", "--server", f"http://127.0.0.1:{port}", "--namespace", "a", "--request-timeout=20s"]
+        return subprocess.run(
+            [*command, *words], env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    can = ("auth", "can-i", "create", "jobs.batch")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Cluster) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        refused = kubectl(server.server_port, *can)
+        missing = kubectl(server.server_port, "get", "job", "x", "-o", "json", "--ignore-not-found")
+        server.shutdown()
+    assert (refused.stdout.strip(), refused.returncode) == ("no", 1), refused.stderr
+    assert (missing.stdout, missing.returncode) == ("", 0), missing.stderr
+    unreached = kubectl(9, *can)
+    assert (unreached.stdout.startswith("no"), unreached.returncode) == (False, 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import logging
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,3 +265,31 @@ def test_shtab_completes_paths_where_an_action_says_so() -> None:
         script = shtab.complete(parser, shell=shell)
         assert paths in script
         assert all(word in script for word in ("train", "--steps", "many"))
+
+
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/report.py")
+def test_pages_of_a_package_are_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PackageLoader(PACKAGE, FOLDER) loads templates from a folder of an installed package, by their names there."""
+    from jinja2 import Environment, PackageLoader
+
+    (tmp_path / "package_of_pages/pages").mkdir(parents=True)
+    (tmp_path / "package_of_pages/__init__.py").touch()
+    (tmp_path / "package_of_pages/pages/a.jinja").write_text("{{ 1 + 1 }}")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Environment(loader=PackageLoader("package_of_pages", "pages")).get_template("a.jinja").render() == "2"
+
+
+@rests_on_it("src/lockstep/training/rank.py", "src/lockstep/checkpoint/hub_push.py")
+def test_libraries_are_silent_after_their_switch() -> None:
+    """After set_verbosity_error, loggers of transformers and of huggingface_hub let errors pass and no warnings."""
+    from huggingface_hub.utils import logging as of_the_hub
+    from transformers import logging as of_transformers
+
+    for library, name in ((of_transformers, "transformers"), (of_the_hub, "huggingface_hub")):
+        before = library.get_verbosity()
+        try:
+            library.set_verbosity_error()
+            logger = library.get_logger(f"{name}.part")
+            assert [logger.isEnabledFor(level) for level in (logging.WARNING, logging.ERROR)] == [False, True]
+        finally:
+            library.set_verbosity(before)
