@@ -43,6 +43,11 @@ data = Data(batch_size=16)
 trainer = pl.Trainer(max_epochs=3, devices=[0, 1])
 trainer.fit(Net(), datamodule=data)
 """
+TRAIN, MAKE, LOSS = (
+    "        self.model.train()\n",
+    "        return torch.optim.AdamW",
+    "        return self.model(**batch).loss",
+)
 FIT, STEP, OF_DATA = "trainer.fit(Net(), datamodule=data)", "    def training_step", "    def train_dataloader(self):\n"
 LOST = {  # what is changed -> a part of the gap
     (OF_DATA, f'        self.rows["train"] = self.rows["train"].select(range(9))\n{OF_DATA}'): "data.limit is",
@@ -62,7 +67,23 @@ LOST = {  # what is changed -> a part of the gap
     (STEP, f"    def on_train_start(self):\n        self.model = other\n{STEP}"): "the effect of self.model",
     (STEP, f"    def register_forward_hook(self, f):\n        pass\n{STEP}"): "it replaces a part of each step",
     (STEP, f"    @torch.no_grad()\n{STEP}"): "@torch.no_grad()",
-    ("        self.model.train()\n", "        self.model.to(torch.bfloat16)\n"): "self.model.to(torch.bfloat16)",
+    (TRAIN, "        self.model.to(torch.bfloat16)\n"): "self.model.to(torch.bfloat16)",
+    (TRAIN, f"{TRAIN}        self.model.eval()\n"): "self.model.eval() (Lightning since 2.2",
+    (TRAIN, f"        other.train()\n{TRAIN.replace('train', 'train_later')}"): "no model.train() is called",
+    (TRAIN, f"        if late:\n    {TRAIN}"): "or their modes are unknown",
+    (TRAIN, f"{TRAIN}        self.model = other\n"): "another model takes the place",
+    (TRAIN, f"{TRAIN}        self.model.__class__ = Other\n"): "self.model.__class__",
+    (TRAIN, f"        if late:\n            return\n{TRAIN}"): "the lines after it may not run",
+    (MAKE, f"        me = self\n        me.model = other\n{MAKE}"): "me.model = other",
+    (MAKE, f"        self.model.eval()\n{MAKE}"): "self.model.eval() (modules are trained in evaluation mode",
+    (MAKE, f"        self.lr_scheduler_step = skip\n{MAKE}"): "self.lr_scheduler_step (its effect on the model",
+    (
+        MAKE,
+        f"        if late:\n            return None\n{MAKE}",
+    ): "which optimizer and schedule it returns is known only",
+    (MAKE, "        return other\n        x = torch.optim.AdamW"): "configure_optimizers does not return it",
+    (LOSS, f'        self.log("x", self.model.eval())\n{LOSS}'): "self.log('x', self.model.eval())",
+    (LOSS, "        return {'loss': self.model(**batch).loss, 'x': batch.pop('labels')}"): "batch.pop('labels')",
 }
 
 

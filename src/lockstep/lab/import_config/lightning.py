@@ -14,17 +14,15 @@ from typing import Any
 
 from lockstep.lab.import_config import call_arguments, lightning_data
 from lockstep.lab.import_config.bound_names import names_in
+from lockstep.lab.import_config.lightning_methods import RESTORED, Start, is_read, mode, optimizers, step_effect
 from lockstep.lab.import_config.lightning_values import BASES, classes_of
-from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.observing import first_effect, sets_part
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, casts, code_of, kind_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"
-_EPOCH = 'Lightning advances it once an epoch, as its "interval" is not "step"; in lockstep it advances with every step'
 _CALLBACKS = "which callbacks there are is known only when the script runs"
-_FREEZES = "model.freeze names the weights that are not trained"
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _DECORATORS = ("staticmethod", "classmethod", "property", "no_grad", "inference_mode", "override", "rank_zero_only")
 _OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
@@ -185,7 +183,7 @@ def fit(call: Call, loop: Any) -> None:
 def module(loop: Any, transformers: bool) -> None:
     """Check the methods of the LightningModule. `transformers`: whether the loss is that of a transformers model; else
     its step is the script's own (`task.loss`)."""
-    classes = modules(loop.script)
+    classes, start = modules(loop.script), None
     for kind in classes[1:]:
         loop.draft.unclear(f"line {kind.lineno}: class {kind.name}", "a second LightningModule")
     for kind in classes[:1]:
@@ -197,9 +195,12 @@ def module(loop: Any, transformers: bool) -> None:
                 loop.draft.unclear(f"line {method.lineno}: {kind.name}.{name}", inside)
                 continue
             if name == "training_step" and transformers:
-                _step(method, methods.get("forward"), loop.draft)
+                _step(kind, method, methods.get("forward"), loop)
             elif name == "configure_optimizers":
-                _optimizers(method, loop)
+                optimizers(kind, method, loop)
+            elif name == "__init__":
+                start = Start(kind, method, loop, transformers)
+                start.check()
             elif name not in NAMES["lightning_methods"] and (not name.startswith("_") or name.startswith("__")):
                 _hook(kind, method, loop)
         for node in (each for each in ast.walk(kind) if isinstance(each, ast.Assign)):
@@ -215,7 +216,7 @@ def module(loop: Any, transformers: bool) -> None:
         if not transformers:
             fit(call, loop)
     if transformers and classes:
-        _mode(classes[0], loop)
+        mode(classes[0], start, loop)
 
 
 def _bases(kind: ast.ClassDef, loop: Any) -> None:
@@ -332,15 +333,6 @@ class Around:
             self.draft.unclear(f"{line} {code_of(node)}", why, *by)
 
 
-def _mode(kind: ast.ClassDef, loop: Any) -> None:
-    """Turn off dropout for a pretrained model that nothing sets to training mode."""
-    trains = (c for c in loop.script.calls if c.name == "train" and not c.node.args and not c.node.keywords)
-    if next(trains, None) is None:
-        why = "Lightning since 2.2 leaves a model in its mode, and from_pretrained gives one in evaluation mode"
-        where = f"line {kind.lineno}: no model.train() is called"
-        loop.draft.at_end.append(lambda draft: without_dropout(draft, where, why))
-
-
 def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool) -> str | None:
     """Return why a method of a module makes another training: it replaces a part of a step or of Lightning's, or does
     more than observe, though Lightning calls it for something else."""
@@ -350,7 +342,7 @@ def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool
         return "it replaces a part of each step"
     if name in ("__init__", "configure_optimizers", "training_step") or (name == "forward" and not transformers):
         return None  # read elsewhere
-    modes = ast.walk(method) if not name.startswith(_RESTORED) else iter(())
+    modes = ast.walk(method) if not name.startswith(RESTORED) else iter(())
     for node in (each for each in modes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)):
         if node.func.attr in ("train", "eval"):  # type: ignore[attr-defined]
             return f"the effect of {code_of(node)} on training is unknown"
@@ -360,44 +352,30 @@ def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool
     return None
 
 
-_RESTORED = ("validation_", "test_", "predict_", "on_validation_epoch", "on_test_epoch")  # Lightning restores modes
-
-
 def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
     """A method that Lightning calls while it trains, or one of the script's own."""
     gaps: list[tuple[ast.AST, tuple[str, ...]]] = []
     itself = method.args.args[0].arg if method.args.args else None
 
-    def is_read(call: ast.Call) -> bool:
-        text = ast.unparse(call.func)
-        loads = text.endswith((".from_pretrained", ".from_config"))
-        return (
-            loads
-            or text in ("super", "super().__init__", f"{itself}.save_hyperparameters", f"{itself}.log")
-            or text == f"{itself}.log_dict"
-            or text.endswith((".gradient_checkpointing_enable", ".enable_input_require_grads"))
-        )
+    def reads(call: ast.Call) -> bool:
+        return is_read(call, str(itself))
 
-    quiet = QuietCode(loop.script, lambda node, why, *by: gaps.append((node, by)), is_read, itself=itself)
+    quiet = QuietCode(loop.script, lambda node, why, *by: gaps.append((node, by)), reads, itself=itself)
     for line in method.body:
         quiet.statement(line, frozenset())
     for node in ast.walk(method):
         if isinstance(node, ast.Call) and casts(loop.script, node):
             gaps.append((node, ("model.dtype", "precision")))
-        if method.name != "__init__" and sets_part(kind, node, str(itself)):
+        if sets_part(kind, node, str(itself)):
             gaps.append((node, ()))
-    if method.name == "__init__":
-        for node, by in gaps:
-            place = getattr(node, "lineno", method.lineno)
-            why = _FREEZES if by == ("model.freeze",) else "its effect on model, data or optimizer is unknown"
-            loop.draft.unclear(f"line {place}: {code_of(node)}", why, *by)
-    elif gaps:
+    if gaps:
         where = f"line {method.lineno}: {kind.name}.{method.name}"
         loop.draft.unclear(where, f"the effect of {code_of(gaps[0][0])} on training is unknown")
 
 
-def _step(method: ast.FunctionDef, forward: ast.FunctionDef | None, draft: RunDraft) -> None:
+def _step(kind: ast.ClassDef, method: ast.FunctionDef, forward: ast.FunctionDef | None, loop: Any) -> None:
     """Check a training step whose loss is the model's own."""
+    draft: RunDraft = loop.draft
     names = [each.arg for each in method.args.args]
     itself, batch = (*names, "", "")[:2]
     role: dict[str, str] = {}
@@ -418,19 +396,25 @@ def _step(method: ast.FunctionDef, forward: ast.FunctionDef | None, draft: RunDr
         return "out" if of_model and ast.unparse(node.keywords[0].value) == batch else ""
 
     for line in method.body:
-        value = getattr(line, "value", None)
+        value: Any = getattr(line, "value", None)
+        effects: list[Any] = []
         if isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name):
             if of(value) and line.targets[0].id != batch:
                 role[line.targets[0].id] = of(value)
                 continue
         elif isinstance(line, ast.Return):
-            if isinstance(value, ast.Dict):
+            if isinstance(value, ast.Dict) and None not in value.keys:
+                others = [each for each in value.values if of(each) not in ("loss", "out")]
+                effects += [step_effect(loop.script, kind, method, each) for each in others]
                 words = {getattr(key, "value", None): each for key, each in zip(value.keys, value.values, strict=True)}
                 value = words.get("loss")
-            if of(value) == "loss" or odd:
+            if (of(value) == "loss" and not any(effects)) or odd:
                 continue
-        elif isinstance(line, ast.Expr) and (isinstance(value, ast.Constant) or _logs(value, itself)):
-            continue
+        elif isinstance(line, ast.Expr) and value is not None:
+            if isinstance(value, ast.Constant):
+                continue
+            if _logs(value, itself) and step_effect(loop.script, kind, method, value) is None:
+                continue
         odd = True
         draft.unclear(f"line {line.lineno}: {code_of(line)}", _STEP, "task.loss")
 
@@ -447,40 +431,3 @@ def _passes_on(forward: ast.FunctionDef) -> bool:
         return False
     words = [(word.arg, ast.unparse(word.value)) for word in value.keywords]
     return not value.args and words == [(None, forward.args.kwarg.arg)] and ast.unparse(value.func).count(".") == 1
-
-
-def _optimizers(method: ast.FunctionDef, loop: Any) -> None:
-    """Check when Lightning advances the schedule."""
-    scripts = {id(node) for node in ast.walk(method)}
-    for call in (c for c in loop.script.calls if id(c.node) in scripts and c.receiver is not None):
-        if call.name.endswith("_") or call.name in ("load_state_dict", "apply", "freeze"):
-            loop.draft.unclear(str(call), "its effect on the model is unknown")
-    created = [c for c in loop.script.calls if id(c.node) in scripts and "schedule" in c.name.lower()]
-    entries: dict[Any, Any] = {}
-    for node in (each for each in ast.walk(method) if isinstance(each, ast.Dict)):
-        for key, value in zip(node.keys, node.values, strict=True):
-            entries[loop.script.known(key)] = loop.script.known(value)
-    for line in (each for each in ast.walk(method) if isinstance(each, ast.Assign)):
-        for target in (each for each in line.targets if isinstance(each, ast.Subscript)):
-            entries[loop.script.known(target.slice)] = loop.script.known(line.value)
-    if created and entries.get("reduce_on_plateau") not in (None, False):
-        loop.draft.lacks(str(created[0]), "it follows a score", "optim.schedule")
-    elif created and not _returns(loop.script, method, created[0]):
-        loop.draft.lacks(str(created[0]), "configure_optimizers does not return it", "optim.schedule")
-    elif created and (entries.get("interval") != "step" or entries.get("frequency", 1) != 1):
-        loop.draft.lacks(str(created[0]), _EPOCH, "optim.schedule")
-
-
-def _returns(script: Script, method: ast.FunctionDef, call: Call) -> bool:
-    """Return whether a method returns what a call makes, by any of its names."""
-    waiting: list[ast.AST] = [each for each in ast.walk(method) if isinstance(each, ast.Return)]
-    looked_at: set[str] = set()
-    while waiting:
-        node = waiting.pop()
-        if any(each is call.node for each in ast.walk(node)):
-            return True
-        for name in names_in(node) - looked_at:
-            looked_at.add(name)
-            stored = (each for each in ast.walk(method) if isinstance(each, ast.Assign))
-            waiting += [each.value for each in stored if any(name in names_in(target) for target in each.targets)]
-    return False

@@ -37,16 +37,18 @@ def sets_part(kind: ast.ClassDef, node: ast.AST, itself: str) -> bool:
 class Observing:
     """A check of one method. `parts`: attributes that hold what is trained; `aliases`: names of a part in it."""
 
-    def __init__(self, script: Script, kind: ast.ClassDef, itself: str, method: Any) -> None:
+    def __init__(
+        self, script: Script, kind: ast.ClassDef, itself: str, method: Any, parts: set[str] | None = None
+    ) -> None:
         self.script, self.itself, self.method = script, itself, method
         self.own = {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
-        self.parts = set(parts_of(kind))
+        self.parts = set(parts_of(kind)) if parts is None else parts
         self.aliases: set[str] = set()
         for node in ast.walk(method):
             value, target = getattr(node, "value", None), getattr(node, "targets", [None])[0]
             if isinstance(node, ast.For | ast.comprehension):
                 value, target = node.iter, node.target
-            if target is not None and value is not None and self._is_part(value):
+            if target is not None and value is not None and self._is_part(value) and not self._is_count(value):
                 self.aliases |= names_in(target)
 
     def effects(self) -> Iterator[ast.AST]:
@@ -61,7 +63,7 @@ class Observing:
         """Return whether an attribute or entry of a part is set, or gives more than a value to read."""
         if isinstance(node.ctx, ast.Load):
             return isinstance(node, ast.Attribute) and self._reaches(node)
-        own = self._is_own(node) and getattr(node, "attr", "") not in (*self.own, *NAMES["lightning_acts"])
+        own = self._is_own(node) and getattr(node, "attr", "") not in self.own | names_of_lightning()
         return self._is_part(node) or not (own or isinstance(node, ast.Subscript))
 
     def _is_own(self, node: ast.expr) -> bool:
@@ -88,6 +90,11 @@ class Observing:
             inner = inner.func if isinstance(inner, ast.Call) else inner.value
         return root_of(node) in self.aliases or first in self.parts or first in NAMES["lightning_parts"]
 
+    def _is_count(self, node: ast.AST) -> bool:
+        """Return whether an expression is a number of the Trainer."""
+        text = ast.unparse(node)
+        return text in (f"{self.itself}.trainer.{each}" for each in NAMES["lightning_counts"])
+
     def _reaches(self, node: ast.Attribute) -> bool:
         """Return whether an attribute is one of Lightning's that gives more than a value to read."""
         if ast.unparse(node.value) == f"{self.itself}.trainer":
@@ -111,6 +118,12 @@ class Observing:
             own = ast.unparse(call.func.value) == self.itself
             return own or last in listed
         return not name.startswith(("torch.nn.init.", "torch.set_", "torch.nn.utils."))
+
+
+def names_of_lightning() -> set[str]:
+    """Return the names of methods and attributes that Lightning itself calls or reads of a module."""
+    lists = ("lightning_acts", "lightning_replaces", "lightning_hooks", "lightning_inner", "lightning_methods")
+    return {name for each in lists for name in NAMES[each]} - {"example_input_array"}
 
 
 def parts_of(kind: ast.ClassDef) -> Iterator[str]:
