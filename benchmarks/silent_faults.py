@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On nine sets, written without knowledge of the rules, the score is lower:
+On ten sets, written without knowledge of the rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -259,6 +259,7 @@ On nine sets, written without knowledge of the rules, the score is lower:
 | [seventh](../../benchmarks/results/2026-11-29-trace-seventh-set.md) | 30 | 19 | 4 | 30 | 0 |
 | [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
 | [ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md) | 30 | 13 | 8 | 30 | 0 |
+| [tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 30 | 14 | 1 | 30 | 0 |
 
 """
 

@@ -155,7 +155,6 @@ LIKELY = (
     "padding-is-data",
     "padding-learned",
     "padding-seen",
-    "padding-used",
     "pairs-change",
     "parts-overlap",
     "rate-vanishes",

@@ -497,7 +497,7 @@ def evaluations(trace: Trace) -> Iterator[Finding]:
     rows: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
     for rank in trace.ranks:
         passes = passes_of(rank)
-        trained = set(examples_of_passes(rank))
+        trained = {name for optimizer in rank.steps for name in examples_of_passes(rank, optimizer)}
         for record in rank.evaluations:
             name = record["loader"]
             if name in passes and name not in trained and record["count"]:

@@ -15,10 +15,15 @@ from lockstep_trace.read import Rank, Step, Trace
 DIFFERENT = 1e-4  # relative: smaller gradient differences come from summation order
 
 
+def wrapped(trace: Trace) -> list[Mapping[str, Any]]:
+    """Return the recorded DistributedDataParallel attributes of the models that are wrapped in it."""
+    return [model["group"] for rank in trace.ranks for model in rank.models if model.get("group")]
+
+
 def groups(trace: Trace) -> list[Mapping[str, Any]]:
-    """Return the recorded DistributedDataParallel attributes of all models; empty if a model is not wrapped in it."""
-    rows = [model.get("group") for rank in trace.ranks for model in rank.models]
-    return [row for row in rows if row is not None] if all(rows) else []
+    """Return what `wrapped` does; empty if a model is not wrapped, such as a teacher beside the trained one."""
+    rows = wrapped(trace)
+    return rows if len(rows) == sum(len(rank.models) for rank in trace.ranks) else []
 
 
 def declared(trace: Trace) -> bool:

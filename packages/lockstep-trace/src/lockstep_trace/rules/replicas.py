@@ -113,7 +113,7 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     diverged = premises.apart_at_end(trace, optimizer)
     enough = trace.complete or len(trace.steps(optimizer)) >= 32
     if len(names) > 0.9 * every:
-        ddp, fsdp = premises.groups(trace), any(m.get("fsdp") for r in trace.ranks for m in r.models)
+        ddp, fsdp = premises.wrapped(trace), any(m.get("fsdp") for r in trace.ranks for m in r.models)
         cause = "gradients are not reduced over ranks: the model that is called is not wrapped in DDP or FSDP"
         if ddp:
             cause = (
@@ -126,6 +126,7 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
                 "bypasses the wrapper"
             )
         alone = premises.partitioned(trace) and not premises.exchanges(trace, optimizer)
+        alone = alone and not any(each["hooked"] for each in ddp)
         if alone and not ddp:
             what += "; a DistributedSampler divides the examples among ranks, and no collective carries gradients"
         proved = diverged and enough and (premises.declared(trace) or (alone and not fsdp) or (fsdp and not ddp))
