@@ -138,9 +138,9 @@ def test_what_trains_alike_is_read(here: Path) -> None:
     """Trainer counts targets as lockstep does; the script prints the norm that clipping returns, without using it."""
     collator = "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
     assert moved("train.py", LM.replace("COLLATOR", collator)).task.name == "language_modeling"
-    clipped = (
-        "            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)\n            print(float(norm))\n"
-    )
+    clipped = "            if accelerator.sync_gradients:\n"
+    clipped += "                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)\n"
+    clipped += "                print(float(norm))\n"
     for sharded in ("", FULLY_SHARD):
         text = _changed(ACCELERATE, (STEP, clipped + STEP), ("optimizer = torch", f"{sharded}optimizer = torch"))
         run = moved("train.py", text)

@@ -233,8 +233,7 @@ def test_a_seed_through_a_function_and_labels_that_are_numbered(here: Path, caps
     text = text.replace('load_dataset("acme/pairs")', 'load_dataset("acme/pairs").class_encode_column("label")')
     assert moved("acc.py", text).seed == 9
     shown = capsys.readouterr().out
-    assert "seeded(SEED) -> seed" in shown
-    assert "manual_seed" not in shown
+    assert "torch.manual_seed(seed) -> seed" in shown
     assert "class_encode_column('label') -> nothing: lockstep also numbers texts in sorted order, but integers" in shown
 
 
