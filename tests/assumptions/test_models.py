@@ -371,10 +371,17 @@ def test_ids_and_heads_that_the_client_refuses() -> None:
 )
 def test_what_classes_of_models_say_of_themselves() -> None:
     """supports_gradient_checkpointing is False for a model class that does not set it; get_input_embeddings raises
-    NotImplementedError for a model without a known one; a SigLIP's vision_config has vision_use_head;
-    transformers.activations has activation modules of its own, one for the whole process; a Conv1D of `nx` inputs and
-    `nf` outputs has a weight [nx, nf]."""
-    from transformers import LlamaForCausalLM, PretrainedConfig, PreTrainedModel, SiglipConfig, activations
+    NotImplementedError for a model without a known one; a SigLIP's vision model has its head unless vision_use_head is
+    false; transformers.activations has activation modules of its own, one for the whole process; a Conv1D of `nx`
+    inputs and `nf` outputs has a weight [nx, nf]."""
+    from transformers import (
+        LlamaForCausalLM,
+        PretrainedConfig,
+        PreTrainedModel,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+        activations,
+    )
     from transformers.pytorch_utils import Conv1D
 
     class Bare(PreTrainedModel):
@@ -387,7 +394,11 @@ def test_what_classes_of_models_say_of_themselves() -> None:
     assert (Bare.supports_gradient_checkpointing, LlamaForCausalLM.supports_gradient_checkpointing) == (False, True)
     with pytest.raises(NotImplementedError):
         Bare(PretrainedConfig()).get_input_embeddings()
-    assert SiglipConfig().vision_config.vision_use_head is True
+    for entries in ({}, {"vision_use_head": False}):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = SiglipVisionConfig(image_size=8, patch_size=4, **sizes, **entries)
+        assert getattr(config, "vision_use_head", True) is (entries == {})
+        assert any("head.probe" in name for name, _ in SiglipVisionModel(config).named_parameters()) is (entries == {})
     assert any(isinstance(value, torch.nn.Module) for value in vars(activations).values())
     layer = Conv1D(5, 3)
     assert (layer.nx, layer.nf, tuple(layer.weight.shape)) == (3, 5, (3, 5))
