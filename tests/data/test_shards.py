@@ -300,7 +300,7 @@ def test_the_hash_of_rows_does_not_depend_on_the_pieces_they_lie_in(monkeypatch:
     assert hashes[-1] != hashes[0]
 
 
-@pytest.mark.parametrize("value", [[0.5], [[1.0, 1.5]], [np.array([1.5], np.float32)]])
+@pytest.mark.parametrize("value", [[0.5], [[1.0, 1.5]], [[1, 1.5]], [np.array([1.5], np.float32)]])
 def test_decimals_among_integers_are_refused(value: list[Any]) -> None:
     """Arrow cuts off the fraction of Python's floats without a word."""
     schema = pa.schema([("x", pa.list_(pa.int32()) if isinstance(value[0], list | np.ndarray) else pa.int64())])
