@@ -125,7 +125,7 @@ def a_step(world: World, run: Run) -> tuple[dict[str, float], tuple[str, ...]]:
     strategy.phases.take()
     strategy.train_step(feed.make(0), 1e-3)
     found = told(strategy.phases.take())
-    inside = strategy.waits_inside
+    inside = strategy.facts.waits_inside
     strategy.close()
     return found, inside
 

@@ -63,8 +63,8 @@ def test_a_plug_in_is_described_as_it_is(kind: str) -> None:
 
 
 def test_an_attribute_that_is_no_literal_is_refused() -> None:
-    with raises("LS1097", "ddp.py", error=plugins.PluginError):
-        plugins.described("strategies", "ddp", "weight_formats")
+    with raises("LS1097", "single.py", error=plugins.PluginError):
+        plugins.described("strategies", "single", "facts")
     with raises("LS1097", "DDP has no nothing", error=plugins.PluginError):
         plugins.described("strategies", "ddp", "nothing")
 

@@ -12,7 +12,7 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Flag, IntEnum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -168,6 +168,22 @@ class MemoryEstimate:
         return job.run
 
 
+@dataclass(frozen=True)
+class StrategyFacts:
+    """How a strategy works, for modules that adapt to it: constants of its class."""
+
+    weight_formats: WeightFormats = WeightFormats.NONE
+    chooses_links: bool = True  # whether `strategy.all_reduce` applies to its exact sums
+    runs_whole_model: bool = False  # whether a rank's forward runs the whole model, with all its weights
+    engine_casts: bool = False  # whether an engine puts its own autocast into the model's forward
+    flat_parts: bool = False  # whether an engine passes flattened parts of tensors to the optimizer
+    waits_inside: tuple[str, ...] = ("reduction", "overlapped")
+    """Phases of a step (`StepTimer`) in which a rank also waits for other ranks."""
+
+    bench_options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Own options, and the values that `lockstep bench` tries."""
+
+
 class StrategyRules(ABC):
     """Class-level interface of a strategy, before a process group exists. `strategy.py` has the rest."""
 
@@ -175,12 +191,7 @@ class StrategyRules(ABC):
     exact: ClassVar[bool] = False  # whether it can be bitwise equal to `single` at every number of processes
     # Import names of packages beyond the core (pip extras have the same names), or a core package and its minimum.
     needs: ClassVar[tuple[str, ...]] = ()
-    weight_formats: ClassVar[WeightFormats] = WeightFormats.NONE
-    chooses_links: ClassVar[bool] = True  # whether `strategy.all_reduce` applies to its exact sums
-    runs_whole_model: ClassVar[bool] = False  # whether a rank's forward runs the whole model, with all its weights
-    engine_casts: ClassVar[bool] = False  # whether an engine puts its own autocast into the model's forward
-    bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # own options -> values that `lockstep bench` tries
-    flat_parts: ClassVar[bool] = False  # whether an engine passes flattened parts of tensors to the optimizer
+    facts: ClassVar[StrategyFacts] = StrategyFacts()
     memory: ClassVar[MemoryEstimate] = MemoryEstimate()
 
     @classmethod

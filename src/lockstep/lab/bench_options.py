@@ -34,7 +34,7 @@ def options_of(run: Run) -> dict[str, list[Any]]:
         tried["data.padding"] = ["none", "batch"]
     if job.task.chunks_loss:
         tried["task.loss_chunk"] = [None, CHUNK]
-    tried |= {f"strategy.options.{key}": [*values] for key, values in job.strategy.bench_options.items()}
+    tried |= {f"strategy.options.{key}": [*values] for key, values in job.strategy.facts.bench_options.items()}
     own = flat(run.model_dump(mode="json"))
     others = {key: [value for value in values if value != own.get(key)] for key, values in tried.items()}
     return {key: values for key, values in others.items() if values}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,7 +28,7 @@ from typing_extensions import override
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job, MemoryEstimate
+from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
@@ -178,10 +179,11 @@ class ChoosesShards(EngineShards):
 class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
-    bench_options = GATHERS
     plugin = "strategies"  # a base: it has no name in a run file
+    facts = replace(
+        ReplicatedStrategy.facts, bench_options=GATHERS, waits_inside=("reduction", "overlapped", "optimizer")
+    )
     memory = OptimizerShards()
-    waits_inside = ("reduction", "overlapped", "optimizer")
 
     @override
     @classmethod
@@ -329,12 +331,14 @@ class FSDP2(ShardedRecovery):
     time, `*` for any part of a name; default: the layers)."""
 
     exact = True
-    bench_options = GATHERS
-    weight_formats = WeightFormats.BFLOAT16
+    facts = StrategyFacts(
+        weight_formats=WeightFormats.BFLOAT16,
+        bench_options=GATHERS,
+        waits_inside=("forward", "backward", "reduction", "optimizer"),
+    )
     memory: ClassVar[MemoryEstimate] = ChoosesShards()
     statistics: Statistics
     state: ShardedTensors
-    waits_inside = ("forward", "backward", "reduction", "optimizer")
 
     @override
     @classmethod

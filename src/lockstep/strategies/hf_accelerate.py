@@ -27,6 +27,8 @@ class HFAccelerate(Accelerated, Hooked):
     ...), or one mapping: `fsdp` with the fields of its `FullyShardedDataParallelPlugin` (FSDP2), or `deepspeed` with
     `zero_stage` and a DeepSpeed config for its `DeepSpeedPlugin`."""
 
+    facts = dataclasses.replace(Hooked.facts, engine_casts=True)
+
     @override
     @classmethod
     def resolve_class(cls, run: Run) -> type[Strategy]:

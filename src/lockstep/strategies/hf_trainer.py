@@ -36,6 +36,8 @@ class HFTrainer(Accelerated, Hooked):
     """`strategy.options` are TrainingArguments that control how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
+    facts = dataclasses.replace(Hooked.facts, engine_casts=True)
+
     @override
     @classmethod
     def inexact_options(cls, section: StrategySection) -> list[str]:

@@ -23,7 +23,7 @@ from typing_extensions import override
 from lockstep.config.run import RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job, MemoryEstimate
+from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
@@ -135,7 +135,7 @@ class Pipeline(ShardedRecovery):
     exact = True
     needs = ("torch>=2.13",)
     memory = StageMemory()
-    waits_inside = ("forward+backward", "reduction", "optimizer")
+    facts = StrategyFacts(waits_inside=("forward+backward", "reduction", "optimizer"))
 
     @override
     @classmethod

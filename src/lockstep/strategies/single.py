@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job, MemoryEstimate
+from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import blocks, layers, side_effects
 from lockstep.strategies.exact import make_model, parameter_groups, stepper, training_state
@@ -55,9 +56,11 @@ class ReplicatedStrategy(Strategy):
     plugin = "strategies"  # a base: it has no name in a run file
 
     exact = True
-    weight_formats = WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS
+    facts = StrategyFacts(
+        weight_formats=WeightFormats.BFLOAT16 | WeightFormats.BFLOAT16_ALONE | WeightFormats.FOUR_BITS,
+        runs_whole_model=True,
+    )
     statistics: Statistics
-    runs_whole_model = True
     memory = ReplicatedMemory()
     recomputation = ReplicatedRecomputation
     region: Region | None = None  # compiled micro-batches (`model.compile: whole`)
@@ -190,7 +193,7 @@ class ReplicatedStrategy(Strategy):
 class Single(ReplicatedStrategy):
     """A strategy for one process: the gradient sum is the root of its own reduction tree."""
 
-    chooses_links = False
+    facts = replace(ReplicatedStrategy.facts, chooses_links=False)
 
     @override
     @classmethod

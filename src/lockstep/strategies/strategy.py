@@ -71,8 +71,6 @@ class Strategy(StrategyRules):
 
     plugin: ClassVar[str] = "strategies"
     recomputation: ClassVar[type[Recomputation] | None] = None  # of micro-batches, for `sdc_check`
-    waits_inside: ClassVar[tuple[str, ...]] = ("reduction", "overlapped")
-    """Phases of a step (`StepTimer`) in which this rank also waits for other ranks."""
 
     task: Task
     model: nn.Module  # this rank's part of the model, with the task's parameter names

@@ -7,6 +7,8 @@ Communication equals that of plain data parallelism: gradients are reduced once 
 DeepSpeed reduces by itself, ranks with fewer micro-batches run padding micro-batches, as in the other stages.
 """
 
+from dataclasses import replace
+
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.strategy import WeightFormats
 
@@ -15,5 +17,8 @@ class Zero1(Zero):
     """Optimizer state sharded."""
 
     stage = 1
-    weight_formats = WeightFormats.FOUR_BITS  # stored in buffers, replicated
-    waits_inside = ("backward", "reduction", "optimizer")
+    facts = replace(
+        Zero.facts,
+        weight_formats=WeightFormats.FOUR_BITS,  # stored in buffers, replicated
+        waits_inside=("backward", "reduction", "optimizer"),
+    )

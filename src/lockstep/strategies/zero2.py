@@ -7,6 +7,8 @@ micro-batch, not once per step, because no rank accumulates them whole. With few
 cheapest way to save memory; with many, stage 1 communicates less.
 """
 
+from dataclasses import replace
+
 from lockstep.strategies.engines.zero import Zero
 from lockstep.strategies.strategy import WeightFormats
 
@@ -15,5 +17,8 @@ class Zero2(Zero):
     """Optimizer state and gradients sharded."""
 
     stage = 2
-    weight_formats = WeightFormats.FOUR_BITS  # stored in buffers, replicated
-    waits_inside = ("backward", "reduction", "optimizer")
+    facts = replace(
+        Zero.facts,
+        weight_formats=WeightFormats.FOUR_BITS,  # stored in buffers, replicated
+        waits_inside=("backward", "reduction", "optimizer"),
+    )

@@ -285,7 +285,7 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
 def unused_links(job: Job) -> list[str]:
     """Note that `strategy.all_reduce` has no effect."""
     strategy = job.run.strategy
-    if strategy.all_reduce == "auto" or (strategy.exact and job.strategy.chooses_links):
+    if strategy.all_reduce == "auto" or (strategy.exact and job.strategy.facts.chooses_links):
         return []
     how = f"{strategy.name}{' and exact: false' * (not strategy.exact)}"
     return [f"strategy.all_reduce: {strategy.all_reduce} has no effect with {how}"]

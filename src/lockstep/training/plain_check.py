@@ -300,7 +300,7 @@ def first_micro_batch(session: Session) -> np.ndarray:
 def plain_differences(sides: Sides, strategy: Strategy) -> list[PlainDifference]:
     """Differences beyond rounding, over all groups of examples. Errors: `NotCovered`."""
     differing: list[PlainDifference] = []
-    inside = strategy.engine_casts and sides.run.precision == "bf16"
+    inside = strategy.facts.engine_casts and sides.run.precision == "bf16"
     strict = takes_float32(sides.task) and not inside
     low = "bfloat16" if sides.run.model.trained_in_bfloat16 else sides.run.precision.replace("fp32", "")
     groups = groups_of(sides)

@@ -96,7 +96,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
         step,
         steps=session.feed.total,
         compared=compared,
-        **start_facts(run, world, strategy.needs, opening, strategy.phases.clock, strategy.waits_inside),
+        **start_facts(run, world, strategy.needs, opening, strategy.phases.clock, strategy.facts.waits_inside),
     )
     return state, compared
 

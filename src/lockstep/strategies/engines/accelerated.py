@@ -23,7 +23,6 @@ class Accelerated(Strategy):
     """A strategy whose engine is Accelerate, which puts its own autocast into the model's forward."""
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate",)
-    engine_casts: ClassVar[bool] = True
     accelerator: Any
 
     @override

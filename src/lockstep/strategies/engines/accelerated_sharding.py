@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -29,9 +30,8 @@ from lockstep.tasks.models import storage_dtype
 class AcceleratedFSDP2(Accelerated, FSDP2):
     """FSDP2 by Accelerate. `strategy.options.fsdp`: the fields of its `FullyShardedDataParallelPlugin`."""
 
-    weight_formats = WeightFormats.NONE
+    facts = replace(FSDP2.facts, weight_formats=WeightFormats.NONE, engine_casts=True, bench_options={})
     memory = EngineShards()
-    bench_options: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # type: ignore[assignment]
     supports_reshard = False  # Accelerate keeps process-wide state
 
     @override
@@ -123,6 +123,7 @@ class AcceleratedZero(Accelerated, DeepSpeedStrategy):
 
     needs: ClassVar[tuple[str, ...]] = ("accelerate", "deepspeed")  # type: ignore[assignment]
     options_key = "strategy.options.deepspeed"
+    facts = replace(DeepSpeedStrategy.facts, engine_casts=True)
 
     @override
     @classmethod

@@ -86,7 +86,7 @@ def refusal(job: Job) -> str | None:
     run, strategy, task = job.run, job.strategy, job.task
     if not task.built_in() or task.own_model:
         return "a custom model decides itself what to compile (torch.compile in its own code)"
-    if not strategy.memory.needs_choice(job) and not strategy.runs_whole_model:
+    if not strategy.memory.needs_choice(job) and not strategy.facts.runs_whole_model:
         return f"{IN_PARTS}{run.strategy.name}"
     if engine := next((key for key in ("torch_compile", "static_graph") if run.strategy.options.get(key)), None):
         return f"strategy.options.{engine} changes how the model is called"
@@ -148,7 +148,7 @@ def fitted(job: Job) -> Job:
     """Return the job for a strategy that was chosen by memory: uncompiled if it shards the model. Errors: `RunError`,
     instead, if the run file asks for `whole`."""
     run = job.run
-    if run.model.compile != "whole" or job.strategy.runs_whole_model:
+    if run.model.compile != "whole" or job.strategy.facts.runs_whole_model:
         return job
     if run.wrote("model.compile"):
         raise _refused(f"{IN_PARTS}{run.strategy.name}, as its weights do not fit into the memory of one process")

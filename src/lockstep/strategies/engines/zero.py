@@ -25,7 +25,7 @@ from lockstep.config.plugins import require
 from lockstep.config.run import RunError
 from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
-from lockstep.data.job import Job, MemoryEstimate
+from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
@@ -110,15 +110,15 @@ class DeepSpeedStrategy(ShardedRecovery):
 
     needs = ("deepspeed",)
     exact = True
-    chooses_links = False
-    flat_parts = True
+    facts = StrategyFacts(
+        chooses_links=False, flat_parts=True, waits_inside=("forward", "backward", "reduction", "optimizer")
+    )
     stage: int  # of ZeRO
     options_key: ClassVar[str] = "strategy.options"
     memory = StageShards()
     recomputation = ShardedRecomputation
     statistics: Statistics
     weights: EngineState
-    waits_inside: ClassVar[tuple[str, ...]] = ("forward", "backward", "reduction", "optimizer")
 
     @override
     @classmethod

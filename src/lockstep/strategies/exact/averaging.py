@@ -105,7 +105,7 @@ def check(job: Job) -> None:
         )
     if run.average.ema is None:
         return
-    if job.strategy.flat_parts:  # its engine hides the tensors that it updates
+    if job.strategy.facts.flat_parts:  # its engine hides the tensors that it updates
         raise RunError(
             "LS4151",
             f"average.ema: DeepSpeed does not expose the weights that {run.strategy.name} updates; use "

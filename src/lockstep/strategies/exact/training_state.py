@@ -64,7 +64,7 @@ def sums_in_float32(parameters: Iterable[Tensor]) -> None:
 
 def check_masters(job: Job) -> None:
     """Refuse conflicting options of bfloat16 weights. Errors: `RunError`."""
-    run, formats = job.run, job.strategy.weight_formats
+    run, formats = job.run, job.strategy.facts.weight_formats
     if not run.model.trained_in_bfloat16:
         if not run.optim.master_weights:
             raise RunError(

@@ -100,7 +100,7 @@ def check(job: Job) -> None:
     cls.check(run.optim)
     if "." in name:  # a user-defined class
         _refuse_wrong_keys(cls, run.optim)
-    if job.strategy.flat_parts and (not cls.any_part or cls.averages):
+    if job.strategy.facts.flat_parts and (not cls.any_part or cls.averages):
         why = "exports averaged weights" if cls.any_part else "updates whole tensors"
         raise RunError(
             "LS4220",

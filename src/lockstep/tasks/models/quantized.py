@@ -51,7 +51,7 @@ def check(job: Job) -> None:
             f"model.quantization: only adapters of type lora are supported, not {kind}, which reads the "
             "weights; set model.adapter.type: lora",
         )
-    if WeightFormats.FOUR_BITS not in job.strategy.weight_formats:
+    if WeightFormats.FOUR_BITS not in job.strategy.facts.weight_formats:
         raise RunError(
             "LS3173",
             f"model.quantization: {run.strategy.name} does not support 4-bit weights; use strategy.name=ddp, or fsdp2 "
