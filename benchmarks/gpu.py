@@ -1,17 +1,23 @@
 """lockstep on one GPU beside the ways people train the same job: one command, one table, one JSON.
 
 In: a GPU; --wheels FOLDER installs from a folder of wheels first, where the machine has no packages. Out: in
---out, `gpu.json` and `gpu.md`: for each job and contender the rate (median over interleaved rounds, least and most),
-seconds to the first step, memory, MFU; and whether the weights have the bits of one process at 2 and 4 processes that
-share the GPU, under ddp and fsdp2, and after a stop. Whatever no time is left for is named, not left out.
+--out, `gpu.json` and `gpu.md`, written anew after each process: for each job and contender the rate (median over
+interleaved rounds, least and most), seconds to the first step (first round, later rounds), memory, MFU; the ratios that
+issue 18 asks for; and whether the weights have the bits of one process at 2 and 4 processes that share the GPU, under
+ddp and fsdp2, and after a stop. Whatever no time is left for is named, not left out.
 
     python benchmarks/gpu.py                                   # all jobs, within --budget seconds (520)
     python benchmarks/gpu.py --old 80d6daf1                    # beside an older build: a git revision, or its folder
     python benchmarks/gpu.py --jobs gpt2,lora --layers 16      # some of the jobs; layers of the 8B model
+    python benchmarks/gpu.py --jobs bits                       # only the comparison of weights
     python benchmarks/gpu.py --tiny                            # the same code on a CPU: NOT a GPU figure
 
 Data are words at random and weights are drawn, so nothing is downloaded. MFU is 6N + 12 layers x width x length
 operations a token, over the card's dense bf16 rate as its maker gives it (docs/how-to/on-a-gpu.md).
+
+Code of a whole micro-batch takes a minute or more to compile for the first time, so one call of nine minutes reaches
+the first contenders of each job and few rounds. For medians: one call each for `gpt2`, `llama` and the others. A
+machine that has no .git cannot export a revision: give --old a folder (`git archive 80d6daf1 | tar -x -C old`).
 """
 
 from __future__ import annotations
@@ -22,14 +28,18 @@ import importlib.util
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +48,13 @@ PEERS = Path(__file__).with_name("gpu_peers.py")
 RATES = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # dense bf16 FLOP/s, from the maker's data sheet
 NOT_A_FIGURE = "NOT A GPU FIGURE: tiny jobs on a CPU, which show that this benchmark works and nothing else"
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SEP = "; "
+NEEDED = ("torch", "transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub", "pyarrow", "numpy")
+NEEDED += ("pydantic", "typing-extensions", "pyyaml", "rich", "jinja2")  # lockstep's requirements
 NEEDS = {"trainer_liger": "liger_kernel", "accelerate": "accelerate"}
 OURS = ("lockstep", "old")
 WARM_UP = 2  # steps before the measurement
-HEAD = "| job | contender | a second | least to most | MFU | first step, s | whole, s | GB held |"
+HEAD = "| job | contender | a second | least to most | MFU | first step, s: first round, later | whole, s | GB held |"
 
 
 @dataclass(frozen=True)
@@ -95,7 +108,22 @@ JOBS = (
     Job("minilm-bf16", "bert", MINILM, 64, 128, ("lockstep", "old", "accelerate"), 2, 40, labels=6),
     Job("lora", "llama", EIGHT_B, 2048, 8, OF_ADAPTERS, steps=8, adapter=LORA),
 )
-BITS = Job("bits", "gpt2", GPT2 | {"n_layer": 4}, 256, 16, (), steps=30)
+BITS = Job("bits", "gpt2", GPT2 | {"n_layer": 4}, 256, 16, (), steps=60)
+TRAINERS = ("trainer", "trainer_liger", "trainer_compiled")
+TARGETS = (  # of issue 18: job, contender, the best of, at least this ratio of rates (`whole_s`: of seconds)
+    ("gpt2", WHOLE, ("loop_compiled",), 0.95, "rate"),
+    ("gpt2", WHOLE, ("old",), 3.0, "rate"),
+    ("gpt2", VARIANTS[1], (VARIANTS[0],), 0.97, "rate"),
+    ("gpt2", WHOLE, (VARIANTS[2],), 0.95, "rate"),
+    ("llama", WHOLE, ("loop_compiled",), 0.95, "rate"),
+    ("llama", WHOLE, ("trainer_liger",), 1.2, "rate"),
+    ("classes", "lockstep", ("trainer",), 1.5, "rate"),
+    ("classes", "lockstep", ("trainer",), 1.5, "whole_s"),
+    ("minilm", "lockstep", ("accelerate",), 2.0, "rate"),
+    ("minilm-bf16", "lockstep", ("accelerate",), 2.0, "rate"),
+    ("lora", WHOLE, TRAINERS, 0.95, "rate"),
+    *((job, "lockstep", ("trainer",), 1 / 1.2, "first_s") for job in ("gpt2", "llama", "classes", "lora")),
+)
 SMALL = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32},
     "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -203,7 +231,7 @@ def environment(source: Path, scratch: Path) -> dict[str, str]:
     paths = [source / "src", *sorted((source / "packages").glob("*/src"))]
     own = {
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-        "XDG_CACHE_HOME": str(scratch / "cache"),
+        "XDG_CACHE_HOME": str(scratch / "cache" / hashlib.sha256(str(source).encode()).hexdigest()[:8]),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "WANDB_DISABLED": "true",
@@ -217,27 +245,17 @@ def lockstep(
     """Run `lockstep train` once. `stop_at`: interrupt it after this many steps, and start it again."""
     output = Path(tempfile.mkdtemp(dir=scratch)) / "out"
     command = [sys.executable, "-m", "lockstep", "train", str(run_file(job, folder, output)), *keys]
-    began, first, log = time.time(), None, output.with_suffix(".log")
-    with log.open("w") as into:
-        child = subprocess.Popen(command, env=environment(source, scratch), stdout=into, stderr=subprocess.STDOUT)
-        while child.poll() is None:
-            if first is None and _lines(output):
-                first = time.time() - began
-            if stop_at is not None and len(_lines(output)) >= stop_at:
-                child.send_signal(signal.SIGINT)
-                stop_at = None
-            if time.time() - began > timeout:
-                child.kill()
-                child.wait()
-                return {"error": f"no end after {timeout:.0f} s"}
-            time.sleep(0.02)
-    stopped_after = len(_lines(output))
-    if stop_at is None and stopped_after < job.steps and not _weights(output):
-        with log.open("a") as into:
-            subprocess.run(command, env=environment(source, scratch), stdout=into, stderr=subprocess.STDOUT)
+    own, began = environment(source, scratch), time.time()
+    try:
+        first = _started(command, own, output, began + timeout, stop_at)
+        stopped_after = len(_lines(output))
+        if stop_at is not None and stopped_after < job.steps:
+            _started(command, own, output, began + timeout)
+    except TimeoutError:
+        return {"unfinished": f"no end after {timeout:.0f} s, when time was up"}
     lines, weights = _lines(output), _weights(output)
-    if not weights:
-        return {"error": log.read_text()[-500:]}
+    if not weights or first is None:
+        return {"error": output.with_suffix(".log").read_text()[-500:] or "it printed nothing"}
     return {
         "seconds": [line["seconds_per_step"] for line in lines],
         "first_s": first,
@@ -246,6 +264,36 @@ def lockstep(
         "weights": weights,
         "stopped_after": stopped_after,
     }
+
+
+def _started(
+    command: list[str], own: dict[str, str], output: Path, ends: float, stop_at: int | None = None
+) -> float | None:
+    """Run a command to its end; return the seconds to its first step, None if there was none. Errors: `TimeoutError`
+    at the time `ends`, after which nothing of it runs any more."""
+    began, first = time.time(), None
+    with output.with_suffix(".log").open("a") as into:
+        child = subprocess.Popen(command, env=own, stdout=into, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            while child.poll() is None:
+                steps = len(_lines(output))
+                first = time.time() - began if first is None and steps else first
+                if stop_at is not None and steps >= stop_at:
+                    child.send_signal(signal.SIGINT)
+                    stop_at = None
+                if time.time() > ends:
+                    raise TimeoutError
+                time.sleep(0.02)
+        finally:
+            _kill_group(child)
+    return first
+
+
+def _kill_group(child: subprocess.Popen[Any]) -> None:
+    """Kill a process and all that it started, such as ranks, which would keep the GPU busy."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _lines(output: Path) -> list[dict[str, Any]]:
@@ -279,11 +327,11 @@ def peer(job: Job, folder: Path, scratch: Path, name: str, timeout: float) -> di
     command = [sys.executable, str(PEERS), str(here / "job.json"), name, str(here / "out.json")]
     own = environment(ROOT, scratch) | {"TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor")}
     try:
-        done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end after {timeout:.0f} s"}
+        _started(command, own, here / "out", time.time() + timeout)
+    except TimeoutError:
+        return {"unfinished": f"no end after {timeout:.0f} s, when time was up"}
     if not (here / "out.json").exists():
-        return {"error": (done.stderr or done.stdout)[-500:]}
+        return {"error": (here / "out.log").read_text()[-500:] or "it printed nothing"}
     told: dict[str, Any] = json.loads((here / "out.json").read_text())
     return told
 
@@ -294,8 +342,11 @@ def peer(job: Job, folder: Path, scratch: Path, name: str, timeout: float) -> di
 class Bench:
     """Runs contenders in turns, round by round, until all rounds are done or time is up."""
 
-    def __init__(self, jobs: Sequence[Job], old: Path | None, budget: float, scratch: Path) -> None:
-        self.jobs, self.old, self.scratch = jobs, old, scratch
+    def __init__(
+        self, jobs: Sequence[Job], old: Path | None, budget: float, scratch: Path, save: Callable[[Bench], None]
+    ) -> None:
+        """`save`: called with this object after each process."""
+        self.jobs, self.old, self.scratch, self.save = jobs, old, scratch, save
         self.ends = time.time() + budget
         self.rounds: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.left_out: dict[str, str] = {}
@@ -315,14 +366,14 @@ class Bench:
 
     def compare_bits(self, job: Job, also: Sequence[str] = ()) -> None:
         """Compare the bits of one process with all jobs that must be equal. `also`: keys for all of them."""
-        variants = {
+        variants: dict[str, tuple[tuple[str, ...], int | None]] = {
             "single": ((), None),
             "single again": ((), None),
-            "ddp, 2 processes": (("strategy.name=ddp", "launch.processes=2"), None),
-            "fsdp2, 2 processes": (("strategy.name=fsdp2", "launch.processes=2"), None),
+            "ddp, 2 processes": (("strategy.name=ddp", *_sharing(2, job)), None),
+            "fsdp2, 2 processes": (("strategy.name=fsdp2", *_sharing(2, job)), None),
             "stopped and resumed": (("checkpoint.every=5",), 6),
-            "ddp, 4 processes": (("strategy.name=ddp", "launch.processes=4"), None),
-            "fsdp2, 4 processes": (("strategy.name=fsdp2", "launch.processes=4"), None),
+            "ddp, 4 processes": (("strategy.name=ddp", *_sharing(4, job)), None),
+            "fsdp2, 4 processes": (("strategy.name=fsdp2", *_sharing(4, job)), None),
         }
         for name, (keys, stop_at) in variants.items():
             if self.left() < 0:
@@ -330,22 +381,31 @@ class Bench:
                 continue
             timeout = max(60.0, self.left())
             told = lockstep(job, self.folder(job), self.scratch, ROOT, [*keys, *also], timeout, stop_at)
+            if "unfinished" in told:
+                self.left_out[f"bits: {name}"] = told["unfinished"]
+                continue
             if stop_at is not None and told.get("stopped_after", 0) >= job.steps:
                 told = {"error": "it had ended before it was stopped"}
-            self.bits[" ".join([name, *also])] = told.get("weights") or {"error": told["error"]}
+            self.bits[SEP.join([name, *also])] = told.get("weights") or {"error": told["error"]}
+            self.save(self)
 
     def measure(self, rounds: int) -> None:
-        """Measure all rounds; errors and skipped jobs are recorded."""
+        """Measure all rounds, in each of them the first contender of every job before the second of any; errors and
+        skipped jobs are recorded."""
         for _ in range(rounds):
-            for job in self.jobs:
-                for name in job.contenders:
-                    self._turn(job, name)
+            for names in zip_longest(*(job.contenders for job in self.jobs)):
+                for job, name in zip(self.jobs, names, strict=True):
+                    if name is not None:
+                        self._turn(job, name)
 
     def _turn(self, job: Job, name: str) -> None:
         where = f"{job.name}: {name}"
         turns = self.rounds.setdefault((job.name, name), [])
         kind, _, keys = name.partition(":")
-        if any("error" in told for told in turns) or (kind == "old" and self.old is None):
+        if any("error" in told for told in turns):
+            return
+        if kind == "old" and self.old is None:
+            self.left_out[where] = "--old names no older build"
             return
         if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
             self.left_out[where] = f"{NEEDS[kind]} is not installed"
@@ -365,7 +425,12 @@ class Bench:
             told = lockstep(job, self.folder(job), self.scratch, source, keys.split(",") if keys else [], timeout)
         else:
             told = peer(job, self.folder(job), self.scratch, kind, timeout)
+        if "unfinished" in told:
+            self.left_out[where] = told["unfinished"]
+            self.save(self)
+            return
         turns.append(told | {"took_s": time.time() - began})
+        self.save(self)
         print(f"{where}: {told.get('error') or f'{rate(job, told):,.0f} a second'}", file=sys.stderr, flush=True)
 
     def rows(self, card: str) -> Iterator[dict[str, Any]]:
@@ -385,10 +450,15 @@ class Bench:
                     "most": max(rates),
                     "rounds": len(rates),
                     "mfu": mfu(job, statistics.median(rates), card),
-                    "first_s": statistics.median(told["first_s"] for told in turns),
+                    "first_s": turns[0]["first_s"],
+                    "later_first_s": statistics.median([told["first_s"] for told in turns[1:]] or [0]) or None,
                     "whole_s": statistics.median(told["whole_s"] for told in turns),
                     "held_gb": turns[-1]["held_gb"],
                 }
+
+    def told(self, card: str) -> dict[str, Any]:
+        """Everything measured so far."""
+        return {"rows": list(self.rows(card)), "bits": self.bits, "left_out": self.left_out, "errors": self.errors()}
 
     def errors(self) -> dict[str, str]:
         """Failed jobs."""
@@ -427,21 +497,29 @@ def table(result: dict[str, Any]) -> str:
     if result["tiny"]:
         lines += [f"**{NOT_A_FIGURE}**", ""]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines += [f"{versions}; {result['took_s']:.0f} s in all.", "", HEAD, "|---|---|---|---|---|---|---|---|"]
+    lines += [f"{versions}; {result['took_s']:.0f} s in all.", ""]
+    if absent := [name for name, there in result.get("machine", {}).items() if not there]:
+        lines += [f"Not on this machine: {', '.join(absent)}.", ""]
+    lines += [HEAD, "|---|---|---|---|---|---|---|---|"]
     for row in result["rows"]:
         share = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        later = "" if row["later_first_s"] is None else f", {row['later_first_s']:.1f}"
         held = "" if row["held_gb"] is None else f"{row['held_gb']:.1f}"
         lines.append(
             f"| {row['job']} | {row['contender']} | {row['rate']:,.0f} {row['unit']} | "
-            f"{row['least']:,.0f} to {row['most']:,.0f} ({row['rounds']}) | {share} | {row['first_s']:.1f} | "
+            f"{row['least']:,.0f} to {row['most']:,.0f} ({row['rounds']}) | {share} | {row['first_s']:.1f}{later} | "
             f"{row['whole_s']:.1f} | {held} |"
         )
+    if reached := list(ratios(result["rows"])):
+        lines += ["", "| job | contender | over | ratio | target | |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"| {job} | {name} | {best} | {ratio:.2f} ({of}) | {least:.2f} | {'met' if ratio >= least else 'missed'} |"
+            for job, name, best, ratio, least, of in reached
+        ]
     lines += ["", "| weights of | first 16 digits of SHA-256 | |", "|---|---|---|"]
-    single = result["bits"].get("single")
     for name, weights in result["bits"].items():
-        failed = isinstance(weights, dict)
-        verdict = "failed" if failed else "same" if weights == single else "**OTHER**"
-        lines.append(f"| {name} | {'' if failed else weights} | {verdict} |")
+        verdict = verdict_of(result["bits"], name)
+        lines.append(f"| {name} | {'' if verdict == 'failed' else weights} | {verdict} |")
     for heading, named in (("Left out", result["left_out"]), ("Failed", result["errors"])):
         if named:
             lines += [
@@ -452,24 +530,72 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def ratios(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str, float, float, str]]:
+    """Targets whose contenders were measured: job, contender, the best other, ratio, least ratio, of what."""
+    by_name = {(row["job"], row["contender"]): row for row in rows}
+    for job, name, others, least, of in TARGETS:
+        own = by_name.get((job, name))
+        measured = [by_name[job, other] for other in others if (job, other) in by_name]
+        if own is None or not measured:
+            continue
+        if of == "rate":
+            best = max(measured, key=lambda row: row[of])
+            yield job, name, best["contender"], own[of] / best[of], least, of
+        else:
+            best = min(measured, key=lambda row: row[of])
+            yield job, name, best["contender"], best[of] / own[of], least, of
+
+
+def verdict_of(bits: dict[str, Any], name: str) -> str:
+    """Whether weights have the bits of the one process with the same keys."""
+    one = bits.get(SEP.join(["single", *name.split(SEP)[1:]]))
+    if isinstance(bits[name], dict):
+        return "failed"
+    if not isinstance(one, str):
+        return "nothing to compare with"
+    return "same" if bits[name] == one else "**OTHER**"
+
+
+def _sharing(processes: int, job: Job) -> tuple[str, ...]:
+    """Keys for processes that share one GPU."""
+    keys = (f"launch.processes={processes}",)
+    return keys if job.device == "cpu" else (*keys, f"launch.processes_per_gpu={processes}")
+
+
+def facts() -> dict[str, Any]:
+    """What compilation needs on a machine, and the packages that are beside it."""
+    names = ("triton", "liger_kernel", "peft", "bitsandbytes", "flash_attn_interface")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return {
+        "C compiler": shutil.which(os.environ.get("CC", "gcc")) is not None,
+        "Python.h": header.is_file(),
+        **{name: importlib.util.find_spec(name) is not None for name in names},
+    }
+
+
 def old_build(given: str | None, scratch: Path) -> Path | None:
-    """Folder of an older build: as given, or a git revision exported beside this one."""
+    """Folder of an older build: as given, or a git revision exported beside this one; None without it."""
     if given is None or Path(given).is_dir():
         return None if given is None else Path(given).resolve()
     folder = scratch / "old"
     folder.mkdir()
-    archive = subprocess.run(["git", "archive", given, "src", "packages"], cwd=ROOT, check=True, capture_output=True)
+    words = ["git", "archive", given, "src", "packages"]
+    archive = subprocess.run(words, cwd=ROOT, check=False, capture_output=True) if shutil.which("git") else None
+    if archive is None or archive.returncode:
+        why = "git is not installed" if archive is None else archive.stderr.decode().strip()
+        print(f"--old {given}: {why}; give a folder with its src and packages", file=sys.stderr)
+        return None
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
     return folder
 
 
 def install(wheels: Path) -> None:
-    """Install lockstep's and the peers' requirements from a folder only."""
-    names = ["torch", "transformers", "tokenizers", "safetensors", "accelerate", "peft", "pydantic", "pyyaml", "numpy"]
+    """Install lockstep's requirements from a folder only, and whatever of the peers' is there."""
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--find-links", str(wheels)]
-    subprocess.run([*command, *names], check=True)
-    for name in ("liger_kernel", "bitsandbytes"):  # optional peers
-        subprocess.run([*command, name], check=False, capture_output=True)
+    subprocess.run([*command, *NEEDED], check=True)
+    for name in ("accelerate", "peft", "liger_kernel", "bitsandbytes", "nvidia-ml-py"):
+        if subprocess.run([*command, name], check=False, capture_output=True).returncode:
+            print(f"{name} is not among the wheels", file=sys.stderr)
 
 
 def main() -> None:
@@ -494,7 +620,7 @@ def main() -> None:
         parser.error("no GPU is visible; --tiny tries this benchmark on a CPU, which measures nothing")
     card = "CPU" if asked.tiny else torch.cuda.get_device_name()
     jobs = [job for job in JOBS if job.name in asked.jobs.split(",")]
-    unknown = set(asked.jobs.split(",")) - {job.name for job in JOBS}
+    unknown = set(asked.jobs.split(",")) - {job.name for job in JOBS} - {BITS.name}
     if unknown:
         parser.error(
             f"--jobs: unknown {', '.join(sorted(unknown))}; expected some of {', '.join(j.name for j in JOBS)}"
@@ -503,31 +629,31 @@ def main() -> None:
     bits = BITS
     if asked.tiny:
         jobs, bits = [tiny(job) for job in jobs], tiny(bits)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "card": card,
+        "tiny": asked.tiny,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "machine": facts(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        bench = Bench(jobs, old_build(asked.old, scratch), asked.budget - (time.time() - began), scratch)
+
+        def save(bench: Bench) -> None:
+            result = about | {"took_s": time.time() - began} | bench.told(card)
+            (asked.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            (asked.out / "gpu.md").write_text(table(result))
+
+        bench = Bench(jobs, old_build(asked.old, scratch), asked.budget - (time.time() - began), scratch, save)
         bench.measure(1)
         if not asked.no_bits:
             compiled = () if asked.tiny else ("model.compile=whole",)
             for keys in dict.fromkeys((compiled, ())):
                 bench.compare_bits(bits, keys)
         bench.measure(asked.rounds - 1)
-        result = {
-            "card": card,
-            "tiny": asked.tiny,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "took_s": time.time() - began,
-            "rows": list(bench.rows(card)),
-            "bits": bench.bits,
-            "left_out": bench.left_out,
-            "errors": bench.errors(),
-        }
-    asked.out.mkdir(parents=True, exist_ok=True)
-    (asked.out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    (asked.out / "gpu.md").write_text(table(result))
-    print(table(result))
-    other = [name for name, weights in result["bits"].items() if weights != result["bits"]["single"]]
-    sys.exit(1 if other or result["errors"] else 0)
+        save(bench)
+    print((asked.out / "gpu.md").read_text())
+    sys.exit(1 if any(verdict_of(bench.bits, name) != "same" for name in bench.bits) or bench.errors() else 0)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """benchmarks/gpu.py works without a GPU: a long test runs all of it, at a small size, on a CPU."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,13 +34,83 @@ def test_rates_leave_out_the_first_steps() -> None:
 
 
 def test_other_weights_are_seen() -> None:
+    """Weights are compared with those of one process with the same keys."""
     result = {"card": "a card", "tiny": False, "versions": {}, "took_s": 1.0, "rows": [], "left_out": {}, "errors": {}}
-    text = gpu.table(result | {"bits": {"single": "a" * 16, "ddp": "b" * 16, "fsdp2": {"error": "why"}}})
-    lines = text.splitlines()
+    one, ddp, fsdp2 = (f"{name}; model.compile=whole" for name in ("single", "ddp", "fsdp2"))
+    bits = {"single": "a" * 16, "ddp": "b" * 16, "fsdp2": {"error": "why"}, one: "c" * 16, ddp: "c" * 16}
+    lines = gpu.table(result | {"bits": bits | {fsdp2: "a" * 16}}).splitlines()
     assert f"| single | {'a' * 16} | same |" in lines
     assert f"| ddp | {'b' * 16} | **OTHER** |" in lines
     assert "| fsdp2 |  | failed |" in lines
-    assert gpu.NOT_A_FIGURE not in text
+    assert f"| {one} | {'c' * 16} | same |" in lines
+    assert f"| {ddp} | {'c' * 16} | same |" in lines
+    assert f"| {fsdp2} | {'a' * 16} | **OTHER** |" in lines
+    assert gpu.NOT_A_FIGURE not in lines
+    assert gpu.verdict_of({ddp: "c" * 16}, ddp) == "nothing to compare with"
+
+
+def test_processes_that_share_a_gpu_are_allowed_to() -> None:
+    """lockstep refuses more processes than there are GPUs without that key."""
+    assert gpu._sharing(4, gpu.BITS) == ("launch.processes=4", "launch.processes_per_gpu=4")
+    assert gpu._sharing(4, gpu.tiny(gpu.BITS)) == ("launch.processes=4",)
+
+
+def test_targets_are_of_contenders_and_the_better_other_counts() -> None:
+    jobs = {job.name: job.contenders for job in gpu.JOBS}
+    for job, name, others, *_ in gpu.TARGETS:
+        assert {name, *others} <= set(jobs[job]), job
+    rows = [("lora", gpu.WHOLE, 90.0), ("lora", "trainer", 50.0), ("lora", "trainer_liger", 100.0)]
+    measured = [{"job": job, "contender": name, "rate": rate, "first_s": 1.0} for job, name, rate in rows]
+    assert list(gpu.ratios(measured)) == [("lora", gpu.WHOLE, "trainer_liger", 0.9, 0.95, "rate")]
+
+
+def test_a_bare_machine_gets_all_that_lockstep_needs() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")[2].partition("\n]")[0].splitlines()
+    needed = {re.split(r"[<>=\[ ]", line.strip().strip('"'))[0] for line in lines if line.strip()}
+    assert needed - {"lockstep-trace"} == set(gpu.NEEDED)
+
+
+def turns_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: dict[str, Any]) -> tuple[gpu.Bench, list[str]]:
+    """Return a benchmark of two jobs whose contenders all answer `told`, and the order in which they ran."""
+    ran: list[str] = []
+
+    def answers(job: gpu.Job, *_: Any, **__: Any) -> dict[str, Any]:
+        ran.append(job.name)
+        return told
+
+    monkeypatch.setattr(gpu, "lockstep", answers)
+    jobs = [replace(gpu.BITS, name=name, contenders=("lockstep", "lockstep:seed=1")) for name in "ab"]
+    for job in jobs:
+        (tmp_path / job.name).mkdir(exist_ok=True)
+    bench = gpu.Bench(jobs, None, 60.0, tmp_path, lambda bench: None)
+    bench.measure(2)
+    return bench, ran
+
+
+def test_the_first_contender_of_each_job_comes_before_the_second_of_any(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench, ran = turns_of(monkeypatch, tmp_path, {"seconds": [1.0], "first_s": 2.0, "whole_s": 3.0, "held_gb": None})
+    assert ran == ["a", "b"] * 4
+    assert {row["rounds"] for row in bench.rows("a card")} == {2}
+
+
+def test_what_time_ended_is_left_out_and_has_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench, _ = turns_of(monkeypatch, tmp_path, {"unfinished": "no end"})
+    assert bench.left_out == {f"{job}: {name}": "no end" for job in "ab" for name in ("lockstep", "lockstep:seed=1")}
+    assert not bench.errors()
+
+
+@pytest.mark.processes
+def test_a_process_that_takes_too_long_leaves_none_behind(tmp_path: Path) -> None:
+    code = (
+        f"import os, subprocess, sys; p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'id')!r}, 'w')"
+        ".write(str(p.pid)); p.wait()"
+    )
+    with pytest.raises(TimeoutError):
+        gpu._started([sys.executable, "-c", code], dict(os.environ), tmp_path / "out", time.time() + 5)
+    state = Path(f"/proc/{(tmp_path / 'id').read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
 def test_memory_is_told_as_peers_tell_it(tmp_path: Path) -> None:
