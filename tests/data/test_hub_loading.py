@@ -187,7 +187,6 @@ def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path
     calls: list[None] = []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(hub_names, "be_brief", lambda: calls.append(None))
-    monkeypatch.setattr(model_configs, "be_brief", lambda: calls.append(None))
     with hub_names.downloading("some/set", "dataset"):
         assert len(calls) == 1
     assert hub_names.optional_file("some/none", "config.json", None) is None

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Columns
-from lockstep.data.splitting import left_out
+from lockstep.data.prepare import left_out
 from support.caches import prepared
 from support.messages import raises
 from support.rows import run_of

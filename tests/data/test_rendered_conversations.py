@@ -19,8 +19,7 @@ from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of
 from lockstep.data.job import Job
-from lockstep.data.prepare import prepare
-from lockstep.data.splitting import warnings
+from lockstep.data.prepare import prepare, warnings
 from lockstep.tasks.answer_pairs import AnswerPairOptions, tokens_of
 from lockstep.tasks.models import inference
 from lockstep.tasks.models import models as building

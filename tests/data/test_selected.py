@@ -18,7 +18,7 @@ from lockstep.data import arrow_cache, source, splitting
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.cache import cache_folder
 from lockstep.data.job import arithmetic_of
-from lockstep.data.prepare import prepare
+from lockstep.data.prepare import left_out, prepare, warnings
 from support.caches import prepared
 from support.harness import tiny
 from support.marks import slow
@@ -213,7 +213,7 @@ def test_shares_are_cut_off_train_in_proportion_and_never_the_same_rows(tmp_path
     found = prepared(run_of(path, "data.test_fraction=0.2", "data.validation_fraction=0.1"))
     assert sizes(found) == {"train": 56, "validation": 8, "test": 16}
     assert [int((Columns(found.splits[s]).flat("label") == 0).sum()) for s in ("validation", "test")] == [2, 4]
-    assert splitting.warnings(found.facts) == []
+    assert warnings(found.facts) == []
     assert prepared(run_of(path, "data.test_fraction=0.2", "seed=1")).key != found.key
     alone = prepared(run_of(path, "data.validation_fraction=0.1"))
     assert sizes(alone) == {"train": 72, "validation": 8}
@@ -230,7 +230,7 @@ def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
     found = prepared(run_of(path, "data.deduplicate=true"))
     assert found.facts["duplicates"] == {"train": 1}
     assert found.key == prepared(run_of(whole)).key  # another label makes another example
-    assert splitting.left_out(found.facts) == "; left out as duplicates: 1 of train"
+    assert left_out(found.facts) == "; left out as duplicates: 1 of train"
 
 
 def test_filtered_rows_are_counted(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_filtered_rows_are_counted(tmp_path: Path) -> None:
     found = prepared(run_of(saved(tmp_path, rows), "data.filter.language=en"))
     assert found.facts["filtered"] == {"train": 7}
     assert found.key == prepared(run_of(saved(tmp_path, rows[7:], "whole.jsonl"))).key
-    assert "; left out by data.filter: 7 of train" in splitting.left_out(found.facts)
+    assert "; left out by data.filter: 7 of train" in left_out(found.facts)
 
 
 def test_examples_that_stand_in_two_splits_are_told_or_left_out(
@@ -255,7 +255,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     run = run_of(tmp_path)
     found = prepared(run)
     assert sizes(found) == {"train": 81, "validation": 22, "test": 4}
-    assert splitting.warnings(found.facts) == [
+    assert warnings(found.facts) == [
         "2 of 22 validation examples are also in train; the first is row 5 of validation, row 9 of train: "
         "'word  9'. Scores on them are too good; data.decontaminate=true removes them from train",
         "1 of 4 test examples are also in train; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
@@ -263,8 +263,8 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
     ]
     dropped = prepared(run_of(tmp_path, "data.decontaminate=true"))
     assert sizes(dropped) == {"train": 78, "validation": 22, "test": 4}
-    assert splitting.left_out(dropped.facts) == "; left out because they are also in validation or test: 3 of train"
-    assert splitting.warnings(dropped.facts) == []
+    assert left_out(dropped.facts) == "; left out because they are also in validation or test: 3 of train"
+    assert warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
     assert "note: 2 of 22 validation examples are also in train" in capsys.readouterr().out

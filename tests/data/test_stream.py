@@ -12,7 +12,8 @@ import pytest
 
 from lockstep.config.run import Run
 from lockstep.data import arrow_cache as shard_index
-from lockstep.data import row_reader, splitting
+from lockstep.data import row_reader
+from lockstep.data.prepare import warnings
 from lockstep.data.streamed import Streamed
 from support.expected_batches import rows_in, wanted_rows
 from support.stream_runs import FORMATS, LM, examples_of, feed_of, rows_of, shards, streamed, task_of, write
@@ -220,13 +221,13 @@ def test_rows_that_stand_in_validation_are_told_or_left_out(lm: bool, tmp_path: 
     assert told.keys() == {"validation"}
     assert (told["validation"]["examples"], told["validation"]["of"], told["validation"]["row"]) == (3, 10, 2)
     assert len(task.splits["train"]) == 40
-    (line,) = splitting.warnings(task.prepared.facts)
+    (line,) = warnings(task.prepared.facts)
     assert f"row 2 of validation, rows 0 to 5 of {tmp_path}/train-0.jsonl.gz: '{held[2]['text']}'" in line
     dropping = run.model_copy(update={"data": run.data.model_copy(update={"decontaminate": True})})
     task = task_of(dropping)
     assert task.prepared.facts["dropped"] == {"train": 3}
     assert "left_out" not in task.prepared.facts
-    assert splitting.warnings(task.prepared.facts) == []
+    assert warnings(task.prepared.facts) == []
     found, texts = task.splits["train"], [row["text"] for i, row in enumerate(rows) if i not in (5, 6, 31)]
     assert examples_of(found) == cached(dropping)
     if not lm:

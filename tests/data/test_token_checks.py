@@ -8,8 +8,7 @@ import pytest
 from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import splitting
-from lockstep.data.prepare import prepare
-from lockstep.data.splitting import warnings
+from lockstep.data.prepare import prepare, warnings
 from lockstep.tasks.models import models
 from support.messages import raises
 from support.token_folders import WORDS, run_on, save, text_of

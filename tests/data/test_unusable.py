@@ -9,9 +9,8 @@ import pytest
 
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
-from lockstep.data import splitting
 from lockstep.data.arrow_cache import Columns, Prepared
-from lockstep.data.prepare import prepare
+from lockstep.data.prepare import left_out, prepare
 from lockstep.plain import rows as plain_rows
 from lockstep.training.plain_sides import with_defaults
 from support.harness import TINY, tiny
@@ -71,7 +70,7 @@ def test_it_is_refused_or_left_out_and_counted(kind: str, tmp_path: Path) -> Non
     fewer = {"train": 1, "validation": 1} if trained else {"validation": 1}
     assert result.facts["unusable"] == fewer
     assert "left_out" not in result.facts
-    assert "as unusable" in splitting.left_out(result.facts)
+    assert "as unusable" in left_out(result.facts)
     assert len(Columns(result.splits["validation"])) == 11
     plain = plain_rows.read_splits(with_defaults(find("tasks", run.task.name)(run)))
     assert [len(plain[split]) for split in ("train", "validation")] == [40 - trained, 11]
@@ -106,7 +105,7 @@ def test_a_stream_leaves_them_out(tmp_path: Path) -> None:
         prepared(tiny(task={"name": "reward"}, data=pairs))
     facts = prepared(tiny(task={"name": "reward"}, data=pairs | {"drop_unusable": True})).facts
     assert facts["lacking_or_unusable"] == {"train": 1}
-    assert "or as unusable: 1 of train" in splitting.left_out(facts)
+    assert "or as unusable: 1 of train" in left_out(facts)
 
 
 @pytest.mark.parametrize(

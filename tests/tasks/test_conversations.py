@@ -18,7 +18,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.batch import IGNORED
 from lockstep.data.conversations import Writing, documents_of, rendered, turns, without_nulls
 from lockstep.data.job import Job
-from lockstep.data.splitting import warnings
+from lockstep.data.prepare import warnings
 from lockstep.tasks.language_modeling import LanguageModeling
 from support.harness import run_on
 from support.messages import raises

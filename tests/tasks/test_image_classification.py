@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
-from lockstep.data import splitting
 from lockstep.data.job import Job
-from lockstep.data.prepare import prepare
+from lockstep.data.prepare import prepare, warnings
 from lockstep.distributed.world import World
 from lockstep.lab.init import init as starter
 from lockstep.lab.init.questions import MachineInfo
@@ -389,5 +388,5 @@ def test_an_image_in_two_splits_is_named_without_its_bytes(folders: Path, tmp_pa
     shutil.copy(tmp_path / "data/train/bar/4.png", tmp_path / "data/validation/bar/again.png")
     run = job(tmp_path / "data", tmp_path / "out")
     found = prepare(run, plugins.find("tasks", run.task.name))
-    (note,) = (note for note in splitting.warnings(found.facts) if "also in train" in note)
+    (note,) = (note for note in warnings(found.facts) if "also in train" in note)
     assert "row 5 of train. Scores on them" in note

@@ -19,7 +19,7 @@ from lockstep.cli import main
 from lockstep.config.plugins import find
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
-from lockstep.data.splitting import warnings
+from lockstep.data.prepare import warnings
 from lockstep.distributed.world import World
 from lockstep.tasks.task import make_task
 from lockstep.tasks.text_task import TextData

@@ -12,8 +12,7 @@ from lockstep.config.plugins import find
 from lockstep.config.run import Run
 from lockstep.data import tokenizer as tokenizers
 from lockstep.data.arrow_cache import Prepared
-from lockstep.data.prepare import prepare
-from lockstep.data.splitting import warnings
+from lockstep.data.prepare import prepare, warnings
 from lockstep.tasks.models import models
 from support.command import LOCKSTEP, CommandJob, ended, start
 from support.messages import mentions, raises

@@ -12,6 +12,7 @@ the folder (`folder.py`).
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from lockstep.checkpoint.folder import DiskSpace, clear_away
 from lockstep.checkpoint.manifest import (
     Manifest,
     best_first,
+    candidates,
     check_resumable,
     finished,
     folder_of,
@@ -31,19 +33,25 @@ from lockstep.checkpoint.manifest import (
     score_of,
     unknown_metric,
 )
-from lockstep.checkpoint.remote_sync import CheckpointCatalog, reason_of
 from lockstep.config.errors import CodedError
+from lockstep.config.lazy import lazy
 from lockstep.config.output_files import clear
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.checkpoint import remote_sync, shard_files
     from lockstep.checkpoint.shard_files import Background, Shard
+    from lockstep.data import object_store
     from lockstep.distributed.sharded import Saved, ShardedState
     from lockstep.distributed.world import World
+else:  # for a mirror; with torch
+    remote_sync, shard_files = lazy("lockstep.checkpoint", "remote_sync", "shard_files")
+    (object_store,) = lazy("lockstep.data", "object_store")
 
 __all__ = ["CheckpointError", "Checkpoints", "check_resumable", "finished", "folder_of", "newest_first"]
 
@@ -106,8 +114,6 @@ class Checkpoints:
         """Start writing the state after `step` updates; first waits for the previous save to finish. `scores`: the
         evaluation after this step. `state`: the `TrainState.state_dict` that `resume` restores. Collective. Errors:
         `CheckpointError`, if checkpoint.on_failure is `stop`."""
-        from lockstep.checkpoint.shard_files import Background
-
         self.settle()
         parts = sharded.sharded_state_dict()
         if faults := self._lay_out(parts):
@@ -136,7 +142,7 @@ class Checkpoints:
             **manifests.facts_of(self.world),
         )
         shard, aside = self._shard, self.folder / f".{name_of(step)}.partial"
-        self._saving = _Saving(manifest, aside, Background(lambda: shard.write(aside)))
+        self._saving = _Saving(manifest, aside, shard_files.Background(lambda: shard.write(aside)))
 
     def dry_run(self, sharded: ShardedState) -> None:
         """Allocate and fill this rank's buffer while optimizer state exists, so that a lack of memory shows before the
@@ -154,8 +160,6 @@ class Checkpoints:
     def _lay_out(self, parts: dict[str, Tensor]) -> list[str]:
         """Allocate a buffer for these parts unless the present one fits. Returns failures, with rank and host.
         Collective."""
-        from lockstep.checkpoint.shard_files import Shard
-
         laid_out = self.world.all_gather(
             (self.disk.checkpoints_away(), self._shard is None or not self._shard.suits(parts))
         )
@@ -163,7 +167,7 @@ class Checkpoints:
             return [away] if away else []
         self._shard, reason = None, None
         try:
-            self._shard = Shard(parts, self.world, self._writes())
+            self._shard = shard_files.Shard(parts, self.world, self._writes())
         except (OSError, MemoryError, RuntimeError) as caught:
             reason = reason_of(caught)
         outcomes = self.world.all_gather((reason, self.world.host, self._shard.bytes if self._shard else 0))
@@ -236,8 +240,6 @@ class Checkpoints:
 
     def _written(self, saving: _Saving) -> None:
         """Collect the results once every rank has written its file or failed, and start the commit."""
-        from lockstep.checkpoint.shard_files import Background
-
         outcomes = self.world.all_gather((saving.work.result, reason_of(saving.work.error), self.world.host))
         faults = [f"rank {i} on {host}: {reason}" for i, (_, reason, host) in enumerate(outcomes) if reason]
         if faults:
@@ -247,7 +249,9 @@ class Checkpoints:
         manifest = replace(saving.manifest, hashes={file.name: file.sha256 for file in files})
         main = self.world.is_main
         in_use = self.mirror.in_use if self.mirror else ()
-        saving.work = Background(lambda: self.disk.commit(manifest, saving.aside, files, in_use) if main else None)
+        saving.work = shard_files.Background(
+            lambda: self.disk.commit(manifest, saving.aside, files, in_use) if main else None
+        )
         saving.answer, saving.committing = None, True
 
     def _committed(self, saving: _Saving) -> None:
@@ -373,8 +377,6 @@ class Checkpoints:
     def take_mean(self, sharded: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
         steps. Collective. Errors: `CheckpointError` on every rank, if a checkpoint cannot be read."""
-        from lockstep.checkpoint.shard_files import Mean
-
         steps, saved = manifests.averaged(self.run, step, self.every), []
         every, _ = self.catalog.list_checkpoints()
         for name in map(name_of, steps):
@@ -390,7 +392,7 @@ class Checkpoints:
                     f"average.last: it needs the checkpoints of steps {', '.join(map(str, steps))}, and {name} "
                     f"cannot be used: {fault}. Set average.last=null to export the last model",
                 )
-        sharded.load_sharded_state_dict(Mean(saved))
+        sharded.load_sharded_state_dict(shard_files.Mean(saved))
         return steps
 
     def _loaded(self, sharded: ShardedState, name: str, manifest: Manifest | str, away: bool = False) -> str | None:
@@ -402,11 +404,10 @@ class Checkpoints:
         return fault
 
     def _open(self, path: Path, manifest: Manifest) -> Saved:
-        from lockstep.checkpoint.shard_files import Files, FromMain
-
         if all(self.world.all_gather(self._writes())):
-            return Files(path, manifest.hashes)
-        return FromMain(Files(path, manifest.hashes) if self.world.is_main else None, self.world)
+            return shard_files.Files(path, manifest.hashes)
+        main = shard_files.Files(path, manifest.hashes) if self.world.is_main else None
+        return shard_files.FromMain(main, self.world)
 
     def _fault(self, name: str, manifest: Manifest | str) -> str | None:
         """Describe the fault of a checkpoint, or return None if it is intact. Ranks divide the reading and all get the
@@ -426,3 +427,91 @@ class Checkpoints:
         if self.world.rank in readers:
             mine = sorted(manifest.hashes)[readers.index(self.world.rank) :: len(readers)]
         return next((fault for fault in self.world.all_gather(manifests.mismatch(path, manifest, mine)) if fault), None)
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """Describe an error on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, object_store.StoreError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" if error is not None else None
+
+
+class CheckpointCatalog:
+    """Checkpoints that a run can resume from, in OUTPUT and in its mirror, the same for every rank. `say` prints a
+    message for the user; it is called on rank 0. Only rank 0 accesses the object store, in a thread, so that no
+    collective exceeds its timeout."""
+
+    def __init__(self, job: Job, world: World, say: Callable[[str], None]) -> None:
+        self.job, self.run, self.world = job, job.run, world
+        self.mirror = remote_sync.RemoteSync(job.run, say) if job.run.remote_dir is not None and world.is_main else None
+
+    def list_checkpoints(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
+        """List the checkpoints of OUTPUT, then of the mirror, each newest first: (name, manifest or description of its
+        fault, whether it is in the mirror). Also returns notes for the user. Collective. Errors: `RunError`."""
+        here = (
+            [(path.name, manifest, False) for path, manifest in candidates(self.run.folder)]
+            if self.world.is_main
+            else []
+        )
+        here = self.world.broadcast(here)
+        if self.run.remote_dir is None:
+            return here, []
+        there, fault = self._by_main(lambda: self.mirror.list_checkpoints() if self.mirror else [])
+        if fault is not None and not here:
+            raise RunError(
+                "LS6040",
+                f"remote_dir: {fault}, so the checkpoints there cannot be listed; make it reachable, or remove "
+                "remote_dir",
+            )
+        notes = [f"{fault}; only the checkpoints in {folder_of(self.run.folder)} are considered"] if fault else []
+        every = here + [(name, manifest, True) for name, manifest in there or []]
+        return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
+
+    def left(self, step: int) -> tuple[int | None, float | None, dict[str, str]]:
+        """Clear incomplete files after a rank failed; called on the new rank 0. Returns the step of the newest
+        checkpoint of at most `step` updates, the highest kept score, and the trackers' run ids."""
+        clear_away(self.run.folder)
+        there = [manifest for _, manifest in newest_first(self.run.folder) if manifest.step <= step]
+        best = best_first(self.run.checkpoint.best, {manifest.step: manifest.scores for manifest in there})
+        if not there:
+            return None, None, {}
+        return there[0].step, best[0].score if best else None, there[0].trackers
+
+    def fetched(self, name: str, manifest: Manifest | str, away: bool) -> str | None:
+        """Ensure that a checkpoint is in OUTPUT, downloading it if it is `away`. Returns the reason if that fails, else
+        None. Collective. Errors: `RunError`."""
+        if not away:
+            return None
+        reason, fault = self._by_main(lambda: self.mirror.fetch(self.job, name, manifest) if self.mirror else None)
+        return reason or fault
+
+    def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Run `work` on rank 0 and broadcast its result or error, however long it takes. Collective. Errors:
+        `RunError`, the same on every rank."""
+        task = shard_files.Background(work if self.world.is_main else lambda: None)
+        while self.world.all_reduce_max(int(not task.done))():
+            task.wait(1.0)  # shorter than a collective's timeout
+        refused = isinstance(task.error, RunError)
+        reason = str(task.error) if refused else reason_of(task.error)
+        result, reason, refused = self.world.broadcast((task.result, reason, refused))
+        if refused:
+            raise RunError.read(reason)
+        return result, reason
+
+    def rest(self, seconds: float) -> str | None:
+        """Wait up to `seconds`, before a stop, for uploads to finish. Returns, on rank 0, why the newest checkpoint is
+        not in the object store, or None. Collective."""
+        if self.run.remote_dir is None:
+            return None
+        until = time.monotonic() + seconds
+        while self.world.all_reduce_max(
+            int(self.mirror is not None and self.mirror.busy and time.monotonic() < until)
+        )():
+            ACTIVITY.set(f"waiting for the copy in {self.run.remote_dir}")
+            time.sleep(0.2)
+        if self.mirror is None:
+            return None
+        self.mirror.tell()
+        return self.mirror.missing()

@@ -1,7 +1,4 @@
-"""Checkpoints in OUTPUT and in the remote mirror (`remote_dir`): list, upload and download them.
-
-`CheckpointCatalog` gives every rank the same list of checkpoints and downloads one from the mirror when needed. Only
-rank 0 accesses the object store, in a thread, so that no collective exceeds its timeout.
+"""The mirror of a run in an object store (`remote_dir`): list, upload and download its checkpoints.
 
 `RemoteSync` uploads the checkpoints that a run keeps, and its export: MIRROR/checkpoints/step-NNNNNN/ holds the same
 files, each verified after upload, with the manifest last, so that an interrupted upload never counts as a checkpoint;
@@ -22,15 +19,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import export_hashes, folder
-from lockstep.checkpoint.folder import clear_away
 from lockstep.checkpoint.manifest import (
     FILE,
     Manifest,
-    best_first,
-    candidates,
     changed,
     folder_of,
     name_of,
@@ -46,95 +40,7 @@ from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, downlo
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
-    from lockstep.distributed.world import World
-
-
-def reason_of(error: BaseException | None) -> str | None:
-    """Describe an error on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, StoreError):
-        return str(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}" if error is not None else None
-
-
-class CheckpointCatalog:
-    """Checkpoints that a run can resume from. `say` prints a message for the user; it is called on rank 0."""
-
-    def __init__(self, job: Job, world: World, say: Callable[[str], None]) -> None:
-        self.job, self.run, self.world = job, job.run, world
-        self.mirror = RemoteSync(job.run, say) if job.run.remote_dir is not None and world.is_main else None
-
-    def list_checkpoints(self) -> tuple[list[tuple[str, Manifest | str, bool]], list[str]]:
-        """List the checkpoints of OUTPUT, then of the mirror, each newest first: (name, manifest or description of its
-        fault, whether it is in the mirror). Also returns notes for the user. Collective. Errors: `RunError`."""
-        here = (
-            [(path.name, manifest, False) for path, manifest in candidates(self.run.folder)]
-            if self.world.is_main
-            else []
-        )
-        here = self.world.broadcast(here)
-        if self.run.remote_dir is None:
-            return here, []
-        there, fault = self._by_main(lambda: self.mirror.list_checkpoints() if self.mirror else [])
-        if fault is not None and not here:
-            raise RunError(
-                "LS6040",
-                f"remote_dir: {fault}, so the checkpoints there cannot be listed; make it reachable, or remove "
-                "remote_dir",
-            )
-        notes = [f"{fault}; only the checkpoints in {folder_of(self.run.folder)} are considered"] if fault else []
-        every = here + [(name, manifest, True) for name, manifest in there or []]
-        return sorted(every, key=lambda each: (-len(each[0]), *(-ord(c) for c in each[0]))), notes
-
-    def left(self, step: int) -> tuple[int | None, float | None, dict[str, str]]:
-        """Clear incomplete files after a rank failed; called on the new rank 0. Returns the step of the newest
-        checkpoint of at most `step` updates, the highest kept score, and the trackers' run ids."""
-        clear_away(self.run.folder)
-        there = [manifest for _, manifest in newest_first(self.run.folder) if manifest.step <= step]
-        best = best_first(self.run.checkpoint.best, {manifest.step: manifest.scores for manifest in there})
-        if not there:
-            return None, None, {}
-        return there[0].step, best[0].score if best else None, there[0].trackers
-
-    def fetched(self, name: str, manifest: Manifest | str, away: bool) -> str | None:
-        """Ensure that a checkpoint is in OUTPUT, downloading it if it is `away`. Returns the reason if that fails, else
-        None. Collective. Errors: `RunError`."""
-        if not away:
-            return None
-        reason, fault = self._by_main(lambda: self.mirror.fetch(self.job, name, manifest) if self.mirror else None)
-        return reason or fault
-
-    def _by_main(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
-        """Run `work` on rank 0 and broadcast its result or error, however long it takes. Collective. Errors:
-        `RunError`, the same on every rank."""
-        from lockstep.checkpoint.shard_files import Background
-
-        task = Background(work if self.world.is_main else lambda: None)
-        while self.world.all_reduce_max(int(not task.done))():
-            task.wait(1.0)  # shorter than a collective's timeout
-        refused = isinstance(task.error, RunError)
-        reason = str(task.error) if refused else reason_of(task.error)
-        result, reason, refused = self.world.broadcast((task.result, reason, refused))
-        if refused:
-            raise RunError.read(reason)
-        return result, reason
-
-    def rest(self, seconds: float) -> str | None:
-        """Wait up to `seconds`, before a stop, for uploads to finish. Returns, on rank 0, why the newest checkpoint is
-        not in the object store, or None. Collective."""
-        if self.run.remote_dir is None:
-            return None
-        until = time.monotonic() + seconds
-        while self.world.all_reduce_max(
-            int(self.mirror is not None and self.mirror.busy and time.monotonic() < until)
-        )():
-            ACTIVITY.set(f"waiting for the copy in {self.run.remote_dir}")
-            time.sleep(0.2)
-        if self.mirror is None:
-            return None
-        self.mirror.tell()
-        return self.mirror.missing()
+    pass
 
 
 PROBE = "lockstep-was-here"  # object written and removed before a run, to test write permission
@@ -371,8 +277,7 @@ class RemoteSync:
 
 def require_extra(run: Run) -> None:
     """Check that the library that the mirror needs is installed. Errors: `RunError`."""
-    if run.remote_dir is not None:
-        require(address_of(run.remote_dir), "remote_dir")
+    require(address_of(str(run.remote_dir)), "remote_dir")
 
 
 def check(run: Run) -> list[str]:
@@ -404,10 +309,8 @@ def _refuse_unwritable(mirror: RemoteSync, bucket: Bucket) -> list[str]:
 
 
 def _checked(run: Run, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> list[str]:
-    """Call `refuse` with the mirror, if the run has one, and return its notes. Errors: `RunError`, also for a store
+    """Call `refuse` with the mirror and return its notes. Errors: `RunError`, also for a store
     that does not answer, unless OUTPUT has a checkpoint."""
-    if run.remote_dir is None:
-        return []
     require_extra(run)
     mirror = RemoteSync(run)
     try:
@@ -424,8 +327,6 @@ def finish(run: Run, say: Callable[[str], None], mirror: RemoteSync | None = Non
     """Copy everything that the object store still lacks at the end of a run, including the export. Rank 0 only. Returns
     the reason if something is missing, or None. A signal handler may interrupt the copy with an exception; the next
     call resumes it."""
-    if run.remote_dir is None:
-        return None
     mirror = mirror or RemoteSync(run, say)
     mirror.offer()
     while mirror.busy:

@@ -29,6 +29,7 @@ from lockstep.config.data_sources import (
     QUOTE,
     SEPARATOR,
     TYPES,
+    USUAL,
     Filter,
     Keys,
     Layout,
@@ -38,6 +39,7 @@ from lockstep.config.data_sources import (
     Separator,
     Streaming,
     Types,
+    is_address,
 )
 from lockstep.config.errors import InvalidValue
 from lockstep.config.schedules import ENDING, parse_schedule
@@ -235,6 +237,18 @@ class DataSection(Streaming, Section):
         description="worker processes of each rank that collate its batches (task module only); does not change "
         "results; 0: the rank itself",
     )
+
+    @property
+    def splits_named(self) -> dict[str, list[str]]:
+        """Split -> paths or names that the run file gives for it."""
+        values = {split: getattr(self, split) for split in USUAL}
+        return {s: [value] if isinstance(value, str) else value for s, value in values.items() if value is not None}
+
+    @property
+    def addresses(self) -> list[tuple[str, str]]:
+        """(key, address) of each file elsewhere."""
+        places = {"source": [] if self.source is None else [self.source]} | self.splits_named
+        return [(f"data.{key}", text) for key, texts in places.items() for text in texts if is_address(text)]
 
     @model_validator(mode="after")
     def _one_way(self) -> DataSection:

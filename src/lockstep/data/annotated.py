@@ -274,9 +274,6 @@ def _read_document(file: Path, key: str, data: DataSection, layout: str) -> Any:
     return document
 
 
-DOCUMENTS = ("columns", "records")  # layouts that `read_documents` reads
-
-
 def read_documents(files: list[Path], key: str, data: DataSection, use: ColumnUse = ALL) -> Dataset:
     """Read rows of JSON documents: lists of rows, or columns mapped to lists or to pandas' mappings of row numbers.
     Errors: `RunError`."""

@@ -37,6 +37,8 @@ from lockstep.config.output_files import wrapped_os_errors
 from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
 
+STREAM = ".stream"  # ending of an index in the cache
+ROWS = 4  # version of row reading (`row_files.py`); part of the key of prepared data
 BEAT_S = 5.0  # heartbeat interval of a lease
 SILENCE_S = 60.0  # seconds without a heartbeat after which another machine's lease is taken over
 _UNABLE = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # errors of folders without lock support

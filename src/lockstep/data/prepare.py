@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep._version import __version__
 from lockstep.config import plugins, user_code
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.data import file_formats, raw_rows, remote, row_files, source
+from lockstep.data import raw_rows, source
 from lockstep.data.arrow_cache import VERSION, Prepared, content, digest
-from lockstep.data.cache import cache_folder, discard, inside, locked, made_by, seal, sealed
-from lockstep.data.hub import model_folder
+from lockstep.data.cache import ROWS, cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.tokenizer import TARGET
 from lockstep.distributed.activity import ACTIVITY
+
+if TYPE_CHECKING:
+    from lockstep.data import file_formats, hub, remote, row_files
+else:
+    file_formats, hub, remote, row_files = lazy("lockstep.data", "file_formats", "hub", "remote", "row_files")
 
 _TEMPLATES = "additional_chat_templates"  # subfolder of a tokenizer's folder
 _WEIGHTS = (".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".pt", ".pth", ".onnx", ".gguf", ".ckpt", ".lock")
@@ -58,7 +63,7 @@ def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[
         task.fingerprint(),
         *elsewhere,
         raw_rows.VERSION,
-        row_files.VERSION,
+        ROWS,
     )
     path = cache_folder() / "prepared" / f"{key}.json"
     ACTIVITY.set("waiting for another process that prepares the same data")
@@ -125,11 +130,65 @@ def _files(run: Run) -> list[tuple[str, int, int]]:
     """Name, size and time of every local file that preparation reads, and the dialects of tables."""
     files = source.files_of(run.data)
     for name in (run.model.source, run.tokenizer.source):
-        root = Path(model_folder(name) if name is not None else "").expanduser()
+        root = Path(hub.model_folder(name) if name is not None else "").expanduser()
         for folder in (root, root / TARGET, root / _TEMPLATES) if name is not None else ():
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix not in _WEIGHTS)
     facts = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return facts + [("tables", file_formats.VERSION, 0)] * any(
-        row_files.format_of(f) in file_formats.SEPARATORS for f in files
-    )
+    if any(row_files.format_of(f) in file_formats.SEPARATORS for f in files):
+        facts.append(("tables", file_formats.VERSION, 0))
+    return facts
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def left_out(facts: Mapping[str, Any]) -> str:
+    """Describe the numbers of unused rows, as the end of a line about the data; empty if all are used."""
+    why = {
+        "left_out": "for a missing text or label",
+        "lacking_or_unusable": "for a missing text or label, or as unusable",
+        "unusable": "as unusable, by data.drop_unusable",
+        "filtered": "by data.filter",
+        "duplicates": "as duplicates",
+        "dropped": "because they are also in validation or test",
+    }
+    reasons = [
+        f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
+        for key, reason in why.items()
+        if facts.get(key)
+    ]
+    return "".join(f"; {each}" for each in reasons)
+
+
+def warnings(facts: Mapping[str, Any]) -> list[str]:
+    """Warnings about the data: truncated texts, similar labels, `notes` of the task, and examples that are both trained
+    and evaluated on."""
+    messages = [
+        f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens and "
+        f"are truncated ({counts['tokens']:,} tokens are lost)"
+        + f"; {counts['nothing']:,} more are not used, because truncation would leave nothing to learn"
+        * (counts["nothing"] > 0)
+        + (
+            f". The model has positions for {counts['positions']:,} tokens"
+            if "positions" in counts
+            else f". A larger {counts['key']} keeps more"
+        )
+        for split, counts in facts.get("cut_texts", {}).items()
+    ]
+    messages += [
+        "labels that differ only in surrounding blanks or case count as different labels: "
+        + ", ".join(f"{name!r} ({count:,})" for name, count in group)
+        + ". If they mean the same, spell them the same"
+        for group in facts.get("alike_labels", [])
+    ]
+    messages += facts.get("notes", [])
+    if facts.get("dropped"):
+        return messages
+    return messages + [
+        f"{counts['examples']:,} of {counts['of']:,} {split} examples are also in train; the first is row "
+        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}"
+        f"{': ' + repr(counts['text']) if counts['text'] else ''}. Scores on them are too good; "
+        "data.decontaminate=true removes them from train"
+        for split, counts in facts.get("overlap", {}).items()
+    ]

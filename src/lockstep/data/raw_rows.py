@@ -18,15 +18,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.data import row_reader, value_types
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import permute
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+    from lockstep.data import row_reader, value_types
     from lockstep.data.arrow_cache import Make
+else:
+    row_reader, value_types = lazy("lockstep.data", "row_reader", "value_types")
 
 VERSION = 2  # version of the stored rows; changing it selects rows again
 BYTES = "base64"  # key of a mapping that holds bytes

@@ -21,13 +21,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO
 
-from lockstep.config.data_sources import STORES, Address, address_of, is_address
+from lockstep.config.data_sources import STORES, Address, address_of
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cache_folder, cached, damage, discard, locked, placed
-from lockstep.data.hub import KEYS, with_paths
+from lockstep.data.hub import with_paths
 from lockstep.data.object_store import Bucket, HubFiles, Object, Patience, Readable, StoreError, Web, download, require
 from lockstep.distributed.activity import ACTIVITY
 
@@ -283,22 +283,17 @@ def as_found(sections: list[list[Fact]]) -> Iterator[None]:
         _known.reset(before)
 
 
-def has_address(data: DataSection) -> bool:
-    """Return whether the section contains an address."""
-    return bool(_addresses(data))
-
-
 def display_name(data: DataSection) -> str:
     """Name of all the section's files together."""
     if data.source is not None:
         return data.source
-    return next(text for key, text in _addresses(data) if key == "data.train") if data.stream else "files elsewhere"
+    return next(text for key, text in data.addresses if key == "data.train") if data.stream else "files elsewhere"
 
 
 def facts(data: DataSection, splits: Splits) -> list[Fact]:
     """Address, size and tag of every remote file that is read; queries the stores. `splits`: lists the files of a
     section without addresses. Errors: `RunError`, naming key and address."""
-    return _find(data, splits).facts if has_address(data) else []
+    return _find(data, splits).facts if data.addresses else []
 
 
 def shards(data: DataSection, splits: Splits, among: int = 1) -> ShardCache | list[Path]:
@@ -336,7 +331,7 @@ def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
     if (known := _known.get()) is not None and files.facts not in known:
         raise RunError(
             "LS2174",
-            f"{_key_of(data)}: the files at {_addresses(data)[0][1]} changed, or were listed incompletely, "
+            f"{_key_of(data)}: the files at {data.addresses[0][1]} changed, or were listed incompletely, "
             "while the data was being prepared; run the command again",
         )
     return files
@@ -345,15 +340,8 @@ def _unchanged_files(data: DataSection, splits: Splits) -> _RemoteFiles:
 # -- listing ---------------------------------------------------------------------------------------------------------
 
 
-def _addresses(data: DataSection) -> list[tuple[str, str]]:
-    """(key, address) of each address in the section."""
-    values = {key: getattr(data, key) for key in KEYS}
-    several = {key: value if isinstance(value, list) else [value] for key, value in values.items()}
-    return [(f"data.{key}", text) for key, texts in several.items() for text in texts if is_address(text)]
-
-
 def _key_of(data: DataSection) -> str:
-    return _addresses(data)[0][0]
+    return data.addresses[0][0]
 
 
 def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
@@ -361,7 +349,7 @@ def _find(data: DataSection, splits: Splits) -> _RemoteFiles:
     readers: dict[str, Readable] = {}
     objects: dict[str, tuple[Object, Readable]] = {}
     paths: dict[str, str] = {}
-    for key, text in _addresses(data):
+    for key, text in data.addresses:
         ACTIVITY.set(f"looking at {text}")
         try:
             address = address_of(text)
@@ -450,7 +438,7 @@ def _local(data: DataSection, paths: Mapping[str, str], root: Path) -> DataSecti
 def _fetch(files: _RemoteFiles, folder: Path, data: DataSection) -> None:
     """Download all files, several at a time; complete ones are skipped. Errors: `StoreError`, `OSError`."""
     total, come = sum(each.size for path, (each, _) in files.objects.items() if path not in files.names), [0]
-    what = _addresses(data)[0][1]
+    what = data.addresses[0][1]
 
     def tell(count: int) -> None:
         come[0] += count

@@ -24,6 +24,7 @@ from lockstep.config.data_sources import USUAL
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import column_types, file_formats, row_reader, usable_rows, value_types
+from lockstep.data.cache import ROWS
 from lockstep.data.column_types import ALL, ColumnUse
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ FORMATS = {
 }
 _SAVED = re.compile(r"(data-\d{5}-of-\d{5}|dataset)\.arrow")
 _ABOUT = ("state.json", "dataset_info.json")  # metadata files of save_to_disk
-VERSION = 4  # version of row reading; part of the key of prepared data
 _FILES = "files of one split"
 _SIMPLE = ("bool", "string", "large_string", "int8", "int16", "int32", "int64", "float32", "float64")  # of one value
 INDEX = "__index_level_0__"  # column in which pandas stores an unnamed index
@@ -246,7 +246,7 @@ def _json(files: list[Path], key: str, use: ColumnUse) -> Dataset:
     from datasets.arrow_writer import ArrowWriter
 
     paths = [str(file.resolve()) for file in files]
-    name = _identity(files, VERSION, paths, use.paths, use.also, use.within)
+    name = _identity(files, ROWS, paths, use.paths, use.also, use.within)
     path = Path(datasets.config.HF_DATASETS_CACHE) / "lockstep" / f"{name}.arrow"
     if path.is_file():
         return datasets.Dataset.from_file(str(path))
@@ -448,12 +448,6 @@ IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 # -- one folder per label ---------------------------------------------------------------------------------------------
 
 
-def splits_named(data: DataSection) -> dict[str, list[str]]:
-    """Split -> paths that the run file names for it."""
-    values = {split: getattr(data, split) for split in USUAL}
-    return {s: [value] if isinstance(value, str) else value for s, value in values.items() if value is not None}
-
-
 def classes_in(folder: Path) -> list[Path]:
     """Subfolders that contain texts or images, sorted by name; their names are the labels."""
     if not folder.is_dir():
@@ -481,7 +475,7 @@ def _no_folder(root: Path) -> str:
 
 def class_files(data: DataSection) -> dict[str, list[Path]]:
     """Split -> its files, grouped by label. Errors: `RunError`."""
-    named_splits = splits_named(data)
+    named_splits = data.splits_named
     files: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()
@@ -571,7 +565,7 @@ def parallel_in(folder: Path) -> dict[str, list[Path]]:
 
 def parallel_files(data: DataSection) -> dict[str, list[Path]]:
     """Split -> its files. Errors: `RunError`."""
-    named_splits = splits_named(data)
+    named_splits = data.splits_named
     splits: dict[str, list[Path]] = {}
     if data.source is not None:
         root = Path(data.source).expanduser()

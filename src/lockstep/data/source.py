@@ -21,29 +21,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config import key_aliases
 from lockstep.config.data_sources import OWN, USUAL, OneSource, is_address
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
-from lockstep.data import (
-    annotated,
-    arrow_cache,
-    column_types,
-    file_formats,
-    hub_rows,
-    labels,
-    remote,
-    row_files,
-    usable_rows,
-    value_types,
-)
-from lockstep.data import hub as pinning
+from lockstep.data import arrow_cache
 from lockstep.data.arrow_cache import digest, examples_in
-from lockstep.data.column_types import ColumnUse, Kind
-from lockstep.data.usable_rows import TokenCounts
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+    from lockstep.config import key_aliases
+    from lockstep.data import (
+        annotated,
+        builtin,
+        column_types,
+        file_formats,
+        hub_rows,
+        labels,
+        remote,
+        row_files,
+        usable_rows,
+        value_types,
+    )
+    from lockstep.data import hub as pinning
+    from lockstep.data.column_types import ColumnUse, Kind
+    from lockstep.data.usable_rows import TokenCounts
+else:  # readers: none of them for data in the cache
+    (key_aliases,) = lazy("lockstep.config", "key_aliases")
+    pinning, annotated, builtin, column_types = lazy("lockstep.data", "hub", "annotated", "builtin", "column_types")
+    file_formats, hub_rows, labels, remote = lazy("lockstep.data", "file_formats", "hub_rows", "labels", "remote")
+    row_files, usable_rows, value_types = lazy("lockstep.data", "row_files", "usable_rows", "value_types")
 
 
 def check_links(data: DataSection, files: Mapping[str, list[Path]]) -> None:
@@ -78,7 +86,7 @@ def _is_below(path: Path, named: set[Path]) -> bool:
 def _named_places(data: DataSection) -> Iterator[Path]:
     """Resolved paths of the files, folders and glob roots that the section names."""
     root = Path(data.source).expanduser() if data.source is not None else None
-    texts = itertools.chain(*row_files.splits_named(data).values())
+    texts = itertools.chain(*data.splits_named.values())
     for text in (*texts, *([data.source] if data.source is not None else [])):
         path = Path(text).expanduser()
         for place in (path, root / path if root is not None else path):
@@ -270,15 +278,6 @@ def _as_texts(rows: Dataset, column: str) -> Dataset:
 
 
 BUILTIN = "builtin/emotion"
-# layout -> function that lists a split's files, for layouts with their own naming
-_FILES = {"class_folders": row_files.class_files, "parallel": row_files.parallel_files}
-# layout -> reader
-_READERS = {
-    "class_folders": row_files.read_classes,
-    "parallel": row_files.read_parallel,
-    "conll": annotated.read_conll,
-    "squad": annotated.read_squad,
-}
 
 
 def files_of(data: DataSection) -> list[Path]:
@@ -286,7 +285,7 @@ def files_of(data: DataSection) -> list[Path]:
     their own data."""
     if data.sources is not None:
         return [file for section in sections(data) for file in files_of(section)]
-    if not names_data(data) or remote.has_address(data):
+    if not names_data(data) or data.addresses:
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
 
@@ -311,20 +310,20 @@ def names_hub(run: Run) -> bool:
 def is_local(data: DataSection) -> bool:
     """Return whether no data is on the Hub. Errors: `RunError` for missing local files."""
     return all(
-        each.source in (BUILTIN, None) or remote.has_address(each) or bool(files_of(each)) for each in sections(data)
+        each.source in (BUILTIN, None) or bool(each.addresses) or bool(files_of(each)) for each in sections(data)
     )
 
 
 def check_document(data: DataSection, document: str | None) -> None:
     """Refuse `task.document` if no local file is a .txt file. Errors: `RunError`."""
-    local = document == "line" and is_local(data) and not any(remote.has_address(each) for each in sections(data))
+    local = document == "line" and is_local(data) and not any(each.addresses for each in sections(data))
     if local and not any(file_formats.plain(file).suffix == ".txt" for file in files_of(data)):
         raise RunError("LS2256", "task.document: applies to .txt files only, and data names none; remove it")
 
 
 def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every remote file, per source; queries the stores. Errors: `RunError`."""
-    return [remote.facts(section, local_splits) for section in sections(data) if remote.has_address(section)]
+    return [remote.facts(section, local_splits) for section in sections(data) if section.addresses]
 
 
 def pinned(data: DataSection) -> DataSection:
@@ -361,11 +360,11 @@ def load(
 def _use_of(data: DataSection, columns: Mapping[str, str] | None, kinds: Mapping[str, Kind] | None) -> ColumnUse:
     """The columns of a source to read, and columns that may name labels."""
     if columns is None:
-        return ColumnUse(None, kinds or {})
+        return column_types.ColumnUse(None, kinds or {})
     also = [f"{column}{suffix}" for column in kinds or () for suffix in labels.NAME_SUFFIXES]
     split_column = [] if data.split_column is None else [data.split_column]
     paths = [*columns.values(), *data.filter, *(data.types or ()), *split_column]
-    return ColumnUse(tuple(dict.fromkeys(paths)), kinds or {}, tuple(also), (_PAIR,))
+    return column_types.ColumnUse(tuple(dict.fromkeys(paths)), kinds or {}, tuple(also), (_PAIR,))
 
 
 def _load(
@@ -377,7 +376,7 @@ def _load(
     use: ColumnUse,
 ) -> Source:
     """Read one source. Errors: `RunError`."""
-    if remote.has_address(data):
+    if data.addresses:
         with remote.downloaded(data, local_splits) as local:
             return replace(_load(local, seed, plain, columns, tokens, use), name=remote.display_name(data))
     _quiet()
@@ -477,7 +476,7 @@ def _looks_local(text: str) -> bool:
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
     """Split -> files, or None if the source is not local. Errors: `RunError` for missing files and for links that lead
     elsewhere."""
-    if remote.has_address(data):
+    if data.addresses:
         return None
     if (splits := _local_splits(data)) is not None:
         check_links(data, splits)
@@ -485,19 +484,19 @@ def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
 
 
 def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
-    named_splits = row_files.splits_named(data)
+    named_splits = data.splits_named
     if data.source is None:
         if not named_splits:
             raise RunError(
                 "LS2247", "data: no data given; set data.source (a Hub id, a folder or a file) or data.train (files)"
             )
-        if data.layout in _FILES:
-            return _FILES[data.layout](data)
+        if (files := _files_of_layout(data)) is not None:
+            return files
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     if data.source == BUILTIN:
         return None
-    if data.layout in _FILES:
-        return _FILES[data.layout](data)
+    if (files := _files_of_layout(data)) is not None:
+        return files
     root = Path(data.source).expanduser()
     if root.is_dir():
         splits = {split: [] if split in named_splits else in_folder(root, split, data.layout) for split in USUAL}
@@ -518,6 +517,13 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
         splits = {"train": _expand([data.source], "data.source", data.layout)}
         return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     return None
+
+
+def _files_of_layout(data: DataSection) -> dict[str, list[Path]] | None:
+    """List the files of a layout that names them in its own way, or return None."""
+    if data.layout == "class_folders":
+        return row_files.class_files(data)
+    return row_files.parallel_files(data) if data.layout == "parallel" else None
 
 
 def in_folder(root: Path, split: str, layout: str) -> list[Path]:
@@ -587,10 +593,17 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
 
 
 def _read(files: list[Path], key: str, plain: str | None, data: DataSection, use: ColumnUse) -> Dataset:
-    if data.layout in annotated.DOCUMENTS:
-        return annotated.read_documents(files, key, data, use)
-    if data.layout != "rows":
-        return _READERS[data.layout](files, key, data)
+    match data.layout:
+        case "class_folders":
+            return row_files.read_classes(files, key, data)
+        case "parallel":
+            return row_files.read_parallel(files, key, data)
+        case "conll":
+            return annotated.read_conll(files, key, data)
+        case "squad":
+            return annotated.read_squad(files, key, data)
+        case "columns" | "records":
+            return annotated.read_documents(files, key, data, use)
     for file in files:
         annotated.check_rows(file, key, data.encoding)
     return row_files.read(files, key, plain, data, use)
@@ -603,8 +616,6 @@ def _read(files: list[Path], key: str, plain: str | None, data: DataSection, use
 def _emotion(seed: int) -> dict[str, Dataset]:
     """Generate the built-in set, cached: it takes 0.1 s and is usually requested repeatedly."""
     import datasets
-
-    from lockstep.data import builtin
 
     features = datasets.Features(
         {

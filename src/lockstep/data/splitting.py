@@ -225,60 +225,6 @@ def _among(pairs: np.ndarray, some: np.ndarray) -> np.ndarray:
     return np.concatenate(rows)
 
 
-# -- messages --------------------------------------------------------------------------------------------------------
-
-
-def left_out(facts: Mapping[str, Any]) -> str:
-    """Describe the numbers of unused rows, as the end of a line about the data; empty if all are used."""
-    why = {
-        "left_out": "for a missing text or label",
-        "lacking_or_unusable": "for a missing text or label, or as unusable",
-        "unusable": "as unusable, by data.drop_unusable",
-        "filtered": "by data.filter",
-        "duplicates": "as duplicates",
-        "dropped": "because they are also in validation or test",
-    }
-    reasons = [
-        f"left out {reason}: {', '.join(f'{count:,} of {split}' for split, count in facts[key].items())}"
-        for key, reason in why.items()
-        if facts.get(key)
-    ]
-    return "".join(f"; {each}" for each in reasons)
-
-
-def warnings(facts: Mapping[str, Any]) -> list[str]:
-    """Warnings about the data: truncated texts, similar labels, `notes` of the task, and examples that are both trained
-    and evaluated on."""
-    messages = [
-        f"{counts['texts']:,} of {counts['of']:,} {split} texts are longer than {counts['most']:,} tokens and "
-        f"are truncated ({counts['tokens']:,} tokens are lost)"
-        + f"; {counts['nothing']:,} more are not used, because truncation would leave nothing to learn"
-        * (counts["nothing"] > 0)
-        + (
-            f". The model has positions for {counts['positions']:,} tokens"
-            if "positions" in counts
-            else f". A larger {counts['key']} keeps more"
-        )
-        for split, counts in facts.get("cut_texts", {}).items()
-    ]
-    messages += [
-        "labels that differ only in surrounding blanks or case count as different labels: "
-        + ", ".join(f"{name!r} ({count:,})" for name, count in group)
-        + ". If they mean the same, spell them the same"
-        for group in facts.get("alike_labels", [])
-    ]
-    messages += facts.get("notes", [])
-    if facts.get("dropped"):
-        return messages
-    return messages + [
-        f"{counts['examples']:,} of {counts['of']:,} {split} examples are also in train; the first is row "
-        f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}"
-        f"{': ' + repr(counts['text']) if counts['text'] else ''}. Scores on them are too good; "
-        "data.decontaminate=true removes them from train"
-        for split, counts in facts.get("overlap", {}).items()
-    ]
-
-
 FILE = "held-out.npy"  # in the folder of an index
 
 

@@ -38,7 +38,7 @@ from lockstep.data import (
     value_types,
 )
 from lockstep.data.arrow_cache import SIDES, Make, digest, encoded, table_of, write_table
-from lockstep.data.cache import cached, discard, folder_of
+from lockstep.data.cache import STREAM, cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
@@ -82,9 +82,7 @@ class StreamingSource:
         streamed."""
         with self.named():
             source.source_columns(self.entry, self.columns)
-            shards = (
-                remote.shards(self.data, source.local_splits, self.among) if remote.has_address(self.data) else None
-            )
+            shards = remote.shards(self.data, source.local_splits, self.among) if self.data.addresses else None
             copies = shards if isinstance(shards, ShardCache) else None
             here = shards if isinstance(shards, list) else []
             files = copies.paths if copies else here or (source.local_splits(self.data) or {}).get("train") or []
@@ -236,7 +234,6 @@ def _dataset(rows: Rows, column_paths: list[str], file: Path, lenient: bool, wit
 
 
 VERSION = 3  # version of the index format
-ENDING = ".stream"  # of an index in the cache
 CHUNKS, ABOUT = "chunks.arrow", "about.json"
 _KINDS = {"row": "int64", "rows": "int32", "at": "int64", "size": "int64", "examples": "int32", "tokens": "int64"}
 _SCHEMA = pa.schema(_KINDS | {"longest": "int32", "hash": "uint64"})
@@ -429,7 +426,7 @@ class Stream:
             arrow_cache.fill(folder, parts, ending, each, doing, "shards", first=first)
             together(folder)
 
-        path = folder_of("tokens") / f"{key}{ENDING}"
+        path = folder_of("tokens") / f"{key}{STREAM}"
         return cached(path, fill, path.with_name(f"{path.name}.parts"))
 
     def _fetched(self, number: int) -> None:
@@ -518,7 +515,7 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
     """Content identifiers of each split, for a key, from the folder that `encode` or `Stream.index` returned."""
     return sorted(
-        (split, read_index(Path(file))["content"] if file.endswith(ENDING) else Path(file).name)
+        (split, read_index(Path(file))["content"] if file.endswith(STREAM) else Path(file).name)
         for split, file in files.items()
     )
 

@@ -10,22 +10,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
 from lockstep.config.data_sources import is_address
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
-from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Make, Shards, table_of
-from lockstep.data.remote import Unfetched, with_addresses
-from lockstep.data.row_reader import Chunk, RowReader
-from lockstep.data.stream import Identity, Stream
+
+if TYPE_CHECKING:
+    from lockstep.data import remote, row_reader, stream
+else:  # a split that is not streamed needs none of them
+    remote, row_reader, stream = lazy("lockstep.data", "remote", "row_reader", "stream")
 
 _LATER = "When it is available again, the same command resumes"
 _MEND = "Restore the file, and the same command resumes; for other data start over, with another output=FOLDER"
 
-Opened = Callable[[], tuple[Stream, Make]]  # -> stream of rows, encoding function
+Opened = Callable[[], tuple["stream.Stream", Make]]  # -> stream of rows, encoding function
 
 
 class Unreadable(RunError):
@@ -38,16 +41,16 @@ class _Chunks(Shards):
     def __init__(self, folder: Path, how: Opened) -> None:
         about, table = stream.read_index(folder), table_of(folder / stream.CHUNKS)
         self.folder = folder
-        self.files: list[Identity] = [tuple(file) for file in about["files"]]
+        self.files: list[stream.Identity] = [tuple(file) for file in about["files"]]
         self.ends = np.cumsum(about["chunks"])  # cumulative chunks per file
         self.chunks = {name: stream.numbers_of(table, name) for name in table.schema.names}  # memory-mapped
         self.first = np.concatenate([[0], np.cumsum(self.chunks["examples"], dtype=np.int64)])  # 8 bytes per chunk
         self.index, self.names = about, about["names"]
         self._opened, self._lists = {}, {}
         self._how = how
-        self._parts: tuple[Stream, Make] | None = None
+        self._parts: tuple[stream.Stream, Make] | None = None
         self._lock = threading.Lock()  # for the open file: several threads read
-        self._open: dict[int, tuple[int, RowReader]] = {}  # source -> (file number, reader)
+        self._open: dict[int, tuple[int, row_reader.RowReader]] = {}  # source -> (file number, reader)
 
     def column(self, shard: int, name: str) -> pa.Array:
         batch = self._opened.get(shard)  # another thread may evict it
@@ -70,7 +73,7 @@ class _Chunks(Shards):
         self._lists = {key: lists for key, lists in list(self._lists.items()) if key[0] in self._opened}
 
     @property
-    def how(self) -> tuple[Stream, Make]:
+    def how(self) -> tuple[stream.Stream, Make]:
         """The stream that reads rows, and the function that encodes them."""
         if self._parts is None:
             rows_of, make = self._how()
@@ -93,12 +96,13 @@ class _Chunks(Shards):
                             shard.close()
                         shard = part.opened(file)
                     assert shard is not None
-                    chunk = Chunk(row, rows, at, length)
+                    chunk = row_reader.Chunk(row, rows, at, length)
                     batch, _ = part.examples(shard.read(chunk), file, chunk, make)
                     self._open[source] = of, shard
             except RunError as error:
-                mend = _LATER if isinstance(error, Unfetched) else _MEND
-                raise Unreadable(error.code, f"{with_addresses(error.message)}{_since(path, size)}. {mend}") from error
+                mend = _LATER if isinstance(error, remote.Unfetched) else _MEND
+                message = remote.with_addresses(error.message)
+                raise Unreadable(error.code, f"{message}{_since(path, size)}. {mend}") from error
             if batch is None or stream.counted(batch)["hash"] != int(self.chunks["hash"][number]):
                 rows_there = f"data.train: {path}, rows {row:,} to {row + rows - 1:,}"
                 raise Unreadable(

@@ -16,15 +16,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
-from lockstep.data.hub import downloading, explained, model_folder, optional_file
 from lockstep.distributed.activity import ACTIVITY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lockstep.data import hub
+else:
+    (hub,) = lazy("lockstep.data", "hub")
 
 TARGET = "target"  # subfolder of a separate target tokenizer
 # Kinds whose training depends on hash-table order and is not reproducible (`_inner` removes most of this for
@@ -110,7 +114,7 @@ def of_targets(run: Run) -> Path | None:
     source = run.tokenizer.source or run.model.source
     if run.tokenizer.train is not None or source is None:
         return None
-    if optional_file(_local(source), "tokenizer_config.json", _revision(run), TARGET) is None:
+    if hub.optional_file(_local(source), "tokenizer_config.json", _revision(run), TARGET) is None:
         return None
     return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}")
 
@@ -198,11 +202,11 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     if Path(source).is_dir():
         _refuse_folder(Path(source), key)
     try:
-        with downloading(source, "model"):
+        with hub.downloading(source, "model"):
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted, **place)
     except Exception as error:  # missing file, unreachable Hub, unknown type: user errors
         raise RunError(
-            "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {explained(error, revision)}"
+            "LS2303", f"{key}: cannot load a tokenizer from {source!r}: {hub.explained(error, revision)}"
         ) from error
 
 
@@ -227,7 +231,7 @@ def _refuse_folder(folder: Path, key: str) -> None:
 
 def _local(source: str) -> str:
     """The local folder, or the Hub id."""
-    source = model_folder(source, "tokenizer.source or model.source")
+    source = hub.model_folder(source, "tokenizer.source or model.source")
     path = Path(source).expanduser()
     return str(path) if path.is_dir() else source
 

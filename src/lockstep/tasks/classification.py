@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
-from lockstep.data import labels, row_files, source, splitting, stream, tokenizer, usable_rows
+from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch
-from lockstep.data.builtin import best_accuracy
-from lockstep.data.column_types import Kind
-from lockstep.data.stream import Stream
-from lockstep.data.token_checks import Limit
 from lockstep.tasks.label_task import LabelTask
 from lockstep.tasks.models import heads
 from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCodes, Objective
@@ -33,6 +30,16 @@ from lockstep.tasks.text_task import Arrays, Encoder, TextData, TextTask
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
+
+    from lockstep.data import builtin, labels, row_files, source, splitting, stream, token_checks, usable_rows
+    from lockstep.data.column_types import Kind
+    from lockstep.data.stream import Stream
+    from lockstep.tasks.models import head_labels, inference, models
+else:  # to prepare data that are not in the cache; models import torch
+    builtin, labels, row_files, source = lazy("lockstep.data", "builtin", "labels", "row_files", "source")
+    splitting, stream, token_checks = lazy("lockstep.data", "splitting", "stream", "token_checks")
+    (usable_rows,) = lazy("lockstep.data", "usable_rows")
+    head_labels, inference, models = lazy("lockstep.tasks.models", "head_labels", "inference", "models")
 
 
 def objective_of(options: ClassificationOptions) -> type[Objective]:
@@ -143,10 +150,10 @@ class Classification(TextTask, Streams, LabelTask):
         examples = len(data.splits["train"]) if data.rows is None else sum(counts)
         objective_of(self.options)(self.options, data.labels.codes.names, counts, examples)
 
-    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
         texts = len(self.options.text_columns)
         special = read_by["input_ids"].num_special_tokens_to_add(pair=texts == 2)
-        return {"input_ids": Limit("data.max_length", self.run.data.max_length, special, texts)}
+        return {"input_ids": token_checks.Limit("data.max_length", self.run.data.max_length, special, texts)}
 
     def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
         options, kind, codes = self.options, objective_of(self.options), data.labels.codes
@@ -172,7 +179,7 @@ class Classification(TextTask, Streams, LabelTask):
             and objective_of(self.options) is OneLabel
         ):
             facts["best_possible"] = {
-                split: {"accuracy": best_accuracy(rows[:])} for split, rows in data.splits.items()
+                split: {"accuracy": builtin.best_accuracy(rows[:])} for split, rows in data.splits.items()
             }
         return facts
 
@@ -241,8 +248,6 @@ class Classification(TextTask, Streams, LabelTask):
 
     @property
     def config_entries(self) -> dict[str, Any]:
-        from lockstep.tasks.models import models
-
         return models.named(self.labels) | {"problem_type": self.objective.problem}
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
@@ -263,8 +268,6 @@ class Classification(TextTask, Streams, LabelTask):
     def predict(self, folder: Path, rows: Sequence[Sequence[str]]) -> Iterator[dict[str, Any]]:
         """Yield `label`, its `score`, and the `scores` of all labels, which sum to 1; for multi-label `labels` and
         `scores`; for regression `value`, or `values` by name."""
-        from lockstep.tasks.models import inference, models
-
         model, tok = models.exported(self.head, folder, self.run.model)
         options = self.options
         names = [model.config.id2label[code] for code in range(model.config.num_labels)]
@@ -308,8 +311,6 @@ def _as_the_model(
     section: ModelSection, options: ClassificationOptions, codes: LabelCodes
 ) -> tuple[LabelCodes, list[str]]:
     """Reorder labels to match the model's outputs, with notes. Errors: `RunError`."""
-    from lockstep.tasks.models import head_labels
-
     notes = head_labels.problem_notes(section, heads.CLASSIFICATION, objective_of(options).problem, len(codes.names))
     if options.regression:
         return codes, notes

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import order, stream, streamed
+from lockstep.data import order, streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
+from lockstep.data.cache import STREAM
 from lockstep.data.job import Job, TaskRules
-from lockstep.data.stream import Stream
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.data.stream import Stream
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -345,7 +346,7 @@ class Streams(Task):
 
     def open_split(self, path: str) -> Columns:
         """Open a prepared split: memory-mapped, or read through its index if streamed."""
-        if not path.endswith(stream.ENDING):
+        if not path.endswith(STREAM):
             return super().open_split(path)
         prepared = self.prepared
         return streamed.Streamed(path, lambda: (self.stream(), self.example_maker(prepared.tokenizer, prepared.facts)))

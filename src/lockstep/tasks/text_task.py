@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.data import source, splitting, stream, token_checks, tokenizer, usable_rows
+from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
-from lockstep.data.column_types import Kind
-from lockstep.data.stream import Stream
-from lockstep.data.usable_rows import TokenCounts
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
+
+    from lockstep.data import lm_documents, source, splitting, stream, token_checks, usable_rows
+    from lockstep.data.column_types import Kind
+    from lockstep.data.stream import Stream
+    from lockstep.tasks.models import model_configs, models, padding, token_rows
+else:  # to prepare data that are not in the cache; models import torch
+    lm_documents, source, splitting = lazy("lockstep.data", "lm_documents", "source", "splitting")
+    stream, token_checks, usable_rows = lazy("lockstep.data", "stream", "token_checks", "usable_rows")
+    model_configs, models = lazy("lockstep.tasks.models", "model_configs", "models")
+    padding, token_rows = lazy("lockstep.tasks.models", "padding", "token_rows")
 
 _UNIGRAM = (
     "tokenizer.train: training unigram is not deterministic (ties are broken at random), so tokens and weights "
@@ -115,8 +123,6 @@ class TextTask(Task):
 
     def holdout_fn(self, data: TextData) -> splitting.Cut:
         """The function that holds out a share of train."""
-        from lockstep.data import lm_documents
-
         return lm_documents.cut
 
     def check_labels(self, data: TextData) -> None:
@@ -141,20 +147,14 @@ class TextTask(Task):
         return tokenizer.prepare(self.run, texts(data.splits["train"]), hashed, self.generative)
 
     def fit_defaults(self) -> tuple[Run, list[str]]:
-        from lockstep.tasks.models import models
-
         return (self.run, []) if self.head is None else models.with_length_that_fits(self.run, self.length_key)
 
     def check_prepared(self, prepared: Prepared) -> None:
-        from lockstep.tasks.models import models
-
         if self.head is not None:
             models.check_arithmetic(self.run, self.head)
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
         """Refuse a model or tokenizer that does not fit the task. Errors: `RunError`."""
-        from lockstep.tasks.models import models
-
         models.check(self.run, str(self.head), **self.checked_entries())
         models.check_tokenizer(self.run.model, str(self.head), tok)
 
@@ -171,8 +171,6 @@ class TextTask(Task):
     def check_vocabulary(self, read_by: Mapping[str, Any]) -> list[str]:
         """Compare the tokenizers with the model and return notes on their sizes. Refuses limits that leave no text
         tokens, and required tokens without an embedding row. Errors: `RunError`."""
-        from lockstep.tasks.models import token_rows
-
         token_checks.check_limits(list(self.limits(read_by).values()))
         if self.head is None:
             return []
@@ -183,8 +181,6 @@ class TextTask(Task):
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens
         that carry no information; notes those that carry little. Errors: `RunError`."""
-        from lockstep.tasks.models import models, token_rows
-
         run, fits = self.run, None if self.head is None else models.most_tokens(self.run.model)
         limits = self.limits(read_by)
         limits = {name: replace(limit, positions=fits) for name, limit in limits.items()}
@@ -210,15 +206,11 @@ class TextTask(Task):
 
     def bounded(self, read_by: Mapping[str, Any], make: Make) -> tuple[Make, list[int]]:
         """Add token checks to `make` for streamed rows; return it and the values that the checks depend on."""
-        from lockstep.tasks.models import token_rows
-
         return (make, []) if self.head is None else token_rows.bounded(self.run.model, self.head, read_by, make)
 
     def check_lengths(self, split: str, columns: Columns) -> None:
         """Refuse examples too short for the model, alone or in a batch of short ones: CANINE joins `downsampling_rate`
         tokens into one. Errors: `RunError`."""
-        from lockstep.tasks.models import model_configs
-
         config = model_configs.load_config(self.run.model) if self.head is not None else None
         if config is None or config.model_type != "canine":
             return
@@ -275,7 +267,7 @@ class TextTask(Task):
     def prepare(self) -> Prepared:
         options = self.options
         (texts, labels), targets = self.dedup_columns(options), self.target_columns(options)
-        counts = TokenCounts.of(self.run, targets)
+        counts = usable_rows.TokenCounts.of(self.run, targets)
         source.check_document(self.run.data, self.document(options))
         read = source.load(
             self.run.data,
@@ -340,7 +332,7 @@ class TextTask(Task):
             usable = self.valid_rows(rows, options, "train", name, self.run.data.drop_missing)
             return self.learnable(usable, options, "train", name, self.run.data.drop_unusable)
 
-        return Stream(self.run.data, self.columns_to_read(options), whole, self.document(options), self.within)
+        return stream.Stream(self.run.data, self.columns_to_read(options), whole, self.document(options), self.within)
 
     def example_maker(self, folder: str, facts: Mapping[str, Any]) -> Make:
         """Return the function that turns rows into examples, given a tokenizer folder and the facts of `Prepared`."""
@@ -362,8 +354,6 @@ class TextTask(Task):
     def padded_because(self) -> str | None:
         if self.head is None:
             return super().padded_because
-        from lockstep.tasks.models import padding
-
         return padding.unsupported_reason(self.run, self.head)
 
     @property
@@ -377,8 +367,6 @@ class TextTask(Task):
         return self.checked_entries()
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.models import models
-
         return models.build(self.run, str(self.head), self.tokenizer, empty, **self.config_entries)
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:
@@ -412,8 +400,6 @@ class TextTask(Task):
         return [text.strip() for text in self.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True)]
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.models import models
-
         model: Any = models.to_fill(self.run.model, self.model)
         self.set_export_entries(model.config)
         models.stop_at(model, self.end_tokens)

@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from lockstep.config.errors import coded
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run
-from lockstep.data import remote
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.order import ByLength, ByShard, MixedOrder, MixedShards, Order, by_chance, total_steps
 from lockstep.data.streamed import Streamed, Unreadable
@@ -28,6 +28,11 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import Shares
 from lockstep.tasks.task import Task
 from lockstep.track.console import error
+
+if TYPE_CHECKING:
+    from lockstep.data import remote
+else:
+    (remote,) = lazy("lockstep.data", "remote")
 
 AHEAD = 2  # steps to prefetch
 FORESEEN = 2  # steps of a stream prepared before one is yielded: ranks agree on a stop one step after the request

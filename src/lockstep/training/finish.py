@@ -11,16 +11,16 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.checkpoint import export_hashes, remote_sync
+from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.checkpoint import check_resumable, finished
-from lockstep.checkpoint.hub_push import require
 from lockstep.checkpoint.manifest import export_of, score_of
 from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
+from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected, replace_text
 from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import RunError, write_run_yaml
@@ -42,6 +42,11 @@ from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import Promised, best_so_far, better_step, closing, digest_of, precisions
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint import hub_push, remote_sync
+else:
+    hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
 
 Final = tuple[dict[str, float], dict[str, Any]]  # (metrics, tables) of a split
 
@@ -138,8 +143,9 @@ def finished_already(job: Job, world: World) -> bool:
             manifest = check_resumable(job)
             outcome = finished(run, manifest)
             write_run_yaml(run)
-            if job.scope < Scope.START:  # not checked by the launcher
-                require(run)
+            if run.hub.push_to is not None:
+                hub_push.require(run)
+            if run.remote_dir is not None and job.scope < Scope.START:  # not checked by the launcher
                 remote_sync.check(run)
                 remote_sync.check_other(job)
             if outcome and manifest is not None and not history_complete(run.folder):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,25 +21,32 @@ from torch import nn
 
 from lockstep.checkpoint.manifest import averaged, unknown_metric
 from lockstep.config import plugins
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.schedules import drawn
 from lockstep.config.sections import OptimSection
 from lockstep.config.written import applies
-from lockstep.data import stream
 from lockstep.data.arrow_cache import Columns, Prepared, examples_in
-from lockstep.data.cache import cache_folder, cached
+from lockstep.data.cache import STREAM, cache_folder, cached
 from lockstep.data.job import Job
-from lockstep.data.splitting import left_out, warnings
+from lockstep.data.prepare import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
 from lockstep.strategies.strategy import ShardedRecovery
-from lockstep.tasks.models import config_checks, model_configs, quantized, source_files
+from lockstep.tasks.models import config_checks, model_configs, quantized
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep_trace.plurals import quantity
+
+if TYPE_CHECKING:
+    from lockstep.data import stream
+    from lockstep.tasks.models import source_files
+else:  # for streamed data, for a pretrained model
+    (stream,) = lazy("lockstep.data", "stream")
+    (source_files,) = lazy("lockstep.tasks.models", "source_files")
 
 PART = 17  # combined with the seed, so that the validation subset has its own random stream
 LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
@@ -210,7 +217,7 @@ def too_few(job: Job, prepared: Prepared) -> list[str]:
     """Note that there are fewer examples than the batch size, so that a step is smaller."""
     run = job.run
     file = prepared.splits["train"]
-    examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(stream.ENDING) else examples_in(file)
+    examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(STREAM) else examples_in(file)
     if examples >= run.batch_size:
         return []
     default = "" if run.wrote("batch_size") else " by default"

@@ -24,12 +24,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lockstep.config.lazy import lazy
 from lockstep.config.output_files import wrapped_os_errors
 from lockstep.config.run import Run
 from lockstep.config.schedules import learning_rate
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import IGNORED, MicroBatch
-from lockstep.data.hub import model_folder
 from lockstep.data.job import Job, TaskRules
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.randomness import own_generators, seed_everything, seed_libraries
@@ -50,8 +50,11 @@ from lockstep.training.evaluation import evaluate_with_tables
 from lockstep.training.session import Session, build_session, join_ranks
 
 if TYPE_CHECKING:
+    from lockstep.data import hub
     from lockstep.tasks.models.inference import Decoding
     from lockstep.tasks.module import Module
+else:
+    (hub,) = lazy("lockstep.data", "hub")
 
 
 @contextmanager
@@ -281,7 +284,7 @@ def plain_file(task: Task) -> dict[str, Any]:
     values = with_defaults(type(task)(run))
     values["model"] |= {"quantization": None, "dtype": "float32"}  # the plain model has float32 weights
     if run.model.source is not None:
-        values["model"]["source"] = model_folder(run.model.source)  # for an output folder, its export
+        values["model"]["source"] = hub.model_folder(run.model.source)  # for an output folder, its export
     options = values["task"]
     options |= task.plain_columns
     weights = getattr(getattr(task, "objective", None), "weights", None)

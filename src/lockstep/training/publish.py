@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.export import write_export
-from lockstep.checkpoint.hub_push import pending, push_pending
 from lockstep.checkpoint.manifest import name_of, newest_whole
-from lockstep.checkpoint.remote_sync import RemoteSync, finish
 from lockstep.config.errors import DONE, FAILED, HALTED, STOPPED, coded, remedy_of
+from lockstep.config.lazy import lazy
 from lockstep.data.job import Job
-from lockstep.data.object_store import StoreError
 from lockstep.distributed import job_record
 from lockstep.distributed.signals import Stopped
 from lockstep.track.console import Console, error
@@ -26,8 +24,14 @@ from lockstep_trace import streams
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lockstep.checkpoint import hub_push, remote_sync
+    from lockstep.checkpoint.remote_sync import RemoteSync
+    from lockstep.data import object_store
     from lockstep.distributed.world import World
     from lockstep.training.session import Session
+else:
+    hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
+    (object_store,) = lazy("lockstep.data", "object_store")
 
 
 def write_model(
@@ -87,7 +91,7 @@ def _mirrored(job: Job, folder: Path, mirror: RemoteSync | None) -> str:
         return ""
     try:
         mirror.copy_export(folder)
-    except (OSError, StoreError) as caught:
+    except (OSError, object_store.StoreError) as caught:
         return f"; it could not be copied to {run.remote_dir} ({caught})"
     return f"; a copy is in {run.remote_dir}/export"
 
@@ -96,7 +100,7 @@ def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = No
     """Copy and push everything not yet published. Rank 0 only. Returns the exit status: 1 if something failed and needs
     another attempt."""
     run = job.run
-    fault = finish(run, say, mirror)
+    fault = None if run.remote_dir is None else remote_sync.finish(run, say, mirror)
     if fault is not None:
         error(
             coded(
@@ -107,13 +111,14 @@ def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = No
         )
     elif run.remote_dir is not None:
         say(f"checkpoints and export are in {run.remote_dir}")
-    return max(DONE if fault is None else FAILED, push_pending(run, say))
+    pushed = DONE if run.hub.push_to is None else hub_push.push_pending(run, say)
+    return max(DONE if fault is None else FAILED, pushed)
 
 
 def publish_until_stopped(job: Job, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
     """Copy and push everything not yet published, until a stop signal. Rank 0 only. Returns the exit status."""
     run = job.run
-    if run.remote_dir is None and not pending(run):
+    if run.remote_dir is None and (run.hub.push_to is None or not hub_push.pending(run)):
         return DONE
     try:
         with world.stop.interrupts():

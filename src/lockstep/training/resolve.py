@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError, check_output
 from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.config.written import naming_defaults, naming_lowered
@@ -26,9 +27,30 @@ from lockstep.data.job import OWN_ATTENTION, Job, Scope, with_compile
 from lockstep.distributed.hardware import gpus_of
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint import hub_push, remote_sync
     from lockstep.checkpoint.manifest import Manifest
+    from lockstep.config import processor
+    from lockstep.data import hub
     from lockstep.data.job import StrategyRules
     from lockstep.distributed.world import World
+    from lockstep.strategies.engines import blocks, region, tensor_plans, zero_agreement
+    from lockstep.strategies.exact import averaging, training_state
+    from lockstep.strategies.optimizers import optimizer as optimizers
+    from lockstep.tasks import own_metrics
+    from lockstep.tasks.models import chunked_loss, model_configs, padding, quantized, source_files
+    from lockstep.training import model_stats
+else:  # most import torch
+    hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
+    (processor,) = lazy("lockstep.config", "processor")
+    (hub,) = lazy("lockstep.data", "hub")
+    blocks, region, tensor_plans = lazy("lockstep.strategies.engines", "blocks", "region", "tensor_plans")
+    (zero_agreement,) = lazy("lockstep.strategies.engines", "zero_agreement")
+    averaging, training_state = lazy("lockstep.strategies.exact", "averaging", "training_state")
+    (optimizers,) = lazy("lockstep.strategies.optimizers", "optimizer")
+    (own_metrics,) = lazy("lockstep.tasks", "own_metrics")
+    chunked_loss, model_configs, padding = lazy("lockstep.tasks.models", "chunked_loss", "model_configs", "padding")
+    quantized, source_files = lazy("lockstep.tasks.models", "quantized", "source_files")
+    (model_stats,) = lazy("lockstep.training", "model_stats")
 
 FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
 
@@ -97,8 +119,6 @@ def resolve_launch(run: Run, machine: Machine, processes: int, scope: Scope) -> 
         if scope > Scope.OPTIONS:  # `init --from` resolves the options of run files with placeholders
             _refuse_placeholders(run)
         if processes and run.strategy.options:
-            from lockstep.strategies.engines import zero_agreement
-
             zero_agreement.check(run, processes)  # reports all its errors in one message
         if machine.launcher is not None and (scope == Scope.START or not machine.launcher.submits):
             machine.launcher.check(machine.plan)
@@ -131,29 +151,24 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     for name in run.track.to if machine.has_rank_0 else ():
         tracker: Any = plugins.of_key("track.to", "track", name)
         tracker.check()
-    from lockstep.checkpoint import remote_sync
-    from lockstep.strategies.engines import blocks
-    from lockstep.tasks.models import model_configs
 
     _make_source(run)
     model_configs.check(run, machine.like_this_one)
     if job.task.chunks_loss:
-        from lockstep.tasks.models import chunked_loss
-
         chunked_loss.check(run, job.task.head or "")
     run.check_shared(processes, f"launch: {processes} processes")
     if processes:
         _refuse_strategy(job)
     blocks.check(job, machine.like_this_one)
     _refuse_unportable(job, machine.like_this_one)
-    remote_sync.require_extra(run)
+    if run.remote_dir is not None:
+        remote_sync.require_extra(run)
     return replace(job, scope=Scope.OPTIONS)
 
 
 def _make_source(run: Run) -> None:
     """Make the model of a checkpoint that `model.source` names, whose config decides what strategies refuse. Errors:
     `RunError`."""
-    from lockstep.data import hub
 
     source = run.model.source
     if source is None or hub.parts(Path(source).expanduser())[1] is None:
@@ -185,9 +200,6 @@ def resolve_strategy(run: Run, processes: int) -> type[StrategyRules]:
 
 def _refuse_strategy(job: Job) -> None:
     """Let the strategy and each of its parts refuse unsupported keys. Errors: `RunError`."""
-    from lockstep.strategies.exact import averaging, training_state
-    from lockstep.strategies.optimizers import optimizer as optimizers
-    from lockstep.tasks.models import quantized
 
     run, strategy = job.run, job.strategy
     _refuse_features(job)
@@ -204,8 +216,6 @@ def _refuse_strategy(job: Job) -> None:
             "processes; set strategy.exact=false to accept that, or remove it",
         )
     if run.strategy.tensor_leaves > 1:
-        from lockstep.strategies.engines import tensor_plans
-
         tensor_plans.check(job)
     plugins.refuse_old(["torch", "transformers", "tokenizers", *packages_of(job)])
     if (option := _samples(job)) is not None and (not option or run.wrote(f"task.{option[0]}")):
@@ -371,7 +381,6 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
     run = job.run
     if run.strategy.exact != "portable":
         return
-    from lockstep.config import processor
 
     why: dict[str, str | None] = {
         f"launch.device: {run.launch.device}": "a GPU is not an x86-64 processor" if gpus_of(run.launch) else None,
@@ -393,11 +402,9 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
 
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
     """Check that results can be written to OUTPUT, the object store and the Hub. Returns notes. Errors: `RunError`."""
-    from lockstep.checkpoint import hub_push as hub
-    from lockstep.checkpoint import remote_sync
 
-    notes = hub.check(run) if scope == Scope.START else []
-    notes += remote_sync.check(run)
+    notes = hub_push.check(run) if scope == Scope.START and run.hub.push_to is not None else []
+    notes += remote_sync.check(run) if run.remote_dir is not None else []
     check_output(run.folder)
     return tuple(notes)
 
@@ -405,12 +412,8 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
 def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     """Prepare the data and tokens, and make the decisions that depend on them and the model. `data`: the run whose data
     to use, if not this one's. `fresh`: query the Hub again. Errors: `RunError`."""
-    from lockstep.data import hub
     from lockstep.data.prepare import prepare
     from lockstep.data.source import names_hub
-    from lockstep.tasks import own_metrics
-    from lockstep.tasks.models import model_configs, padding, source_files
-    from lockstep.training import model_stats
 
     task: Any = job.task
     if names_hub(job.run):
@@ -431,7 +434,7 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
         source_files.check(run.model, task.head, model_stats.config_entries(job))
     job.strategy.check_prepared(job)
     model_stats.check_names(job)
-    model_stats.check_best(job, own_metrics.check(job))
+    model_stats.check_best(job, own_metrics.check(job) if run.metrics else ())
     model_stats.check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)
@@ -456,7 +459,6 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
         return with_compile(run, False), []
     from torch import device
 
-    from lockstep.strategies.engines import region
     from lockstep.tasks.task import make_task
     from lockstep.training.data_loader import StepLoader
 
@@ -477,11 +479,11 @@ def fitted(run: Run) -> Run:
 def newest_checkpoint(job: Job) -> Manifest | None:
     """Return the checkpoint in OUTPUT from which the job resumes, or None. Errors: `RunError` if OUTPUT or the object
     store holds another run, or only unusable checkpoints."""
-    from lockstep.checkpoint import remote_sync
     from lockstep.checkpoint.manifest import check_resumable
 
     manifest = check_resumable(job)
-    remote_sync.check_other(job)
+    if job.run.remote_dir is not None:
+        remote_sync.check_other(job)
     return manifest
 
 

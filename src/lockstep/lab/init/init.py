@@ -22,7 +22,7 @@ from lockstep.config.error_messages import dump_yaml
 from lockstep.config.redaction import visible
 from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
-from lockstep.data import splitting
+from lockstep.data import prepare
 from lockstep.data.hub import unreached
 from lockstep.data.job import Job
 from lockstep.data.source import BUILTIN, local_splits
@@ -299,7 +299,7 @@ def _prepared(path: Path, filled: dict[str, Any], look: DatasetProfile, exact: b
     with _aside(path, write(filled, [], {})) as aside:
         prepared = Job.of(load(aside, [])).with_data().data
     held_out = "validation" not in look.sizes
-    return Trial(examples_in(prepared.splits["train"]), held_out, exact, tuple(splitting.warnings(prepared.facts)))
+    return Trial(examples_in(prepared.splits["train"]), held_out, exact, tuple(prepare.warnings(prepared.facts)))
 
 
 # -- paths -----------------------------------------------------------------------------------------------------------

@@ -16,18 +16,24 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedConfig
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.batch import IGNORED
 from lockstep.distributed import portable
-from lockstep.tasks.models import heads, model_configs, padding, small_models
+from lockstep.tasks.models import heads, model_configs, padding
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models import small_models
+else:  # for trials that are not in the cache
+    (small_models,) = lazy("lockstep.tasks.models", "small_models")
 
 # Entries that lockstep sets itself -> what decides them. `vocab_size` of a model from scratch adds room.
 SET_HERE = {

@@ -18,13 +18,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from huggingface_hub.errors import StrictDataclassError
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
-from lockstep.data.hub import be_brief, explained, model_folder
-from lockstep.tasks.models import adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from lockstep.data import hub
+    from lockstep.tasks.models import adapters
+else:  # for a pretrained model
+    (hub,) = lazy("lockstep.data", "hub")
+    (adapters,) = lazy("lockstep.tasks.models", "adapters")
 
 UNPADDED = "lockstep_unpadded"  # `attn_implementation` of `unpadded.py`, which imports transformers' models
 _UNFIT = (AttributeError, TypeError, ValueError, KeyError, NotImplementedError, StrictDataclassError)  # of configs
@@ -199,13 +204,13 @@ def load_config(section: ModelSection) -> Any:
         return from_scratch(CONFIG_MAPPING[section.type], section.config)
     source = local_or_id(section)
     if not Path(source).is_dir():
-        be_brief()
+        hub.be_brief()
     try:
         config = AutoConfig.from_pretrained(
             source, revision=section.revision, trust_remote_code=section.trust_remote_code
         )
     except Exception as error:  # not a model folder, no such Hub id, no network: user errors
-        reason = explained(error, section.revision)
+        reason = hub.explained(error, section.revision)
         raise RunError("LS3131", f"model.source: cannot load a model from {source!r}: {reason}") from error
     set_entries(config, section.config)
     return config
@@ -260,7 +265,7 @@ def leaves_out_layers(config: Any) -> str | None:
 
 def local_or_id(section: ModelSection) -> str:
     """The model's folder, validated, or its Hub id. Errors: `RunError`."""
-    source = model_folder(str(section.source))
+    source = hub.model_folder(str(section.source))
     path = Path(source).expanduser()
     if adapters.is_adapter(path):
         raise RunError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -21,22 +21,12 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data import tokenizer as tokenizers
-from lockstep.data.hub import downloading, reading_weights
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.tasks.models import (
-    adapters,
-    config_checks,
-    head_padding,
-    heads,
-    padding,
-    quantized,
-    source_files,
-    source_ties,
-    storage_dtype,
-)
+from lockstep.tasks.models import config_checks, head_padding, heads, padding, storage_dtype
 from lockstep.tasks.models.model_configs import (
     check_one_save,
     entry,
@@ -45,6 +35,14 @@ from lockstep.tasks.models.model_configs import (
     texts,
     with_architectures,
 )
+
+if TYPE_CHECKING:
+    from lockstep.data import hub
+    from lockstep.tasks.models import adapters, quantized, source_files, source_ties, token_rows
+else:  # for a pretrained model, and to load an export
+    (hub,) = lazy("lockstep.data", "hub")
+    adapters, quantized, source_files = lazy("lockstep.tasks.models", "adapters", "quantized", "source_files")
+    source_ties, token_rows = lazy("lockstep.tasks.models", "source_ties", "token_rows")
 
 # Families whose positions start after the padding id, so that fewer tokens fit than positions exist.
 _OFFSET_POSITIONS = {
@@ -273,7 +271,7 @@ def build(run: Run, head: str, tokenizer: Any, empty: bool = False, **entries: A
 
 def _pretrained(section: ModelSection, head: str, auto: Any, config: Any, options: Mapping[str, Any]) -> Any:
     """Load the model with `from_pretrained`. Errors: `RunError`."""
-    with downloading(local_or_id(section), "model"), reading_weights(str(section.source)):
+    with hub.downloading(local_or_id(section), "model"), hub.reading_weights(str(section.source)):
         model, info = auto.from_pretrained(
             local_or_id(section),
             config=config,
@@ -292,8 +290,6 @@ def _pretrained(section: ModelSection, head: str, auto: Any, config: Any, option
 def _prepare(config: Any, tokenizer: Any, pretrained: bool) -> None:
     """Set the padding token and disable features unused in training. Errors: `RunError` if the padding token has no
     embedding."""
-    from lockstep.tasks.models import token_rows
-
     for part in texts(config):
         if pretrained:
             token_rows.check_padding(entry(part, "vocab_size"), tokenizer)
@@ -399,8 +395,6 @@ def _no_import_of_deepspeed() -> Iterator[None]:
 
 def exported(head: str, folder: Path, section: ModelSection) -> tuple[Any, Any]:
     """Load an exported model, ready for inference, and its tokenizer. Errors: `RunError`."""
-    from lockstep.tasks.models import token_rows
-
     model = exported_model(head, folder, section)
     with _loading(folder):
         tokenizer = tokenizers.load(str(folder), section.trust_remote_code)

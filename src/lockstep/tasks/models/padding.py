@@ -15,17 +15,23 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.cache import cache_folder, cached
-from lockstep.tasks.models import heads, model_configs, small_models
+from lockstep.tasks.models import heads, model_configs
 
-_UNPADDED = str(Path(__file__).with_name("unpadded.py"))
+if TYPE_CHECKING:
+    from lockstep.tasks.models import small_models
+else:  # for trials that are not in the cache
+    (small_models,) = lazy("lockstep.tasks.models", "small_models")
+
+_OF_TRIALS = [str(Path(__file__).with_name(name)) for name in ("small_models.py", "unpadded.py")]
 # Lengths of the texts of each block of a batch; a block may hold one text.
 BLOCKS = (((7, 5), (5, 7)), ((12,), (12,)), ((12,), (3, 9)), ((8, 4),), ((50, 30), (80,)), ((80,), (80,)))
 
@@ -275,5 +281,5 @@ def _code_of_model(section: ModelSection, config: Any) -> list[str]:
 def _code(trial: Callable[..., Any]) -> list[str]:
     """Hashes of the code that decides the answer: this file, the small models, `unpadded.py` and the trial's own
     file."""
-    files = dict.fromkeys([__file__, small_models.__file__, _UNPADDED, sys.modules[trial.__module__].__file__])
+    files = dict.fromkeys([__file__, *_OF_TRIALS, sys.modules[trial.__module__].__file__])
     return [hashlib.sha256(Path(str(each)).read_bytes()).hexdigest() for each in files]

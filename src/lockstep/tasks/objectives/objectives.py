@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
-from lockstep.data import labels
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
 from lockstep.tasks.objectives import objective
@@ -21,6 +21,10 @@ from lockstep.tasks.objectives.objective import ClassificationOptions, LabelCode
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
+
+    from lockstep.data import labels
+else:
+    (labels,) = lazy("lockstep.data", "labels")
 
 
 MOST_CLASSES = 100  # maximum number of classes for a confusion matrix
