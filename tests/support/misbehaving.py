@@ -60,10 +60,13 @@ class Exploding(AllReduce):
 class NoMemory(AllReduce):
     """The last rank runs out of memory on the longest examples."""
 
-    def dry_run(self, batch: Any, *then: Any) -> None:
+    def build(self, task: Any) -> None:
+        super().build(task)
         if self.world.rank == self.world.size - 1:
-            raise torch.OutOfMemoryError("wanted 3 GiB more")
-        super().dry_run(batch, *then)
+            self.dry_run = self._fail  # type: ignore[assignment]
+
+    def _fail(self, *arguments: Any) -> None:
+        raise torch.OutOfMemoryError("wanted 3 GiB more")
 
 
 def planted(strategy: Strategy, overflows: dict[int, float], infinite: int = -1) -> None:

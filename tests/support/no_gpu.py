@@ -319,14 +319,14 @@ def prepared(case: dict[str, Any], numbers: NoNumbers) -> tuple[Any, Any, list[A
     with numbers, WATCH:
         strategy = found(Job.of(run, world.size), world)
     feed = StepLoader(task, strategy.own_micro_batches(), torch.device("cpu"))
-    times, summed = run.micro_batches // len(feed.indices), strategy.all_reduce
+    times, summed = run.micro_batches // len(feed.indices), strategy.totals.sum_over_ranks
 
     def sums(tensor: Tensor) -> Tensor:
         """Sum as if the other ranks had this rank's values."""
         total = summed(tensor)
         return total if isinstance(total, FakeTensor) else total * times
 
-    strategy.all_reduce = sums  # type: ignore[method-assign]
+    strategy.totals.sum_over_ranks = sums
     return task, strategy, [feed.make(step) for step in range(case["steps"])]
 
 

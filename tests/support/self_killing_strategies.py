@@ -96,11 +96,18 @@ class Striking:
             self.come_to("gradient")
         super().on_grad_ready(position, parameter)  # type: ignore[misc]
 
-    def all_reduce_totals(self, losses: Any, uses: Any, also: Any = ()) -> Any:
-        self.come_to("agree")
-        found = super().all_reduce_totals(losses, uses, also)  # type: ignore[misc]
-        self.come_to("agreed")
-        return found
+    def build(self, task: Any) -> None:
+        super().build(task)  # type: ignore[misc]
+        totals: Any = self.totals  # type: ignore[attr-defined]
+        plain = totals.all_reduce
+
+        def all_reduce(*arguments: Any) -> Any:
+            self.come_to("agree")
+            found = plain(*arguments)
+            self.come_to("agreed")
+            return found
+
+        totals.all_reduce = all_reduce
 
     def optimizer_step(self, *arguments: Any) -> Any:
         self.come_to("update")

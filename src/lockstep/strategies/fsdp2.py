@@ -32,6 +32,7 @@ from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
+from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     OutputWrapper,
@@ -176,6 +177,23 @@ class ChoosesShards(EngineShards):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
 
+class InPlaceWrites(DryRun):
+    """The trial step of `ShardedOptimizer`, whose update needs weights that stay where they are in memory."""
+
+    @override
+    def check(self, effects: SideEffects) -> SideEffects:
+        agreed = super().check(effects)
+        if agreed.new_memory and not self.strategy.alone:
+            names = first_few(sorted(agreed.new_memory))
+            raise RunError(
+                "LS4190",
+                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
+                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
+                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
+            )
+        return agreed
+
+
 class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
@@ -189,6 +207,10 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
     @classmethod
     def check(cls, job: Job) -> None:
         fsdp.check_options(job)
+
+    def __init__(self, job: Job, world: World) -> None:
+        super().__init__(job, world)
+        self.dry_run = InPlaceWrites(self)
 
     # -- building ----------------------------------------------------------------------------------------------------
 
@@ -216,19 +238,6 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
         return self.sharded
 
     # -- one step ----------------------------------------------------------------------------------------------------
-
-    @override
-    def check_side_effects(self, effects: SideEffects) -> SideEffects:
-        agreed = super().check_side_effects(effects)
-        if agreed.new_memory and not self.alone:
-            names = first_few(sorted(agreed.new_memory))
-            raise RunError(
-                "LS4190",
-                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
-                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
-                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
-            )
-        return agreed
 
     @override
     def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
@@ -289,6 +298,35 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
         mine = self.sharded.rows(torch.arange(len(gradient)))
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
+
+
+class GatheredForward(DryRun):
+    """The trial step of `FSDP2`, which gathers weights for a forward and replaces them by shards."""
+
+    @override
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        strategy = self.strategy
+
+        def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
+            with torch.no_grad(), strategy.precision.autocast():
+                strategy.model(**first_inputs(strategy.task, strategy.world.device))
+            reshard(strategy.model)
+
+        return [call]
+
+    @override
+    def check(self, effects: SideEffects) -> SideEffects:
+        strategy = self.strategy
+        agreed = effects.together(strategy.world.all_gather)
+        written = (agreed.written | agreed.evaluated) & strategy.state.parts.keys()
+        names = sorted(agreed.new_memory | agreed.hooked | written)
+        if names and (strategy.world.size == 1 or not strategy.weights.named.keys().isdisjoint(names)):
+            raise RunError(
+                "LS4191",
+                "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
+                f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
+            )
+        return super().check(agreed)
 
 
 class ShardedTensors(TrainingState):
@@ -370,6 +408,7 @@ class FSDP2(ShardedRecovery):
 
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
+        self.dry_run = GatheredForward(self)
         self.in_tree_order = self.gives_bits(job.run.strategy)
         self.tensor = tensor_ranks(job.run.strategy)
         if world.joining:  # no process group yet
@@ -533,7 +572,7 @@ class FSDP2(ShardedRecovery):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, counts = self.all_reduce_totals(losses, self.uses.counts, self.uses.signature())
+            losses, counts = self.totals.all_reduce(losses, self.uses.counts, self.uses.signature())
             self.uses.compare_orders(counts[-2:], self.data_parallel.size)
         return self.optimizer_step(batch, self.whole_gradient(), learning_rate, losses, counts[:-2])
 
@@ -547,28 +586,6 @@ class FSDP2(ShardedRecovery):
             self.uses.check_reduced()
             self.collect(micro.index)
         return loss.detach()
-
-    @override
-    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
-            with torch.no_grad(), self.precision.autocast():
-                self.model(**first_inputs(self.task, self.world.device))
-            reshard(self.model)
-
-        return [call]
-
-    @override
-    def check_side_effects(self, effects: SideEffects) -> SideEffects:
-        agreed = effects.together(self.world.all_gather)
-        written = (agreed.written | agreed.evaluated) & self.state.parts.keys()
-        names = sorted(agreed.new_memory | agreed.hooked | written)
-        if names and (self.world.size == 1 or not self.weights.named.keys().isdisjoint(names)):
-            raise RunError(
-                "LS4191",
-                "strategy.options.gather: FSDP replaces weights by other tensors, and would lose what the "
-                f"model's forward does to {first_few(names)}. Use {fsdp.INSTEAD}",
-            )
-        return super().check_side_effects(agreed)
 
     @property
     def root(self) -> FSDPModule:

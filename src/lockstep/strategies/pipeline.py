@@ -10,7 +10,7 @@ micro-batches among them and sum their trees like `allreduce.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World, all_reduce
+from lockstep.strategies.dry_run import WithoutForwards
 from lockstep.strategies.engines import blocks, cuts, pipelining
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.pipelining import (
@@ -197,6 +198,9 @@ class Pipeline(ShardedRecovery):
 
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
+        self.dry_run = WithoutForwards(self)  # each rank calls a part of the model
+        # the last stages have the losses, every stage its weights' gradients
+        self.totals.sum_over_ranks = world.all_reduce
         if world.joining:  # no process group yet
             return
         self.ranks, self.schedule_name, each = _shape(job.run.strategy, world.size)
@@ -294,12 +298,8 @@ class Pipeline(ShardedRecovery):
         with self.phases("reduction"):
             gradients = self.reduce()
             own = [sum(weights.grad_counts.get(name, 0) for weights in self.stage_weights) for name in self.order]
-            losses, uses = self.all_reduce_totals(self.losses, own)
+            losses, uses = self.totals.all_reduce(self.losses, own)
         return self.optimizer_step(batch, self.whole_gradient(gradients), learning_rate, losses, uses)
-
-    @override
-    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        return []  # each rank calls a part of the model
 
     def begin(self, micro: MicroBatch) -> None:
         """Seed the micro-batch's random numbers, as on a single process; later stages continue from the first stage's
@@ -355,10 +355,6 @@ class Pipeline(ShardedRecovery):
             for name, parameter in weights.parameters.items()
         ]
         return Gradient(parts, self.order, all_reduce_in(self.pipe))
-
-    @override
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self.world.all_reduce(tensor)  # the last stages have the losses, every stage its weights' gradients
 
     def all_reduce_stage(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that run the same stage, in place. Collective."""

@@ -124,7 +124,7 @@ class ReplicatedStrategy(Strategy):
                 self.totals.switched += not all(p.requires_grad for p in self.parameters)
         with self.phases("reduction"):
             gradients = self.reduce()
-            losses, uses = self.all_reduce_totals(losses, self.leaves.grad_counts)
+            losses, uses = self.totals.all_reduce(losses, self.leaves.grad_counts)
             self.leaves.free()
         return self.optimizer_step(batch, self.weights.gradient(gradients), learning_rate, losses, uses)
 
@@ -175,14 +175,14 @@ class ReplicatedStrategy(Strategy):
 
     @override
     def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        with side_effects.evaluating(self.model, self.effects), self.precision.autocast():
+        with side_effects.evaluating(self.model, self.dry_run.effects), self.precision.autocast():
             return self.model(**inputs).logits
 
     @override
     def generate(self, inputs: Mapping[str, Tensor], how: Decoding) -> Tensor:
         from lockstep.tasks.models import inference
 
-        with side_effects.evaluating(self.model, self.effects), self.precision.autocast():
+        with side_effects.evaluating(self.model, self.dry_run.effects), self.precision.autocast():
             return inference.by_transformers(self.model, inputs, how)
 
     @override

@@ -246,7 +246,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
     strategy = session.strategy
     try:
         sides = sides_of(session.task, strategy, first_micro_batch(session))
-        with preserved(sides.model, strategy.effects.written):
+        with preserved(sides.model, strategy.dry_run.effects.written):
             differing = plain_differences(sides, strategy)
     except (Elsewhere, NotCovered) as caught:
         return True, f"not compared with a plain computation: {caught}"
@@ -281,7 +281,7 @@ def _outcome(session: Session, causes: Callable[[Sides, Strategy], str]) -> tupl
 
 def _repeatable(sides: Sides, strategy: Strategy) -> bool:
     """Whether two computations by the run's own path give the same numbers."""
-    with preserved(sides.model, strategy.effects.written):
+    with preserved(sides.model, strategy.dry_run.effects.written):
         places = next(iter(groups_of(sides).values()))
         one, other = (own_numbers(sides, places, strategy.precision.autocast(False)) for _ in range(2))
     return one == other

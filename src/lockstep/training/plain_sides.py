@@ -214,7 +214,7 @@ def _module_sides(task: Module, strategy: Strategy, micro_batch: Sequence[int] |
 
     run = task.run
     model = whole_model(task, strategy)
-    if strategy.effects.evaluated or strategy.effects.written:
+    if strategy.dry_run.effects.evaluated or strategy.dry_run.effects.written:
         raise Elsewhere("your model changes its own weights when it is called")
     if names := own_generators(task, model):
         raise Elsewhere(f"your code draws from {', '.join(names)}, which lockstep does not seed")

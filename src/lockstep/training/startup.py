@@ -70,7 +70,7 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
         console.note(text)
     ACTIVITY.set("trying a step with the longest examples")
     try_before_training(session)
-    if names := strategy.effects.per_process:  # only with one process; several were refused
+    if names := strategy.dry_run.effects.per_process:  # only with one process; several were refused
         console.note(side_effects.one_process(names))
     compared = plain_check.check(session, plain_check.cause)
     console.facts({"compared": compared}, cut={"compared"})

@@ -238,7 +238,7 @@ class Promised(StrEnum):
 
 def promised(strategy: Strategy, doubts: Sequence[str]) -> Promised:
     """Reproducibility of a run trained by a strategy. `doubts`: warnings about the user's code."""
-    if strategy.effects.per_process or strategy.effects.new_memory:
+    if strategy.dry_run.effects.per_process or strategy.dry_run.effects.new_memory:
         return Promised.ONE_PROCESS
     return Promised.NOT_CHECKED if doubts else Promised.YES
 

@@ -33,6 +33,7 @@ from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import layout_of
+from lockstep.strategies.exact.update import Gradient
 from lockstep.strategies.replicated_recovery import RecoveringReplicas
 from lockstep.strategies.single import ReplicatedMemory
 from lockstep.tasks.task import Task
@@ -168,21 +169,20 @@ class Hooked(RecoveringReplicas):
         return gradients
 
     @override
-    def all_reduce_totals(
-        self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()
-    ) -> tuple[Tensor, list[int]]:
-        losses, counts = super().all_reduce_totals(losses, uses, also)
+    def optimizer_step(
+        self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> StepResult:
         if self.ddp is not None and self.steady is not False and self.in_tree:
-            self.steady = min(counts) == self.leaves.tree.leaves
+            self.steady = min(uses) == batch.count
             if not self.steady:
                 self.leave_ddp()
-        return losses, counts
+        return super().optimizer_step(batch, gradient, learning_rate, losses, uses)
 
     def prime(self, micro: MicroBatch) -> None:
         """Run one backward with zero gradients: `static_graph` learns its graph from a first backward outside
         `no_sync`."""
         blank = micro.blank()
-        with preserved(self.model, self.effects.written):
+        with preserved(self.model, self.dry_run.effects.written):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
         self.leaves.pop_all()
         self.primed = True

@@ -28,6 +28,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
+from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, layers, zero_config, zero_graph
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -104,6 +105,21 @@ class ShardedRecomputation(Recomputation):
         return [*self.replicated_weights(), *self.strategy.model.buffers()]
 
 
+class EngineDryRun(DryRun):
+    """The trial step of a DeepSpeed engine."""
+
+    @override
+    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
+        return [] if self.strategy.stage == 3 or self.strategy.low_precision else super().forwards(batch)
+
+    @override
+    def __call__(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
+        with self.strategy._gathering_in_time():  # includes a trial evaluation
+            super().__call__(batch, then)
+        if not self.strategy.in_tree_order:
+            self.strategy.weights.unlink()
+
+
 class DeepSpeedStrategy(ShardedRecovery):
     """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
     another engine from copies of the state in memory."""
@@ -161,6 +177,7 @@ class DeepSpeedStrategy(ShardedRecovery):
 
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
+        self.dry_run = EngineDryRun(self)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
         self.in_tree_order = self.gives_bits(job.run.strategy)
         self.stage = self.stage_of(job.run.strategy)
@@ -336,7 +353,7 @@ class DeepSpeedStrategy(ShardedRecovery):
             self._level(batch)
         with self.phases("reduction"):
             gradients = self.sums.finish()
-            losses, uses = self.all_reduce_totals(losses, self.sums.grad_counts)
+            losses, uses = self.totals.all_reduce(losses, self.sums.grad_counts)
         if self.stage == 3:
             self._refuse_unequal_uses(dict(zip(self.flat_cuts.parts, uses, strict=True)), batch.count)
         parts = [Part(n, p, g) for (n, p), g in zip(self.flat_cuts.parts.items(), gradients, strict=True)]
@@ -369,7 +386,7 @@ class DeepSpeedStrategy(ShardedRecovery):
             else:
                 self.statistics.reset()
         with self.phases("reduction"):
-            losses, uses = self.all_reduce_totals(losses, list(self.grad_counts.values()))
+            losses, uses = self.totals.all_reduce(losses, list(self.grad_counts.values()))
             self.update.finite.check(batch.step, losses, losses.sum())
         unused = self._unused(uses, batch.count)
         if self.observer is not None:
@@ -419,17 +436,6 @@ class DeepSpeedStrategy(ShardedRecovery):
                 f"{counts[name]} of {micro_batches} used {name}; no weight was updated. Use strategy.name=ddp "
                 "or fsdp2",
             )
-
-    @override
-    def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
-        return [] if self.stage == 3 or self.low_precision else super().forwards(batch)
-
-    @override
-    def dry_run(self, batch: StepBatch, then: Callable[[], None] = lambda: None) -> None:
-        with self._gathering_in_time():  # includes a trial evaluation
-            super().dry_run(batch, then)
-        if not self.in_tree_order:
-            self.weights.unlink()
 
     @contextmanager
     def _gathering_in_time(self) -> Iterator[None]:

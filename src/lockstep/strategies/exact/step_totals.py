@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch
 from lockstep.strategies.observer import StepObserver
 from lockstep.tasks.task import Task
@@ -28,8 +29,12 @@ class LossOutput(NamedTuple):
 class StepTotals:
     """Sums losses and counts of a step over ranks."""
 
-    def __init__(self, device: torch.device, sources: int) -> None:
-        self._device, self._sources = device, sources
+    def __init__(self, device: torch.device, sources: int, on_switched: Callable[[], None]) -> None:
+        """`on_switched`: called, on every rank, if forward switched off `requires_grad` of a weight; collective."""
+        self._device, self._sources, self._on_switched = device, sources, on_switched
+        self.sum_over_ranks: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        """Sums a tensor over the ranks with their own losses and gradients, in place; collective."""
+
         self._by_source: dict[int, Tensor] = {}  # index of a micro-batch -> float64 [S]
         self.loss_sums_of: Tensor | None = None  # float64 [S], set by `all_reduce`; None without per-example losses
         self.switched = 0  # micro-batches that switched off a weight's `requires_grad`; counted on whole models
@@ -72,28 +77,34 @@ class StepTotals:
         finally:
             self._by_source = before
 
-    def all_reduce(
-        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[int]]:
-        """Sum the losses of the step's micro-batches [M] and other counts over ranks; the last count returned is
-        `switched`. Each rank fills in its own micro-batches and zeros elsewhere, so that adding is exact; losses by
-        source are then added in the same order on every rank. Collective."""
-        losses, counts = self._in_one_message(losses, [*counts, self.switched, len(self._by_source)], all_reduce)
+    def all_reduce(self, losses: Tensor, uses: Sequence[int], also: Sequence[int] = ()) -> tuple[Tensor, list[int]]:
+        """Sum over ranks the losses of the step's micro-batches [M], the counts of micro-batches that gave each
+        trainable parameter a gradient, and other counts. Each rank fills in its own micro-batches and zeros elsewhere,
+        so that adding is exact; losses by source are then added in the same order on every rank. Collective. Errors:
+        `RunError` on every rank if there is no gradient at all."""
+        losses, counts = self._in_one_message(losses, [*uses, *also, self.switched, len(self._by_source)])
         self.loss_sums_of = None
         if counts.pop() == len(losses):  # every micro-batch has per-example losses
             table = losses.new_zeros(len(losses), self._sources)  # [M, S]
             for index, sums in self._by_source.items():
                 table[index] = sums
-            self.loss_sums_of = all_reduce(table).sum(0)
+            self.loss_sums_of = self.sum_over_ranks(table).sum(0)
         self._by_source = {}
+        if counts.pop():
+            self._on_switched()
+        if not any(counts[: len(uses)]):
+            raise RunError(
+                "LS4180",
+                "no weight of the model gets a gradient: the loss does not depend on its trainable weights "
+                "(check the loss of the task, and what is frozen or detached)",
+            )
         return losses, counts
 
-    def _in_one_message(
-        self, losses: Tensor, counts: Sequence[int], all_reduce: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, list[int]]:
+    def _in_one_message(self, losses: Tensor, counts: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Sum losses and counts over ranks. The counts stay in host memory, so there is no device synchronization.
         Collective."""
         numbers = torch.tensor(counts, dtype=torch.float64)
+        all_reduce = self.sum_over_ranks
         if losses.device.type == "cpu":  # in one message
             losses, numbers = all_reduce(torch.cat([losses, numbers])).split([len(losses), len(numbers)])
         else:
