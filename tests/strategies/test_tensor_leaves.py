@@ -335,7 +335,7 @@ def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: 
 def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate: int, wanted: tuple[int, int]) -> None:
     options = {"tensor_parallel": 4, "replicate": replicate}
     run = tiny(strategy={"name": "fsdp2", "tensor_leaves": 4, "options": options})
-    left = FSDP2.fit_options(run.strategy, processes)
+    left = FSDP2.recovery.fit_options(run.strategy, processes)
     assert (left["tensor_parallel"], left["replicate"]) == wanted
 
 

@@ -137,17 +137,25 @@ class Striking:
         state.load_sharded_state_dict = lambda saved: (self.come_to_joining(), load(saved))[1]
         return state
 
-    def attach_group(self) -> None:
-        super().attach_group()  # type: ignore[misc]
-        self.look(self.step if self.due >= 0 or hasattr(self, "step") else 0)
-        self.come_to("meeting")
-
     def come_to_joining(self) -> None:
         strikes = json.loads(Path("strikes.json").read_text())
         number = next((n for n in range(len(strikes)) if not Path(f"struck-{n}").exists()), -1)
         if number >= 0 and strikes[number]["phase"] == "joining" and self.world.members.generation.number > 0:
             self.due, self.phase, self.step = number, "joining", -1
             self.come_to("joining")
+
+
+def _meets(recovery: Any) -> Any:
+    """The recovery of a strategy that reaches a phase after it has met the others again."""
+
+    class Meets(recovery):
+        def attach_group(self) -> None:
+            super().attach_group()
+            strategy = self.strategy
+            strategy.look(strategy.step if strategy.due >= 0 or hasattr(strategy, "step") else 0)
+            strategy.come_to("meeting")
+
+    return Meets
 
 
 def _is_saved(step: int) -> bool:
@@ -235,17 +243,25 @@ _after("_gather", "summed")
 class StruckAllReduce(Striking, AllReduce):
     """`allreduce`."""
 
+    recovery = _meets(AllReduce.recovery)
+
 
 class StruckDDP(Striking, DDP):
     """`ddp`."""
+
+    recovery = _meets(DDP.recovery)
 
 
 class StruckAccelerate(Striking, HFAccelerate):
     """`hf_accelerate`."""
 
+    recovery = _meets(HFAccelerate.recovery)
+
 
 class StruckTrainer(Striking, HFTrainer):
     """`hf_trainer`."""
+
+    recovery = _meets(HFTrainer.recovery)
 
 
 class StruckFSDP2(Striking, FSDP2):

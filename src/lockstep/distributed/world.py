@@ -153,6 +153,11 @@ class World:
         with self.members.forming() if self.members is not None else nullcontext():
             yield
 
+    def mesh_axis(self, name: str) -> str:
+        """Return a mesh axis name that is unique to this process group. Torch caches by mesh and treats equal-looking
+        meshes as one, although this rank's index may differ between them."""
+        return name if self.members is None else f"{name}_{self.members.generation.number}"
+
     def group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> Any:
         """Create a process group, within `forming`; `ranks` None: all ranks; `backend` None: the default group's. After
         a regroup the timeout is short until the group is formed, because waiting here for a failed rank cannot be

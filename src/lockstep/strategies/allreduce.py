@@ -12,14 +12,16 @@ from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.reduce_schedule import links
-from lockstep.strategies.replicated_recovery import RecoveringReplicas
+from lockstep.strategies.recovery import ReplicaRecovery
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.tasks.task import Task
 
 
-class AllReduce(RecoveringReplicas):
+class AllReduce(ReplicatedStrategy):
     """`strategy.options.bucket_cap_mb`: bucket size in MiB (default 25)."""
 
     gloo_threads = 2
+    recovery = ReplicaRecovery
 
     @override
     @classmethod

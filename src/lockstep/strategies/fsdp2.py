@@ -58,8 +58,9 @@ from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy, first_inputs
-from lockstep.strategies.strategy import DataShard, ShardedRecovery, Strategy, WeightFormats, all_reduce_in
+from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -194,7 +195,7 @@ class InPlaceWrites(DryRun):
         return agreed
 
 
-class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
+class ShardedOptimizer(ReplicatedStrategy):
     """`strategy.options`: `gather: step`, and no FSDP options."""
 
     plugin = "strategies"  # a base: it has no name in a run file
@@ -202,6 +203,7 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
         ReplicatedStrategy.facts, bench_options=GATHERS, waits_inside=("reduction", "overlapped", "optimizer")
     )
     memory = OptimizerShards()
+    recovery = ShardRecovery
 
     @override
     @classmethod
@@ -220,7 +222,9 @@ class ShardedOptimizer(ShardedRecovery, ReplicatedStrategy):
         if not self.alone:
             size = (self.world.size,)
             with self.world.forming():
-                self.mesh = init_device_mesh(self.world.device.type, size, mesh_dim_names=(self.axis("rank"),))
+                self.mesh = init_device_mesh(
+                    self.world.device.type, size, mesh_dim_names=(self.world.mesh_axis("rank"),)
+                )
         super().build(task)
         self.buckets = buckets(dict(reversed(self.leaves.dense.items())), BUCKET_BYTES)  # in backward's order
         shapes = [[self.parameters[i].shape for i in b] for b in self.buckets]
@@ -361,7 +365,27 @@ class ShardedTensors(TrainingState):
         return {name: tensor.bfloat16() if name in low else tensor for name, tensor in weights.items()}
 
 
-class FSDP2(ShardedRecovery):
+class MeshRecovery(ShardRecovery):
+    """The mesh of `FSDP2`, for fewer ranks."""
+
+    @override
+    @classmethod
+    def fit_options(cls, section: StrategySection, processes: int) -> dict[str, Any]:
+        """Return the options with the tensor ranks and replicas of the run file, or the largest numbers that divide the
+        processes: leaves are bitwise equal on fewer ranks."""
+        options, tensor = dict(section.options), tensor_ranks(section)
+        if section.exact and tensor > 1:
+            shared = math.gcd(processes, section.tensor_leaves)
+            tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
+        able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
+        if "replicate" in options:
+            options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
+        if "reshard_after_forward" in options:  # a number would create meshes equal to earlier ones
+            options["reshard_after_forward"] = bool(options["reshard_after_forward"])
+        return options
+
+
+class FSDP2(Strategy):
     """`strategy.options`: `gather` (`step`: `ShardedOptimizer`; `micro_batch`: this class; default: depends on memory),
     `replicate` (replicas of the sharded model: hybrid sharding), `tensor_parallel` (ranks per matrix product, for
     models with a plan), `reshard_after_forward` (true, false, or a number of ranks), `cpu_offload`, FSDP's mixed
@@ -375,6 +399,7 @@ class FSDP2(ShardedRecovery):
         waits_inside=("forward", "backward", "reduction", "optimizer"),
     )
     memory: ClassVar[MemoryEstimate] = ChoosesShards()
+    recovery: ClassVar[type[ShardRecovery]] = MeshRecovery
     statistics: Statistics
     state: ShardedTensors
 
@@ -475,7 +500,7 @@ class FSDP2(ShardedRecovery):
         if not dist.is_initialized():  # FSDP requires a group, even for one process
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         sizes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
-        sizes = {self.axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
+        sizes = {self.world.mesh_axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
         with self.world.forming():
             mesh = init_device_mesh(self.world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             if self.tensor > 1:
@@ -489,7 +514,7 @@ class FSDP2(ShardedRecovery):
         """Return the ranks that divide the leaves of each product among them; None without exact tensor parallelism."""
         if self.tensor == 1 or not self.in_tree_order:
             return None
-        axis = self.axis("tensor")
+        axis = self.world.mesh_axis("tensor")
         group, how = self.mesh.get_group(axis), links(self.run.strategy, self.world, self.mesh.get_group(axis))
         return LeafRanks(self.run.strategy.tensor_leaves, self.mesh.get_local_rank(axis), self.tensor, group, how)
 
@@ -499,15 +524,19 @@ class FSDP2(ShardedRecovery):
         options = self.run.strategy.options
         if self.tensor > 1 and self.in_tree_order:
             leaves = self.run.strategy.tensor_leaves
-            tensor_plans.share_out(self.run.model, leaves, self.model, self.mesh[self.axis("tensor")])
+            tensor_plans.share_out(self.run.model, leaves, self.model, self.mesh[self.world.mesh_axis("tensor")])
         elif self.tensor > 1:
             from torch.distributed.tensor.parallel import parallelize_module
 
             prefix = f"{self.model.base_model_prefix}."
             parallelize_module(
-                self.model, self.mesh[self.axis("tensor")], layers.tensor_plan(self.run.model, self.tensor, prefix)
+                self.model,
+                self.mesh[self.world.mesh_axis("tensor")],
+                layers.tensor_plan(self.run.model, self.tensor, prefix),
             )
-        names = tuple(n for n in map(self.axis, ("replicate", "shard")) if n in (self.mesh.mesh_dim_names or ()))
+        names = tuple(
+            n for n in map(self.world.mesh_axis, ("replicate", "shard")) if n in (self.mesh.mesh_dim_names or ())
+        )
         arguments: dict[str, Any] = {
             "mesh": self.mesh[names],
             "reshard_after_forward": options.get("reshard_after_forward", True),
@@ -519,12 +548,8 @@ class FSDP2(ShardedRecovery):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
-        self.set_optimizer(self.make_stepper(treated))
-
-    @override
-    def set_optimizer(self, optimizer: stepper.Stepper) -> None:
         self.weights = TrainedWeights(self.model)
-        super().set_optimizer(optimizer)
+        self.set_optimizer(self.make_stepper(treated))
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
         groups = parameter_groups.groups(self.run.optim, self.model.named_parameters(), treated)
@@ -639,22 +664,6 @@ class FSDP2(ShardedRecovery):
         return tokens
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    @override
-    @classmethod
-    def fit_options(cls, section: StrategySection, processes: int) -> dict[str, Any]:
-        """Return the options with the tensor ranks and replicas of the run file, or the largest numbers that divide the
-        processes: leaves are bitwise equal on fewer ranks."""
-        options, tensor = dict(section.options), tensor_ranks(section)
-        if section.exact and tensor > 1:
-            shared = math.gcd(processes, section.tensor_leaves)
-            tensor = options["tensor_parallel"] = max(n for n in range(1, tensor + 1) if not shared % n)
-        able = [n for n in range(1, int(options.get("replicate", 1)) + 1) if not processes % (n * tensor)]
-        if "replicate" in options:
-            options["replicate"] = max((n for n in able if n == 1 or n * tensor < processes), default=1)
-        if "reshard_after_forward" in options:  # a number would create meshes equal to earlier ones
-            options["reshard_after_forward"] = bool(options["reshard_after_forward"])
-        return options
 
     @override
     def make_state(self) -> ShardedTensors:

@@ -18,8 +18,17 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, prepared, release
-from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.engines.hooked_ddp import Hooked, WrapperRecovery
 from lockstep.strategies.strategy import Strategy
+
+
+class AcceleratorRecovery(WrapperRecovery):
+    """Another `Accelerator`, in the new process group."""
+
+    @override
+    def detach_group(self) -> None:
+        release(self.strategy.accelerator)
+        super().detach_group()
 
 
 class HFAccelerate(Accelerated, Hooked):
@@ -28,6 +37,7 @@ class HFAccelerate(Accelerated, Hooked):
     `zero_stage` and a DeepSpeed config for its `DeepSpeedPlugin`."""
 
     facts = dataclasses.replace(Hooked.facts, engine_casts=True)
+    recovery = AcceleratorRecovery
 
     @override
     @classmethod
@@ -76,8 +86,3 @@ class HFAccelerate(Accelerated, Hooked):
         with self.phases("overlapped" if self.travelling else "backward"), self.precision.autocast(False):
             self.accelerator.backward(self.precision.scaled(loss / divisor))
         return loss.detach()
-
-    @override
-    def detach_group(self) -> None:
-        release(self.accelerator)
-        super().detach_group()

@@ -21,7 +21,7 @@ from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch
 from lockstep.data.job import Job
 from lockstep.strategies.engines.accelerated import Accelerated, prepared, release
-from lockstep.strategies.engines.hooked_ddp import Hooked
+from lockstep.strategies.engines.hooked_ddp import Hooked, WrapperRecovery
 
 # TrainingArguments that control how a step is computed, except those that keys of the run file set.
 _KNOWN = {"ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "gradient_checkpointing"}
@@ -32,11 +32,22 @@ _KNOWN |= {"torch_empty_cache_steps", "use_liger_kernel", "liger_kernel_config"}
 _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode", "tf32", "use_liger_kernel"}
 
 
+class TrainerRecovery(WrapperRecovery):
+    """A Trainer that wraps the model again."""
+
+    @override
+    def detach_group(self) -> None:
+        release(self.strategy.accelerator)
+        self.strategy.trainer.model_wrapped = self.strategy.model
+        super().detach_group()
+
+
 class HFTrainer(Accelerated, Hooked):
     """`strategy.options` are TrainingArguments that control how a step is computed (`ddp_bucket_cap_mb`,
     `gradient_checkpointing`, `torch_compile`, ...)."""
 
     facts = dataclasses.replace(Hooked.facts, engine_casts=True)
+    recovery = TrainerRecovery
 
     @override
     @classmethod
@@ -120,12 +131,6 @@ class HFTrainer(Accelerated, Hooked):
         with phase, self.precision.autocast(False):  # Trainer enters its own around forward, and none around backward
             self.trainer.training_step(self.wrapped, inputs, num_items_in_batch=divisor)  # type: ignore[arg-type]
         return self.loss_of_micro
-
-    @override
-    def detach_group(self) -> None:
-        release(self.accelerator)
-        self.trainer.model_wrapped = self.model
-        super().detach_group()
 
     @override
     def close(self) -> None:

@@ -48,8 +48,9 @@ from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, Part
+from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.single import call_on_cpu
-from lockstep.strategies.strategy import DataShard, ShardedRecovery, all_reduce_in
+from lockstep.strategies.strategy import DataShard, Strategy, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
 
@@ -128,7 +129,19 @@ class StageMemory(MemoryEstimate):
         return 4.0 * (most_held(job.run.micro_batches, job.processes // stages, whole_leaf=True) - 1) / stages
 
 
-class Pipeline(ShardedRecovery):
+class StageRecovery(ShardRecovery):
+    """Pipelines of the ranks that are left."""
+
+    @override
+    @classmethod
+    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
+        """Return the options with the stages of the run file, or with one pipeline of all processes."""
+        stages = section.options.get("stages")
+        divides = stages is None or not processes % stages
+        return section.options if divides else {**section.options, "stages": processes}
+
+
+class Pipeline(Strategy):
     """`strategy.options`: `stages` (ranks per pipeline; default: all processes), `schedule` (gpipe, 1f1b, interleaved;
     default 1f1b), `stages_per_rank` (interleaved only; default 2). A rank is numbered stage rank x pipelines +
     pipeline."""
@@ -136,6 +149,7 @@ class Pipeline(ShardedRecovery):
     exact = True
     needs = ("torch>=2.13",)
     memory = StageMemory()
+    recovery = StageRecovery
     facts = StrategyFacts(waits_inside=("forward+backward", "reduction", "optimizer"))
 
     @override
@@ -385,14 +399,6 @@ class Pipeline(ShardedRecovery):
             logits = torch.empty(facts[0][0], dtype=facts[0][1], device=self.world.device)
         dist.broadcast(logits, last, group=self.side)
         return logits
-
-    @override
-    @classmethod
-    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
-        """Return the options with the stages of the run file, or with one pipeline of all processes."""
-        stages = section.options.get("stages")
-        divides = stages is None or not processes % stages
-        return section.options if divides else {**section.options, "stages": processes}
 
     @override
     def make_state(self) -> TrainingState:

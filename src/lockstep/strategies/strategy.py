@@ -4,9 +4,8 @@ In: a `StepBatch` with this rank's micro-batches, and the learning rate. Out: a 
 same on all ranks.
 Every method is collective: all ranks call it, in the same order. A strategy keeps no schedule, step count, log or file.
 It is composed of parts: `Precision`, `StepTotals`, `TrainedWeights` (who updates what), `WeightUpdate`, `TrainingState`
-(what is saved), `MemoryEstimate`, `DryRun` (the trial before the first step) and `Recomputation` (of a micro-batch,
-for `sdc_check`). Read `single.py` first, from beginning to end. How a strategy survives the loss of a rank is an
-optional ability, one class each, from which it inherits: test with `issubclass`.
+(what is saved), `MemoryEstimate`, `DryRun` (the trial before the first step), `Recomputation` (of a micro-batch, for
+`sdc_check`) and `recovery.py` (from the loss of a rank). Read `single.py` first, from beginning to end.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, StrategyRules
 from lockstep.data.job import WeightFormats as WeightFormats
@@ -41,6 +39,7 @@ from lockstep.strategies.observer import StepObserver
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
+    from lockstep.strategies.recovery import ReplicaRecovery, ShardRecovery
     from lockstep.tasks.models.inference import Decoding
 
 
@@ -66,6 +65,7 @@ class Strategy(StrategyRules):
 
     plugin: ClassVar[str] = "strategies"
     recomputation: ClassVar[type[Recomputation] | None] = None  # of micro-batches, for `sdc_check`
+    recovery: ClassVar[type[ReplicaRecovery] | type[ShardRecovery] | None] = None  # from the loss of a rank
 
     task: Task
     model: nn.Module  # this rank's part of the model, with the task's parameter names
@@ -74,6 +74,7 @@ class Strategy(StrategyRules):
     state: TrainingState  # what is saved, loaded and exported
     data_parallel: DataShard
     statistics: Statistics | None = None  # the model's running statistics, if the strategy reduces them
+    build_empty = False  # whether to `build` without weights, because a state is loaded next
     remarks: tuple[str, ...] = ()  # for the user, at the start of a run
     observer: StepObserver | None = None  # observes every `train_step`; of the same class on every rank
 
@@ -99,6 +100,8 @@ class Strategy(StrategyRules):
         """Create the update that uses this optimizer, and the state that is saved."""
         self.update = WeightUpdate(self.job, self.model, self.precision, optimizer, self.weights.changed)
         self.state = self.make_state()
+        if self.world.members is not None and self.state.has_copies:
+            self.update.barrier = lambda: self.world.barrier()
 
     def make_state(self) -> TrainingState:
         """Return what this rank saves and loads."""
@@ -150,59 +153,6 @@ def make_strategy(job: Job, world: World) -> Strategy:
     """Return the job's strategy, not built yet."""
     assert issubclass(job.strategy, Strategy), job.strategy
     return job.strategy(job, world)
-
-
-class WholeStateRecovery(Strategy):
-    """A strategy with the full state on every rank, so that surviving ranks can continue in a new process group after a
-    failure: `launch.on_rank_failure: continue`."""
-
-    plugin = "strategies"  # a base: it has no name in a run file
-
-    @abstractmethod
-    def detach_group(self) -> None:
-        """Drop everything that belongs to the process group: the wrapper and pending messages. Keeps the state between
-        two updates."""
-
-    @abstractmethod
-    def attach_group(self) -> None:
-        """Use a new process group, whose ranks all have the full state. Collective."""
-
-
-class ShardedRecovery(Strategy):
-    """A strategy with sharded state that surviving ranks can reshard after a failure: `launch.on_rank_failure:
-    continue`. Its `state` tells what this rank holds after an interrupted step: the state before the update or the one
-    after it. `training/recovery/reshard.py` does the rest.
-    """
-
-    plugin = "strategies"  # a base: it has no name in a run file
-    supports_reshard: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
-    build_empty = False  # whether to build it without weights, because a state is loaded next
-
-    @classmethod
-    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
-        """Return `strategy.options` that fit this number of processes."""
-        return section.options
-
-    @classmethod
-    def survives_rank_failure(cls, section: StrategySection) -> bool:
-        """Whether the state of the surviving ranks is consistent."""
-        return cls.gives_bits(section)
-
-    def axis(self, name: str) -> str:
-        """Return a mesh axis name that is unique to this process group. Torch caches by mesh and treats equal-looking
-        meshes as one, although this rank's index may differ between them."""
-        return name if self.world.members is None else f"{name}_{self.world.members.generation.number}"
-
-    @override
-    def set_optimizer(self, optimizer: Stepper) -> None:
-        super().set_optimizer(optimizer)
-        if self.world.members is not None and self.state.has_copies:
-            self.update.barrier = lambda: self.world.barrier()
-
-    def discard(self) -> None:
-        """Release everything, also after an interrupted step; another strategy replaces this one. It is unusable
-        afterwards."""
-        self.__dict__.clear()
 
 
 class Recomputation(ABC):

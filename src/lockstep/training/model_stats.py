@@ -35,7 +35,7 @@ from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
-from lockstep.strategies.strategy import ShardedRecovery
+from lockstep.strategies.recovery import shard_recovery
 from lockstep.tasks.models import config_checks, model_configs, quantized
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
@@ -275,7 +275,7 @@ def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[s
     run, strategy, notes = job.run, job.strategy, list[str]()
     if later := [step for step in run.checkpoint.at if step > total]:
         notes.append(f"checkpoint.at: {', '.join(map(str, later))} are after the last step, {total}")
-    sharded = strategy.memory.needs_choice(job) or issubclass(strategy, ShardedRecovery)
+    sharded = strategy.memory.needs_choice(job) or shard_recovery(strategy) is not None
     whole = f"under {run.strategy.name}, where each rank has a whole copy"
     idle = {
         "launch.replicate_every": None if sharded else whole,

@@ -274,8 +274,9 @@ def launcher_class(launch: LaunchSection) -> type[Starter]:
 def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
+    from lockstep.strategies.recovery import shard_recovery
     from lockstep.strategies.single import ReplicatedStrategy
-    from lockstep.strategies.strategy import ShardedRecovery, recomputes
+    from lockstep.strategies.strategy import recomputes
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -309,7 +310,8 @@ def _refuse_features(job: Job) -> None:
             "launch.rebalance_every: with strategy.exact=false the result depends on the distribution of "
             "micro-batches; set strategy.exact=true",
         )
-    if launch.replicate_every and issubclass(strategy, ShardedRecovery) and not strategy.supports_reshard:
+    recovery = shard_recovery(strategy)
+    if launch.replicate_every and recovery is not None and not recovery.rebuilds:
         raise RunError(
             "LS5136",
             f"launch.replicate_every: with these options {name} uses Accelerate's engine, which cannot be "
@@ -321,13 +323,16 @@ def _refuse_features(job: Job) -> None:
 def ends_with_a_rank(job: Job) -> str | None:
     """Explain, as far as the job reveals it, why a failed rank ends the others too; None if it does not.
     `training/recovery/` adds reasons that depend on device and model."""
-    from lockstep.strategies.strategy import ShardedRecovery, WholeStateRecovery
+    from lockstep.strategies.recovery import shard_recovery
+    from lockstep.strategies.strategy import Strategy
 
     run, strategy = job.run, job.strategy
     later = strategy.memory.needs_choice(job)
-    shards = issubclass(strategy, ShardedRecovery) and strategy.supports_reshard
-    shards = issubclass(strategy, ShardedRecovery) and shards and strategy.survives_rank_failure(run.strategy)
-    if not later and not shards and not (issubclass(strategy, WholeStateRecovery) and job.same_bits):
+    assert issubclass(strategy, Strategy), strategy
+    recovery = shard_recovery(strategy)
+    shards = recovery is not None and recovery.rebuilds and recovery.survives(job)
+    whole = recovery is None and strategy.recovery is not None and job.same_bits
+    if not (later or shards or whole):
         return f"strategy {run.strategy.name} does not keep the whole state on every rank"
     if run.average.ema is not None or job.optimizer.averages:
         return "weights are averaged"

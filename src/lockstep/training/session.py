@@ -20,7 +20,8 @@ from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import ShardedRecovery, Strategy, make_strategy
+from lockstep.strategies.recovery import shard_recovery
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader
@@ -97,7 +98,8 @@ def build_session(
     before, run, prepared = tensor_bytes(), job.run, job.data
     task = make_task(job)
     # a joining rank is built together with its new group
-    later = world.joining and issubclass(job.strategy, ShardedRecovery) and job.strategy.supports_reshard
+    recovery = shard_recovery(job.strategy)
+    later = world.joining and recovery is not None and recovery.rebuilds
     fitted = job if later else resolve_by_memory(job, task, world)  # depends on the memory of all machines
     if fitted.run.model.compile == "whole":
         from lockstep.strategies.engines import region

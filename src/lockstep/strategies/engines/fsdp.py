@@ -462,9 +462,6 @@ class ShardedRanks(Protocol):
     turn: int  # of the step: each rank runs one micro-batch per turn
     last: bool  # whether this turn is the step's last one
 
-    def axis(self, name: str) -> str:
-        """Return the mesh's own name of dimension `name`."""
-
 
 class TreeScatter(ReduceScatter):
     """FSDP's reduce-scatter of one block in tree order: every rank receives its slice of each rank's leaf and adds them
@@ -502,7 +499,7 @@ class TreeScatter(ReduceScatter):
         if self.calls != ours.turn + 1:  # a micro-batch did not run this block
             raise other_layers()
         if ours.replicas > 1:
-            copies = ours.mesh.get_group(ours.axis("replicate"))
+            copies = ours.mesh.get_group(ours.world.mesh_axis("replicate"))
             how = links(ours.run.strategy, ours.world, copies)
             exchange = Exchange(self.tree.leaves, ours.replica, ours.replicas, copies, how)
             exchange.submit(self.tree.nodes)

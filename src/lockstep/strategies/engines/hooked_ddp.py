@@ -16,7 +16,7 @@ micro-batch gave every weight a gradient, and no more after a step that did not.
 import contextlib
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,8 @@ from lockstep.strategies.exact.exchange import Exchange, buckets
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import layout_of
 from lockstep.strategies.exact.update import Gradient
-from lockstep.strategies.replicated_recovery import RecoveringReplicas
-from lockstep.strategies.single import ReplicatedMemory
+from lockstep.strategies.recovery import ReplicaRecovery
+from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy
 from lockstep.tasks.task import Task
 
 
@@ -47,11 +47,29 @@ class HookedMemory(ReplicatedMemory):
         return super().partial_sums(job) + 4.0 * (job.processes > 1 and bool(job.run.strategy.exact))
 
 
-class Hooked(RecoveringReplicas):
+class WrapperRecovery(ReplicaRecovery):
+    """A model that leaves its wrapper, and is wrapped again in the new process group."""
+
+    @override
+    def detach_group(self) -> None:
+        super().detach_group()
+        strategy = self.strategy
+        strategy.wrapped, strategy.update.optimizer, strategy.steady = strategy.model, strategy.update.stepper, None
+        strategy.ddp = strategy.exchange = None
+        strategy.arrived = {}
+
+    @override
+    def attach_group(self) -> None:
+        super().attach_group()
+        self.strategy.primed = True  # `wrap` may change it
+        self.strategy.wrap_up()
+
+
+class Hooked(ReplicatedStrategy):
     """A replicated model in a DDP wrapper, with the exact reduction as its communication hook."""
 
     memory = HookedMemory()
-
+    recovery: ClassVar[type[WrapperRecovery]] = WrapperRecovery
     primed = True  # False until DDP has run a backward outside `no_sync`
     steady: bool | None = None  # whether every micro-batch so far used every weight; None before the first step
 
@@ -186,19 +204,6 @@ class Hooked(RecoveringReplicas):
             self.task.loss_sum(self.wrapped(**blank.inputs), blank.targets).backward()
         self.leaves.pop_all()
         self.primed = True
-
-    @override
-    def detach_group(self) -> None:
-        super().detach_group()
-        self.wrapped, self.update.optimizer, self.steady = self.model, self.update.stepper, None
-        self.ddp = self.exchange = None  # type: ignore[assignment]
-        self.arrived = {}
-
-    @override
-    def attach_group(self) -> None:
-        super().attach_group()
-        self.primed = True  # `wrap` may change it
-        self.wrap_up()
 
     @override
     def close(self) -> None:

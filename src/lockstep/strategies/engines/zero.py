@@ -42,8 +42,9 @@ from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.exact.update import Part
 from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.single import call_on_cpu
-from lockstep.strategies.strategy import Recomputation, ShardedRecovery
+from lockstep.strategies.strategy import Recomputation, Strategy
 from lockstep.tasks.task import Task
 
 
@@ -120,7 +121,16 @@ class EngineDryRun(DryRun):
             self.strategy.weights.unlink()
 
 
-class DeepSpeedStrategy(ShardedRecovery):
+class EngineRecovery(ShardRecovery):
+    """Another engine, for the ranks that are left."""
+
+    @override
+    @classmethod
+    def survives(cls, job: Job) -> bool:
+        return True  # each shard is on one rank only
+
+
+class DeepSpeedStrategy(Strategy):
     """A strategy with a DeepSpeed engine, however it is created. After a rank failure, the surviving ranks create
     another engine from copies of the state in memory."""
 
@@ -133,6 +143,7 @@ class DeepSpeedStrategy(ShardedRecovery):
     options_key: ClassVar[str] = "strategy.options"
     memory = StageShards()
     recomputation = ShardedRecomputation
+    recovery = EngineRecovery
     statistics: Statistics
     weights: EngineState
 
@@ -148,11 +159,6 @@ class DeepSpeedStrategy(ShardedRecovery):
     @classmethod
     def inexact_options(cls, section: StrategySection) -> list[str]:
         return [f"{cls.options_key}.{name}" for name in zero_config.other_arithmetic(cls.options_of(section))]
-
-    @override
-    @classmethod
-    def survives_rank_failure(cls, section: StrategySection) -> bool:
-        return True  # each shard is on one rank only
 
     @override
     @classmethod

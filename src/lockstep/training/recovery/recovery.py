@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
-from lockstep.strategies.strategy import ShardedRecovery, Strategy, WholeStateRecovery
+from lockstep.strategies.recovery import shard_recovery
+from lockstep.strategies.strategy import Strategy
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.resolve import ends_with_a_rank
@@ -154,7 +155,7 @@ class Recovery:
                 self._resharder.detach_group(self.session, self._state)
             else:
                 strategy: Any = self.session.strategy
-                strategy.detach_group()
+                strategy.recovery(strategy).detach_group()
             world.detach_group()
             generation = members.awaited(limit_s, lambda: world.joining and world.stop.came and members.withdraw())
             if generation is None and world.joining and not members.given_up:
@@ -204,15 +205,16 @@ class Recovery:
         if self._resharder is not None:
             self.session, key = self._resharder.restore(session, state)
             strategy: Any = session.strategy
-            strategy.discard()
+            vars(strategy).clear()  # release everything, also after an interrupted step
             back = key[0] < newest  # some steps are repeated
         else:
             self._level([step for step, *_ in positions])
         session = self.session
         if redone and not back:
             state.rerun_hooks()
-        if isinstance(session.strategy, WholeStateRecovery):
-            session.strategy.attach_group()
+        if self._resharder is None:
+            strategy = session.strategy
+            strategy.recovery(strategy).attach_group()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # equal shares
         if session.checkpoints.regroup(state.step):
             state.rerun_hooks(checkpoint=True)
@@ -269,9 +271,10 @@ class Recovery:
             )
 
 
-def reshards(strategy: Strategy) -> TypeGuard[ShardedRecovery]:
+def reshards(strategy: Strategy) -> bool:
     """Whether recovery reshards this strategy's state."""
-    return isinstance(strategy, ShardedRecovery) and strategy.supports_reshard
+    recovery = shard_recovery(type(strategy))
+    return recovery is not None and recovery.rebuilds
 
 
 def unsupported_reason(session: Session) -> str | None:
@@ -279,9 +282,10 @@ def unsupported_reason(session: Session) -> str | None:
     run, strategy = session.run, session.strategy
     if session.world.joining and reshards(strategy):
         return None  # the running ranks have checked this
-    if (why := ends_with_a_rank(replace(session.job, strategy=type(strategy)))) is not None:
+    job, recovery = replace(session.job, strategy=type(strategy)), shard_recovery(type(strategy))
+    if (why := ends_with_a_rank(job)) is not None:
         return why
-    if reshards(strategy) and strategy.survives_rank_failure(run.strategy):
+    if recovery is not None and recovery.rebuilds and recovery.survives(job):
         if not run.launch.replicate_every and not strategy.state.has_copies:
             return (
                 f"strategy {run.strategy.name} keeps neither the whole state on every rank nor a copy of each shard "

@@ -19,7 +19,8 @@ from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
-from lockstep.strategies.strategy import ShardedRecovery, make_strategy
+from lockstep.strategies.recovery import shard_recovery
+from lockstep.strategies.strategy import make_strategy
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.session import Session
@@ -117,8 +118,9 @@ class Resharder:
 def build_strategy(session: Session, run: Run) -> Any:
     """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
     world, job = session.world, session.job.having(run)
-    assert issubclass(job.strategy, ShardedRecovery), job.strategy
-    options = dict(job.strategy.fit_options(run.strategy, world.size))
+    recovery = shard_recovery(job.strategy)
+    assert recovery is not None, job.strategy
+    options = dict(recovery.fit_options(run.strategy, world.size))
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
     job = replace(job.having(run), processes=world.size)
     try:

@@ -1,0 +1,62 @@
+"""How the state of a strategy survives the loss of a rank: `launch.on_rank_failure: continue`.
+
+In: a strategy whose step a lost rank interrupted. Out: the state before that step or after it, in a new process group.
+`ReplicaRecovery` is for ranks that hold the whole state. With `ShardRecovery`, another strategy is built for the ranks
+that are left, from the shards that they hold (`training/recovery/reshard.py`). A strategy names one of them in
+`recovery`; without, a lost rank ends the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from lockstep.config.sections import StrategySection
+from lockstep.data.job import Job, StrategyRules
+
+
+class ReplicaRecovery:
+    """Of a `ReplicatedStrategy`: the surviving ranks keep it."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def detach_group(self) -> None:
+        """Drop everything that belongs to the process group: the wrapper and pending messages. Keeps the state between
+        two updates."""
+        strategy = self.strategy
+        strategy.leaves.start(0, None)
+        strategy.leaves.waiting = None
+        for parameter in (*strategy.parameters, *strategy.weights.updated.values()):
+            parameter.grad = None
+
+    def attach_group(self) -> None:
+        """Use a new process group, whose ranks all have the full state. Collective."""
+        strategy = self.strategy
+        shard, world = strategy.data_parallel, strategy.world
+        strategy.data_parallel = replace(shard, rank=world.rank, size=world.size)
+
+
+class ShardRecovery:
+    """Of a strategy with sharded state: `state` tells what this rank holds after an interrupted step, the state before
+    the update or the one after it."""
+
+    rebuilds: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
+
+    @classmethod
+    def survives(cls, job: Job) -> bool:
+        """Whether the state of the surviving ranks is consistent."""
+        return job.same_bits
+
+    @classmethod
+    def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
+        """Return `strategy.options` that fit this number of processes."""
+        return section.options
+
+
+def shard_recovery(strategy: type[StrategyRules]) -> type[ShardRecovery] | None:
+    """Return the `ShardRecovery` of a strategy's class; None for one whose ranks hold the whole state, or that has no
+    recovery."""
+    kind = getattr(strategy, "recovery", None)
+    return kind if isinstance(kind, type) and issubclass(kind, ShardRecovery) else None
