@@ -175,10 +175,9 @@ def _check(overrides: list[str], which: str) -> None:
 
 def _gives_bits(overrides: list[str]) -> bool:
     from lockstep.config.run import load
-    from lockstep.data.job import strategy_class
+    from lockstep.data.job import Job as Resolved
 
-    run = load("run.yaml", overrides)
-    return bool(strategy_class(run).gives_bits(run.strategy))
+    return Resolved.of(load("run.yaml", overrides)).same_bits
 
 
 # -- what ranks did --------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         if other is not None:
             there = run.model_copy(update={"output": other.output})
             step, notes = Checkpoints(job_of(there), world, 6).resume(strategy.state)
-            assert (step, len(notes)) == (2, 0 if strategy.gives_bits(run.strategy) else 1)
+            assert (step, len(notes)) == (2, 0 if strategy.job.same_bits else 1)
             strategy.train_step(feed.make(2), learning_rate(run.optim, 2, 6))
             answer["gone on"] = digest(strategy.state.state_dict())
         found.append(answer)

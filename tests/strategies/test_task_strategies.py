@@ -117,7 +117,7 @@ def test_every_strategy_trains_every_kind(told: str, folder: Path, alone: dict) 
     first, other = run_on(2, trained, runs, timeout_s=280)
     for kind, run in runs.items():
         assert other[kind]["scores"] == first[kind]["scores"], kind
-        if strategy.gives_bits(run.strategy):
+        if Job.of(run).same_bits:
             assert first[kind] == alone[kind], kind
         else:
             assert first[kind]["loss"] == pytest.approx(alone[kind]["loss"], rel=1e-3), kind

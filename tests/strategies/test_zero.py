@@ -192,9 +192,9 @@ def test_accelerate_with_deepspeed_has_them_under_autocast(stage: int) -> None:
 )
 def test_which_options_leave_the_bits_to_deepspeed(options: str, bits: bool) -> None:
     run = tiny("strategy.name=zero3", f"strategy.options={options}", "precision=bf16")
-    assert class_of(run).gives_bits(run.strategy) is bits
+    assert Job.of(run).same_bits is bits
     own = tiny("strategy.name=zero3", f"strategy.options={options}", "precision=bf16", OWN)
-    assert not class_of(own).gives_bits(own.strategy)
+    assert not Job.of(own).same_bits
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_what_cannot_have_the_bits_is_refused_unless_the_run_says_so(words: tupl
     with raises("LS5138", key, "strategy.exact=false"):
         resolve_strategy(tiny(*words), 2)
     own = tiny(*words, OWN)
-    assert not resolve_strategy(own, 2).gives_bits(own.strategy)
+    assert not Job.of(own, 2).same_bits
 
 
 # 8 micro-batches on 3 ranks: a padding micro-batch fills up the last round. Two ranks run with each option below

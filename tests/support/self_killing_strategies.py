@@ -108,6 +108,10 @@ class Striking:
             return found
 
         totals.all_reduce = all_reduce
+        state: Any = self.state  # type: ignore[attr-defined]
+        own_part, load = state.sharded_state_dict, state.load_sharded_state_dict
+        state.sharded_state_dict = lambda: (self.come_to("saving"), own_part())[1]
+        state.load_sharded_state_dict = lambda saved: (self.come_to_joining(), load(saved))[1]
 
     def optimizer_step(self, *arguments: Any) -> Any:
         self.come_to("update")
@@ -129,13 +133,6 @@ class Striking:
     def forward(self, inputs: Any) -> Any:
         self.come_to("evaluation")
         return super().forward(inputs)  # type: ignore[misc]
-
-    def make_state(self) -> Any:
-        state = super().make_state()  # type: ignore[misc]
-        own_part, load = state.sharded_state_dict, state.load_sharded_state_dict
-        state.sharded_state_dict = lambda: (self.come_to("saving"), own_part())[1]
-        state.load_sharded_state_dict = lambda saved: (self.come_to_joining(), load(saved))[1]
-        return state
 
     def come_to_joining(self) -> None:
         strikes = json.loads(Path("strikes.json").read_text())

@@ -92,7 +92,7 @@ def test_every_strategy_trains_every_task(kind: str, name: str, folder: Path, al
     greedy = ("task.temperature=0",) if kind == "prompts" else ()
     run = make(folder, kind, f"strategy.name={name}", *stages, *greedy)
     first = rank_0_of(2, trained, run, alike=("scores", "samples"))
-    if strategy.gives_bits(run.strategy):
+    if Job.of(run).same_bits:
         assert (first["loss"], first["norm"]) == (alone[kind]["loss"], alone[kind]["norm"])
         assert first["digest"] == alone[kind]["digest"]
         assert first["scores"] == alone[kind]["scores"]

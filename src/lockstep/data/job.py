@@ -210,11 +210,6 @@ class StrategyRules(ABC):
         return cls
 
     @classmethod
-    def gives_bits(cls, section: StrategySection) -> bool:
-        """Whether this run is bitwise equal to `single`, and not just equal within rounding."""
-        return cls.exact and section.exact and not cls.inexact_options(section)
-
-    @classmethod
     def inexact_options(cls, section: StrategySection) -> list[str]:
         """Return the keys of options that make results differ from `single`; `strategy.exact` refuses them."""
         return []
@@ -267,8 +262,9 @@ class Job:
 
     @property
     def same_bits(self) -> bool:
-        """Whether the result is bitwise equal to that of a single process."""
-        return self.strategy.gives_bits(self.run.strategy)
+        """Whether the result is bitwise equal to that of a single process, and not just equal within rounding."""
+        strategy, section = self.strategy, self.run.strategy
+        return bool(strategy.exact and section.exact and not strategy.inexact_options(section))
 
     @property
     def data(self) -> Prepared:

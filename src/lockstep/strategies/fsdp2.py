@@ -46,7 +46,7 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.exact import parameter_groups, stepper, training_state
+from lockstep.strategies.exact import parameter_groups, training_state
 from lockstep.strategies.exact.exchange import Scatter, buckets
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
@@ -54,6 +54,7 @@ from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpee
 from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, Part
@@ -336,8 +337,8 @@ class GatheredForward(DryRun):
 class ShardedTensors(TrainingState):
     """The shards of a rank."""
 
-    def __init__(self, strategy: FSDP2) -> None:
-        super().__init__(strategy.weights, strategy.update.stepper, strategy.precision.loss_scale, strategy.world)
+    def __init__(self, strategy: FSDP2, stepper: Stepper) -> None:
+        super().__init__(strategy.weights, stepper, strategy.precision.loss_scale, strategy.world)
         self.model, self.narrow = strategy.model, strategy.run.model.trained_in_bfloat16
         self.parts = dict(strategy.model.named_parameters())  # the shards; a gathered block shows whole ones
         self.count = strategy.shards * strategy.tensor
@@ -434,7 +435,7 @@ class FSDP2(Strategy):
     def __init__(self, job: Job, world: World) -> None:
         super().__init__(job, world)
         self.dry_run = GatheredForward(self)
-        self.in_tree_order = self.gives_bits(job.run.strategy)
+        self.in_tree_order = job.same_bits
         self.tensor = tensor_ranks(job.run.strategy)
         if world.joining:  # no process group yet
             return
@@ -548,12 +549,16 @@ class FSDP2(Strategy):
         for block in self.blocks:
             fully_shard(block, mp_policy=of_block, **arguments)
         fully_shard(self.model, mp_policy=of_root, **arguments)
-        self.weights = TrainedWeights(self.model)
-        self.set_optimizer(self.make_stepper(treated))
+        self.hold(self.make_stepper(treated))
 
-    def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> stepper.Stepper:
+    def hold(self, optimizer: Stepper) -> None:
+        """Use the shards that were applied, and an optimizer of them."""
+        self.weights = TrainedWeights(self.model)
+        self.set_optimizer(optimizer, ShardedTensors(self, optimizer))
+
+    def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> Stepper:
         groups = parameter_groups.groups(self.run.optim, self.model.named_parameters(), treated)
-        return stepper.Stepper(self.run.optim, groups)
+        return Stepper(self.run.optim, groups)
 
     def receive(self, source: nn.Module | None) -> None:
         """Receive weights and buffers from rank 0's model, one at a time; each rank keeps its shard. Collective."""
@@ -664,10 +669,6 @@ class FSDP2(Strategy):
         return tokens
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    @override
-    def make_state(self) -> ShardedTensors:
-        return ShardedTensors(self)
 
     @override
     def close(self) -> None:

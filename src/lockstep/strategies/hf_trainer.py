@@ -99,23 +99,11 @@ class HFTrainer(Accelerated, Hooked):
             self.trainer.compute_loss_context_manager = autocast  # type: ignore[method-assign]
         self.accelerator = engine = self.trainer.accelerator
         assert engine.num_processes == self.world.size, f"Trainer sees {engine.num_processes} processes"
-        engine.ddp_handler = self.handler(arguments)
+        engine.ddp_handler = ddp_options(arguments)
         model, self.update.optimizer = prepared(engine, self.model, self.update.stepper)
         self.trainer.model_wrapped, self.trainer.optimizer = model, self.update.optimizer
         self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
         return model
-
-    def handler(self, arguments: Any) -> Any:
-        """Return the arguments that Trainer passes to DistributedDataParallel, with gradients as bucket views."""
-        from accelerate import DistributedDataParallelKwargs
-
-        options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
-        return DistributedDataParallelKwargs(
-            find_unused_parameters=bool(arguments.ddp_find_unused_parameters),
-            broadcast_buffers=False,
-            gradient_as_bucket_view=True,
-            **{name: value for name, value in options.items() if value is not None},
-        )
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
         """Trainer's `compute_loss_func`; `num_items_in_batch` is the divisor passed to `run_micro_batch`."""
@@ -136,3 +124,16 @@ class HFTrainer(Accelerated, Hooked):
     def close(self) -> None:
         super().close()
         del self.trainer
+
+
+def ddp_options(arguments: Any) -> Any:
+    """Return the arguments that Trainer passes to DistributedDataParallel, with gradients as bucket views."""
+    from accelerate import DistributedDataParallelKwargs
+
+    options = {"bucket_cap_mb": arguments.ddp_bucket_cap_mb, "static_graph": arguments.ddp_static_graph}
+    return DistributedDataParallelKwargs(
+        find_unused_parameters=bool(arguments.ddp_find_unused_parameters),
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        **{name: value for name, value in options.items() if value is not None},
+    )

@@ -84,8 +84,8 @@ class HeldStages(TrainedWeights):
 class StageState(TrainingState):
     """The stages of a rank. A tied weight is saved by the first stage that has it, and loaded by all."""
 
-    def __init__(self, strategy: Pipeline) -> None:
-        super().__init__(strategy.weights, strategy.update.stepper, strategy.precision.loss_scale, strategy.world)
+    def __init__(self, strategy: Pipeline, optimizer: stepper.Stepper) -> None:
+        super().__init__(strategy.weights, optimizer, strategy.precision.loss_scale, strategy.world)
         self.stages, self.cut = list(zip(strategy.cut_parts, strategy.stage_weights, strict=True)), strategy.cut
         self.place = strategy.stage_rank, strategy.ranks
 
@@ -258,7 +258,8 @@ class Pipeline(Strategy):
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
         treated = parameter_groups.assigned(self.run.optim, self.cut.whole)
         groups = parameter_groups.groups(self.run.optim, stepped.values(), treated)
-        self.set_optimizer(stepper.Stepper(self.run.optim, groups))
+        optimizer = stepper.Stepper(self.run.optim, groups)
+        self.set_optimizer(optimizer, StageState(self, optimizer))
         bytes_of_state = random_state(self.world.device).numel()
         self.engine = [
             Stage(
@@ -399,10 +400,6 @@ class Pipeline(Strategy):
             logits = torch.empty(facts[0][0], dtype=facts[0][1], device=self.world.device)
         dist.broadcast(logits, last, group=self.side)
         return logits
-
-    @override
-    def make_state(self) -> TrainingState:
-        return StageState(self)
 
     @override
     def close(self) -> None:

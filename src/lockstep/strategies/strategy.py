@@ -96,16 +96,13 @@ class Strategy(StrategyRules):
     def build(self, task: Task) -> None:
         """Build the model, its wrapper and the optimizer."""
 
-    def set_optimizer(self, optimizer: Stepper) -> None:
-        """Create the update that uses this optimizer, and the state that is saved."""
+    def set_optimizer(self, optimizer: Stepper, state: TrainingState | None = None) -> None:
+        """Create the update that uses this optimizer. `state`: what is saved, if the ranks hold other tensors than
+        whole weights."""
         self.update = WeightUpdate(self.job, self.model, self.precision, optimizer, self.weights.changed)
-        self.state = self.make_state()
+        self.state = state or TrainingState(self.weights, optimizer, self.precision.loss_scale, self.world)
         if self.world.members is not None and self.state.has_copies:
             self.update.barrier = lambda: self.world.barrier()
-
-    def make_state(self) -> TrainingState:
-        """Return what this rank saves and loads."""
-        return TrainingState(self.weights, self.update.stepper, self.precision.loss_scale, self.world)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from lockstep.strategies.engines.accelerated import Accelerated, accelerator, on
 from lockstep.strategies.engines.zero import DeepSpeedStrategy
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.fsdp2 import FSDP2, EngineShards, MeshRecovery
 from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.models import storage_dtype
@@ -117,8 +116,7 @@ class AcceleratedFSDP2(Accelerated, FSDP2):
         assert self.accelerator.distributed_type == DistributedType.FSDP, self.accelerator.distributed_type
         stepper = self.make_stepper(treated)
         self.model, optimizer = prepared(self.accelerator, self.model, stepper)
-        self.weights = TrainedWeights(self.model)
-        self.set_optimizer(stepper)
+        self.hold(stepper)
         self.update.optimizer = optimizer
 
 

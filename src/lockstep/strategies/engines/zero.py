@@ -39,7 +39,6 @@ from lockstep.strategies.exact import parameter_groups, stepper
 from lockstep.strategies.exact.make_model import ALIGNED, make_model
 from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_turns
 from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.training_state import TrainingState
 from lockstep.strategies.exact.update import Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recovery import ShardRecovery
@@ -185,7 +184,7 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(job, world)
         self.dry_run = EngineDryRun(self)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
-        self.in_tree_order = self.gives_bits(job.run.strategy)
+        self.in_tree_order = job.same_bits
         self.stage = self.stage_of(job.run.strategy)
         if self.in_tree_order and world.size == 1:
             self.stage = min(self.stage, 2)  # a single rank gathers nothing
@@ -255,7 +254,7 @@ class DeepSpeedStrategy(Strategy):
         """Use the weights of the engine that was started, and an optimizer of them."""
         self.weights = EngineState(self.engine, self.model, self.named, self.shapes, self.world, optimizer)
         self.weights.low_precision = self.low_precision
-        self.set_optimizer(optimizer)
+        self.set_optimizer(optimizer, self.weights)  # its engine keeps weights and state together
 
     def _build_in_tree_order(self, optimizer: stepper.Stepper) -> None:
         """Start the engine with `optimizer`, and replace its reduction and update. Collective."""
@@ -483,10 +482,6 @@ class DeepSpeedStrategy(Strategy):
             logits = self._run(inputs).logits
         self.engine.train()
         return logits
-
-    @override
-    def make_state(self) -> TrainingState:
-        return self.weights  # its engine keeps weights and state together
 
     @override
     def close(self) -> None:
