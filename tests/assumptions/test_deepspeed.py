@@ -19,7 +19,7 @@ def test_the_state_of_the_process_has_its_names() -> None:
     assert facts()["operators"]
 
 
-@rests_on_it("src/lockstep/strategies/engines/zero.py", "src/lockstep/strategies/engines/zero_agreement.py")
+@rests_on_it("src/lockstep/strategies/engines/zero_steps.py", "src/lockstep/strategies/engines/zero_agreement.py")
 def test_weights_without_a_gradient_are_updated() -> None:
     """DeepSpeed gives zeros to weights without a gradient, so that AdamW decays them."""
     assert facts()["moved"] == [True, True, True]
@@ -27,7 +27,8 @@ def test_weights_without_a_gradient_are_updated() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/strategies/engines/zero.py", "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py"
+    "src/lockstep/strategies/engines/zero_steps.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
 )
 def test_weights_of_stage_1_lie_one_after_another() -> None:
     """At stage 1 `round_robin_bit16_offsets` holds the weights' offsets in a flat tensor of `partition_size` numbers
@@ -48,14 +49,14 @@ def test_accumulation_is_divided_by_its_steps() -> None:
     assert four == pytest.approx(once, rel=1e-5)
 
 
-@rests_on_it("src/lockstep/strategies/engines/zero.py")
+@rests_on_it("src/lockstep/strategies/engines/zero_steps.py")
 def test_an_engine_can_be_kept_from_gradients() -> None:
     """With inside_no_sync_ctxt and _coalesce_grad_reduction, backward leaves gradients in .grad as autograd does."""
     assert facts()["left in .grad"] == [True, True, False]
 
 
 @rests_on_it(
-    "src/lockstep/strategies/engines/zero.py",
+    "src/lockstep/strategies/engines/zero_steps.py",
     "src/lockstep/strategies/engines/zero_graph.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
 )
@@ -118,6 +119,7 @@ def test_warmup_is_logarithmic_unless_told_otherwise() -> None:
 
 @rests_on_it(
     "src/lockstep/strategies/engines/zero.py",
+    "src/lockstep/strategies/engines/zero_steps.py",
     "src/lockstep/strategies/engines/zero_config.py",
     "src/lockstep/lab/import_config/loops.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",

@@ -133,7 +133,7 @@ def test_glibc_has_switches_of_its_allocator() -> None:
     assert getattr(library, "no_such_function_of_libc", None) is None
 
 
-@rests_on_it("src/lockstep/strategies/engines/zero.py")
+@rests_on_it("src/lockstep/strategies/engines/zero_steps.py")
 def test_a_parameter_is_the_memory_that_it_is_made_of() -> None:
     """nn.Parameter of a detached tensor, a slice too, shares its memory: an update of one is seen in the other. A new
     `data` of the parameter ends that."""

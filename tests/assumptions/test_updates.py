@@ -67,7 +67,7 @@ def test_sgd_decays_by_way_of_the_gradient() -> None:
     assert weight.item() == pytest.approx(1 - 0.15)
 
 
-@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/engines/zero.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/engines/zero_steps.py")
 def test_a_weight_without_gradient_is_left_alone() -> None:
     """An optimizer skips a weight whose .grad is None: no decay, no state. Zero gradients are decayed and counted."""
     without, zeros = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
