@@ -45,5 +45,5 @@ class DDP(Hooked):
         known = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {buffers: False, "gradient_as_bucket_view": True} | self.run.strategy.options
-        self.primed = not options.get("static_graph")
+        self.overlap.primed = not options.get("static_graph")
         return DistributedDataParallel(self.model, **options)

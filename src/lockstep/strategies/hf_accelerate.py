@@ -76,7 +76,7 @@ class HFAccelerate(Accelerated, Hooked):
         options |= self.run.strategy.options
         self.accelerator = accelerator(self.job, self.world, [DistributedDataParallelKwargs(**options)])
         model, self.update.optimizer = prepared(self.accelerator, self.model, self.update.stepper)
-        self.primed = not (options.get("static_graph") and self.world.size > 1)
+        self.overlap.primed = not (options.get("static_graph") and self.world.size > 1)
         return model
 
     @override

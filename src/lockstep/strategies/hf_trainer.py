@@ -102,7 +102,7 @@ class HFTrainer(Accelerated, Hooked):
         engine.ddp_handler = ddp_options(arguments)
         model, self.update.optimizer = prepared(engine, self.model, self.update.stepper)
         self.trainer.model_wrapped, self.trainer.optimizer = model, self.update.optimizer
-        self.primed = not (arguments.ddp_static_graph and self.world.size > 1)
+        self.overlap.primed = not (arguments.ddp_static_graph and self.world.size > 1)
         return model
 
     def loss(self, outputs: Any, targets: Tensor, num_items_in_batch: float) -> Tensor:
