@@ -83,7 +83,11 @@ def test_each_rank_has_its_piece_of_a_reduce_scatter() -> None:
     assert facts()["reduce_scattered"] == [[0.0, 3.0], [6.0, 9.0], [12.0, 15.0]]
 
 
-@rests_on_it("src/lockstep/distributed/sharded.py", "src/lockstep/strategies/fsdp2.py")
+@rests_on_it(
+    "src/lockstep/distributed/sharded.py",
+    "src/lockstep/strategies/fsdp2.py",
+    "src/lockstep/strategies/sharded_optimizer.py",
+)
 def test_fsdp_shards_rows_as_chunk_does() -> None:
     """fully_shard gives each rank ceil(rows / ranks) rows, the last ranks fewer; full_tensor restores the bits."""
     assert facts()["rows_of_uneven_shards"] == [[2, True], [2, True], [1, True]]

@@ -171,6 +171,7 @@ def test_deepspeed_compares_executed_modules_by_a_function_of_this_name() -> Non
 
 @rests_on_it(
     "src/lockstep/strategies/fsdp2.py",
+    "src/lockstep/strategies/sharded_optimizer.py",
     "src/lockstep/strategies/engines/tensor_plans.py",
     "src/lockstep/strategies/engines/layers.py",
     "src/lockstep/distributed/sharded.py",

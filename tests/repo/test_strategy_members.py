@@ -21,7 +21,7 @@ def members(cls: type) -> set[str]:
 def every_class() -> list[Any]:
     """The strategies of the run file, and the classes that stand for one with some options."""
     from lockstep.strategies.engines.accelerated_sharding import AcceleratedFSDP2, AcceleratedZero
-    from lockstep.strategies.fsdp2 import ShardedOptimizer
+    from lockstep.strategies.sharded_optimizer import ShardedOptimizer
 
     named = [plugins.find("strategies", name) for name in plugins.built_in("strategies")]
     return [*named, ShardedOptimizer, AcceleratedFSDP2, AcceleratedZero]

@@ -14,7 +14,8 @@ from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
-from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer, ShardedWeights
+from lockstep.strategies.fsdp2 import FSDP2
+from lockstep.strategies.sharded_optimizer import ShardedOptimizer, ShardedWeights
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models

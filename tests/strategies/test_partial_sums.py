@@ -10,7 +10,7 @@ from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies import fsdp2
+from lockstep.strategies import sharded_optimizer
 from lockstep.strategies.exact.reduction_tree import most_held
 from support.harness import build_with_feed, run_on, tiny
 from support.tensor_writes import Written
@@ -39,7 +39,7 @@ def runs_of(name: str, ranks: int, options: dict[str, Any]) -> list[Run]:
 
 def at_most(world: World, runs: list[Run]) -> list[float]:
     """Return, for each run, the peak memory written in a step before its update, in full gradients of this model."""
-    fsdp2.BUCKET_BYTES = int(BUCKET * 2**20)
+    sharded_optimizer.BUCKET_BYTES = int(BUCKET * 2**20)
     found = []
     for run in runs:
         _, strategy, feed = build_with_feed(run, world)

@@ -19,10 +19,11 @@ from lockstep.strategies.allreduce import AllReduce
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.engines.accelerated_sharding import AcceleratedZero
 from lockstep.strategies.exact import exchange
-from lockstep.strategies.fsdp2 import FSDP2, ShardedOptimizer
+from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.hf_accelerate import HFAccelerate
 from lockstep.strategies.hf_trainer import HFTrainer
 from lockstep.strategies.pipeline import Pipeline
+from lockstep.strategies.sharded_optimizer import ShardedOptimizer
 from lockstep.strategies.zero1 import Zero1
 from lockstep.strategies.zero2 import Zero2
 from lockstep.strategies.zero3 import Zero3

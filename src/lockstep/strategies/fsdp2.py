@@ -1,20 +1,16 @@
-"""Sharded data parallelism: each rank keeps a part of the optimizer's state, and with FSDP2 of weights and gradients.
+"""Fully sharded data parallelism: each rank holds a part of the weights, the gradients and the optimizer's state.
 
-In: this rank's micro-batches. Out: the same update; each rank updates its shard. `strategy.name: fsdp2` covers two
-classes. `ShardedOptimizer` (`gather: step`) reduces gradients during the last backward, each to the rank that updates
-it, and all-gathers the new weights after the update: ZeRO stages 1 and 2, in tree order, without FSDP. `FSDP2`
-(`gather: micro_batch`) is PyTorch's FSDP: weights are gathered block by block when forward and backward need them, and
-a block's gradients are reduced and scattered at once. In exact runs, the scatter gives every rank its slice of each
-leaf, summed in tree order.
+In: this rank's micro-batches. Out: the same update; each rank updates its shard. PyTorch's FSDP2 gathers weights block
+by block when forward and backward need them, and a block's gradients are reduced and scattered at once. In exact runs,
+the scatter gives every rank its slice of each leaf, summed in tree order. `strategy.name: fsdp2` also covers
+`gather: step` (`sharded_optimizer.py`).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
@@ -47,12 +42,10 @@ from lockstep.strategies.engines.fsdp import (
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import parameter_groups, training_state
-from lockstep.strategies.exact.exchange import Scatter, buckets
 from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
-from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
-from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of, most_held, most_held_in_turns, share
-from lockstep.strategies.exact.rows import RowSlots, rows_between
+from lockstep.strategies.exact.reduce_schedule import links
+from lockstep.strategies.exact.reduction_tree import ReductionTree, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
@@ -60,81 +53,11 @@ from lockstep.strategies.exact.training_state import TrainedWeights, TrainingSta
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy, first_inputs
+from lockstep.strategies.sharded_optimizer import GATHERS, ShardedOptimizer
 from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
-
-BUCKET_BYTES = 25 * 2**20
-
-GATHERS = {"gather": ("step", "micro_batch")}  # options that `lockstep bench` tries
-
-
-class ShardedWeights(TrainedWeights):
-    """The weights of a rank that holds all of them and updates its rows of each."""
-
-    def __init__(self, model: nn.Module, masters: bool, world: World, mesh: DeviceMesh, links: LinkSpeeds) -> None:
-        self._world, self._mesh, self._links = world, mesh, links
-        super().__init__(model, masters)
-        cut = {i: p for i, p in enumerate(self.named.values()) if p.dim()}  # every rank updates the scalars
-        self._gathered = [[cut[i] for i in b] for b in buckets(cut, BUCKET_BYTES)]
-
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the rows of a whole tensor that this rank updates, sharded like a DTensor: the last ranks
-        have fewer or none."""
-        if not tensor.dim():
-            return tensor
-        each = -(-len(tensor) // self._world.size)
-        return tensor[self._world.rank * each : (self._world.rank + 1) * each]
-
-    @override
-    def own_parts(self) -> dict[str, nn.Parameter]:
-        """Return views of the whole weights: the optimizer writes where forward reads."""
-        return {name: nn.Parameter(self.rows(p.detach())) for name, p in self.named.items()}
-
-    @override
-    def to_dtensor(self, name: str, tensor: Tensor) -> Tensor:
-        whole = self.named[name]
-        if not whole.dim():
-            return tensor
-        return DTensor.from_local(
-            tensor, self._mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-
-    @override
-    def gradient(self, gradients: Sequence[Tensor]) -> Gradient:
-        parts = [
-            Part(n, p, g, 1.0 if p.dim() else 1 / self._world.size, self.to_dtensor)
-            for (n, p), g in zip(self.updated.items(), gradients, strict=True)
-        ]
-        return Gradient(parts, list(self.named), self._world.all_reduce)
-
-    @override
-    @torch.no_grad()
-    def changed(self) -> None:
-        """All-gather the updated rows. Collective."""
-        super().changed()
-        size = self._world.size
-        arriving, gathering = InFlight(), Gather(self._world.rank, size, self._links)
-        for parameters in self._gathered:
-            slots = RowSlots([p.shape for p in parameters], size)
-            own = parameters[0].new_zeros(slots.length)
-            torch._foreach_copy_(slots.own(own, self._world.rank), [self.rows(p.detach()) for p in parameters])
-            arriving.add(gathering.bucket(own, partial(slots.take, tensors=parameters)))
-        arriving.finish()
-
-
-class OptimizerShards(ReplicatedMemory):
-    """Memory with `gather: step`: the optimizer's state is divided."""
-
-    choice = ", weights gathered once a step"
-
-    @override
-    def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
-        bytes_of = super().bytes_held(job, state)
-        shared = {name: bytes_of[name] / job.processes for name in ("optimizer", "average") if name in bytes_of}
-        return bytes_of | shared
 
 
 class EngineShards(MemoryEstimate):
@@ -179,132 +102,6 @@ class ChoosesShards(EngineShards):
         return run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": options})})
 
 
-class InPlaceWrites(DryRun):
-    """The trial step of `ShardedOptimizer`, whose update needs weights that stay where they are in memory."""
-
-    @override
-    def check(self, effects: SideEffects) -> SideEffects:
-        agreed = super().check(effects)
-        if agreed.new_memory and not self.strategy.alone:
-            names = first_few(sorted(agreed.new_memory))
-            raise RunError(
-                "LS4190",
-                f"strategy.name: the model's forward gives {names} new memory (by `.data =`, or a new "
-                "parameter), but fsdp2 updates the old memory. Write into the weight in place "
-                "(`weight.copy_(...)` under torch.no_grad()), or use strategy.name=ddp",
-            )
-        return agreed
-
-
-class ShardedOptimizer(ReplicatedStrategy):
-    """`strategy.options`: `gather: step`, and no FSDP options."""
-
-    plugin = "strategies"  # a base: it has no name in a run file
-    facts = replace(
-        ReplicatedStrategy.facts, bench_options=GATHERS, waits_inside=("reduction", "overlapped", "optimizer")
-    )
-    memory = OptimizerShards()
-    recovery = ShardRecovery
-
-    @override
-    @classmethod
-    def check(cls, job: Job) -> None:
-        fsdp.check_options(job)
-
-    def __init__(self, job: Job, world: World) -> None:
-        super().__init__(job, world)
-        self.dry_run = InPlaceWrites(self)
-
-    # -- building ----------------------------------------------------------------------------------------------------
-
-    @override
-    def build(self, task: Task) -> None:
-        self.alone, self.links = self.world.size == 1, links(self.run.strategy, self.world)
-        if not self.alone:
-            size = (self.world.size,)
-            with self.world.forming():
-                self.mesh = init_device_mesh(
-                    self.world.device.type, size, mesh_dim_names=(self.world.mesh_axis("rank"),)
-                )
-        super().build(task)
-        self.buckets = buckets(dict(reversed(self.leaves.dense.items())), BUCKET_BYTES)  # in backward's order
-        shapes = [[self.parameters[i].shape for i in b] for b in self.buckets]
-        self.slots = [RowSlots(each, self.world.size) for each in shapes]
-
-    @override
-    def make_model(self) -> nn.Module:
-        return roomy(make_model(self.task, empty=True)) if self.build_empty else make_model(self.task)
-
-    @override
-    def make_weights(self, masters: bool) -> TrainedWeights:
-        if self.alone:
-            return super().make_weights(masters)
-        self.sharded = ShardedWeights(self.model, masters, self.world, self.mesh, self.links)
-        return self.sharded
-
-    # -- one step ----------------------------------------------------------------------------------------------------
-
-    @override
-    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult:
-        leaves = batch.count if self.run.strategy.exact else self.world.size
-        layout = layout_of(leaves, self.world.size, batch.shares)
-        self.scatter = Scatter(leaves, self.world.rank, self.world.size, links=self.links, layout=layout)
-        self.sent = 0  # buckets
-        return super().train_step(batch, learning_rate)
-
-    @override
-    def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:
-        self.travelling = last and self.run.strategy.exact and not self.alone
-        if not self.travelling:
-            return super().backward(micro, targets, last)
-        self.leaves.begin(micro.index)
-        return self.run_micro_batch(micro, targets)
-
-    @override
-    def on_grad_ready(self, position: int, parameter: Tensor) -> None:
-        super().on_grad_ready(position, parameter)
-        while (
-            self.travelling
-            and self.sent < len(self.buckets)
-            and self.leaves.with_gradient >= set(self.buckets[self.sent])
-        ):
-            with self.phases("reduction"):  # waits for the previous bucket, and so for other ranks
-                self.send()
-
-    def send(self) -> None:
-        """Send the next bucket: for each rank, its rows of this rank's partial nodes, which are then freed."""
-        positions = self.buckets[self.sent]
-        nodes = self.leaves.with_last_leaf(positions, [self.leaves.take(i) for i in positions])
-        self.scatter.submit({node: self.slots[self.sent].laid(tensors) for node, tensors in nodes.items()})
-        self.leaves.release(positions)
-        self.sent += 1
-
-    @override
-    def reduce(self) -> list[Tensor]:
-        """Return this rank's rows of the sums, in the order of `self.parameters`."""
-        if self.alone:
-            return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop_all()
-        if not self.run.strategy.exact:  # one leaf per rank: the sum by autograd
-            self.leaves.tree, self.leaves.node = ReductionTree(self.world.size), (0, self.world.rank)
-        self.travelling = False
-        while self.sent < len(self.buckets):
-            self.send()
-        rows = self.leaves.sum_rows(
-            self.leaves.with_last_leaf(self.rows, [self.leaves.take(i) for i in self.rows]), self.world
-        )
-        gradients = {i: self.own_rows(summed) for i, summed in rows.items()}
-        for positions, slots, sums in zip(self.buckets, self.slots, self.scatter.finish(), strict=True):
-            (slot,) = sums.values()
-            gradients |= zip(positions, slots.own(slot, self.world.rank), strict=True)
-        return [gradients[i] for i in range(len(self.parameters))]
-
-    def own_rows(self, gradient: Tensor) -> Tensor:
-        """Return this rank's rows of a row-sparse gradient."""
-        mine = self.sharded.rows(torch.arange(len(gradient)))
-        first = int(mine[0]) if len(mine) else 0
-        return rows_between(gradient, first, first + len(mine))
-
-
 class GatheredForward(DryRun):
     """The trial step of `FSDP2`, which gathers weights for a forward and replaces them by shards."""
 
@@ -314,7 +111,7 @@ class GatheredForward(DryRun):
 
         def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
             with torch.no_grad(), strategy.precision.autocast():
-                strategy.model(**first_inputs(strategy.task, strategy.world.device))
+                strategy.model(**layers.first_inputs(strategy.task, strategy.world.device))
             reshard(strategy.model)
 
         return [call]

@@ -29,7 +29,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import World, all_reduce
 from lockstep.strategies.dry_run import WithoutForwards
-from lockstep.strategies.engines import blocks, cuts, pipelining
+from lockstep.strategies.engines import blocks, cuts, layers, pipelining
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.pipelining import (
     Links,
@@ -49,7 +49,6 @@ from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import DataShard, Strategy, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
@@ -233,7 +232,7 @@ class Pipeline(Strategy):
         model = make_model(task, empty=self.build_empty or not self.world.is_main)
         refuse_own_tensors(model, "strategy.name: pipeline", "strategy.name=ddp")
         if not self.build_empty:
-            call = partial(call_on_cpu, model, task)
+            call = partial(layers.call_on_cpu, model, task)
             refuse_writes(model, self.world, call, "strategy.name: pipeline", "strategy.name=ddp")
         self.cut = (cuts.SequentialCut if task.own_model else Cut)(model, self.stages)
         self.cut_parts = [self.cut.part(i) for i in range(self.stage_rank, self.stages, self.ranks)]

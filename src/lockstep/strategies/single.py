@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -76,7 +75,7 @@ class ReplicatedStrategy(Strategy):
         for position, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.on_grad_ready, position))
         with self.precision.autocast():  # some attention kernels support bf16 only
-            uses = layers.uses(self.model, first_inputs(task, self.world.device)) if exact else {}
+            uses = layers.uses(self.model, layers.first_inputs(task, self.world.device)) if exact else {}
         whole = run.model.compile == "whole"  # its code returns dense gradients
         plain = exact and not run.model.trained_in_bfloat16 and not whole
         sparse = row_sparse(self.model, self.world.device, uses) if plain else set()
@@ -213,14 +212,3 @@ class Single(ReplicatedStrategy):
     @override
     def reduce(self) -> list[Tensor]:
         return self.leaves.tree.root if self.run.strategy.exact else self.leaves.pop_all()
-
-
-def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the model inputs of the first two training examples."""
-    columns = task.splits["train"]
-    return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
-
-
-def call_on_cpu(model: nn.Module, task: Task) -> None:
-    """Run forward on the first two examples on the CPU, before the model is sharded."""
-    model(**first_inputs(task, torch.device("cpu")))

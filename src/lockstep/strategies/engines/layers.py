@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from lockstep.data.job import Job
 from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
+from lockstep.tasks.task import Task
 
 # Families that call their layers' `forward` directly (Reformer: again in its own backward), bypassing the hooks with
 # which FSDP gathers a layer's weights.
@@ -402,3 +404,14 @@ def tensor_plan(section: ModelSection, ranks: int, prefix: str = "") -> dict[str
                 f"{getattr(config, name)} {name}; choose a number that does",
             )
     return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}
+
+
+def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
+    """Return the model inputs of the first two training examples."""
+    columns = task.splits["train"]
+    return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
+
+
+def call_on_cpu(model: nn.Module, task: Task) -> None:
+    """Run forward on the first two examples on the CPU, before the model is sharded."""
+    model(**first_inputs(task, torch.device("cpu")))

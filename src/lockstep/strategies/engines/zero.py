@@ -39,7 +39,6 @@ from lockstep.strategies.exact.reduction_tree import most_held, most_held_in_tur
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.observer import observing
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.single import call_on_cpu
 from lockstep.strategies.strategy import Recomputation, Strategy
 from lockstep.tasks.task import Task
 
@@ -197,7 +196,7 @@ class DeepSpeedStrategy(Strategy):
             order: list[str] = []  # call order of modules in a forward on rank 0
 
             def call() -> None:
-                names = layers.call_order(self.model, partial(call_on_cpu, self.model, task))
+                names = layers.call_order(self.model, partial(layers.call_on_cpu, self.model, task))
                 if self.model.training:  # it is called in evaluation mode, too, where a model may use other weights
                     order[:] = names
 

@@ -1,8 +1,8 @@
 """Collectives that add gradients in the order of the reduction tree.
 
 In: each rank's partial sums of the tree (`reduction_tree.py`), bucket by bucket. Out: the sum over ranks, or this
-rank's slot of it, with the same bits for any number of ranks. Called by the strategies: `allreduce.py`, `fsdp2.py`,
-`pipeline.py`, `engines/hooked_ddp.py` and `engines/zero_sums.py`.
+rank's slot of it, with the same bits for any number of ranks. Called by the strategies: `allreduce.py`,
+`sharded_optimizer.py`, `pipeline.py`, `engines/hooked_ddp.py` and `engines/zero_sums.py`.
 """
 
 from __future__ import annotations
