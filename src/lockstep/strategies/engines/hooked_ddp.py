@@ -47,7 +47,7 @@ class HookedMemory(ReplicatedMemory):
         return super().partial_sums(job) + 4.0 * (job.processes > 1 and bool(job.run.strategy.exact))
 
 
-class Overlap:
+class OverlappedSums:
     """The gradients of a model in a DDP wrapper: who sums them, and what of a step has been sent. Every method but the
     hook is collective."""
 
@@ -180,7 +180,7 @@ class WrapperRecovery(ReplicaRecovery):
         strategy = self.strategy
         strategy.wrapped, strategy.update.optimizer = strategy.model, strategy.update.stepper
         strategy.overlap.release()
-        strategy.overlap = Overlap(strategy)
+        strategy.overlap = OverlappedSums(strategy)
 
     @override
     def attach_group(self) -> None:
@@ -202,7 +202,7 @@ class Hooked(ReplicatedStrategy):
     @override
     def build(self, task: Task) -> None:
         super().build(task)
-        self.overlap = Overlap(self)
+        self.overlap = OverlappedSums(self)
         ignored = [
             name for i, name in enumerate(self.weights.named) if i in self.rows
         ]  # row-sparse, reduced separately
