@@ -1,4 +1,4 @@
-"""What lockstep assumes about `accelerate launch`, whose main function its launcher calls."""
+"""Assumptions about `accelerate launch`, whose main function its launcher calls."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def command(processes: int, *more: str) -> list[str]:
 
 
 @rests_on_it("src/lockstep/launchers/accelerate.py", "src/lockstep/launchers/processes/accelerate_launch.py")
-def test_main_of_accelerate_runs_torchs_for_several_processes(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """main() reads sys.argv, and with --multi_gpu calls torch.distributed.run.run in its own process, with processes
-    per machine = num_processes / num_machines, the machine's rank, the address and what is to run, on a machine
-    without GPUs too; meanwhile os.environ has OMP_NUM_THREADS as --num_cpu_threads_per_process. What run raises comes
-    out of main, a SignalException too."""
+def test_accelerate_launch_calls_torch_run_for_several_processes(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """main() reads sys.argv. With --multi_gpu, also on a machine without GPUs, it calls torch.distributed.run.run in
+    its own process with the number of processes per machine (num_processes / num_machines), the machine rank, the
+    address and the command. During the call, OMP_NUM_THREADS in os.environ is --num_cpu_threads_per_process. Exceptions
+    of run, SignalException included, propagate out of main."""
     import torch.distributed.run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -64,11 +64,9 @@ def test_main_of_accelerate_runs_torchs_for_several_processes(launch: Any, monke
 
 
 @rests_on_it("src/lockstep/launchers/accelerate.py", "src/lockstep/launchers/processes/accelerate_launch.py")
-def test_one_process_of_accelerate_is_a_child_and_its_failure_an_error(
-    launch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For one process, main() starts python -m MODULE and waits; a status other than 0 is a CalledProcessError, so the
-    command ends with 1 whatever the status was. The child has ACCELERATE_MIXED_PRECISION, and no RANK."""
+def test_accelerate_runs_a_single_process_as_a_child(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one process, main() starts python -m MODULE and waits. A nonzero exit status raises CalledProcessError, so
+    the command always exits with 1. The child's environment has ACCELERATE_MIXED_PRECISION and no RANK."""
     import subprocess
 
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -95,9 +93,9 @@ def test_one_process_of_accelerate_is_a_child_and_its_failure_an_error(
 
 
 @rests_on_it("src/lockstep/launchers/accelerate.py", "src/lockstep/launchers/start.py")
-def test_cpu_makes_one_process_of_several(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--cpu with several processes starts a single one; with --multi_gpu it is refused, as is --multi_gpu for one
-    process."""
+def test_cpu_starts_a_single_process(launch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--cpu starts one process even if several are requested. --cpu with --multi_gpu raises, and so does --multi_gpu
+    with one process."""
     called: list[str] = []
     monkeypatch.setattr(launch, "simple_launcher", lambda args: called.append("one"))
     monkeypatch.setattr(launch, "multi_gpu_launcher", lambda args: called.append("several"))
@@ -111,11 +109,9 @@ def test_cpu_makes_one_process_of_several(launch: Any, monkeypatch: pytest.Monke
 
 
 @rests_on_it("src/lockstep/launchers/processes/accelerate_config.py")
-def test_a_file_of_accelerate_config_overrides_and_is_refused_with_unknown_keys(
-    launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    """load_config_from_file reads YAML and JSON; options of the command line come before the file's; distributed_type
-    FSDP or DEEPSPEED of a file holds only if no kind of launcher was named."""
+def test_config_files_of_accelerate(launch: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """load_config_from_file reads YAML and JSON and raises for unknown keys. Command line options override the file.
+    distributed_type FSDP or DEEPSPEED of a file applies only if the command line names no kind of launcher."""
     file = tmp_path / "config.yaml"
     file.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\nnum_machines: 3\n"

@@ -1,4 +1,4 @@
-"""What lockstep assumes about pyarrow: arrays from Python values, schemas, files, comparisons of columns."""
+"""Assumptions about pyarrow: arrays from Python values, schemas, files, comparisons of columns."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def written(path: Path, table: pa.Table) -> Path:
     "src/lockstep/data/usable_rows.py",
     "src/lockstep/tasks/image_classification.py",
 )
-def test_values_become_a_type_or_raise() -> None:
-    """pa.array with a type raises for integers that do not fit, for truths and texts as numbers, numbers as texts,
-    lone surrogates, and numpy's floats with a fraction; Python's floats it cuts off to integers. Rows of lists can be
-    numpy's; keys that a structure lacks are left out, and missing ones are null."""
+def test_pa_array_converts_values_or_raises() -> None:
+    """pa.array with a type raises for integers out of range, booleans and strings as numbers, numbers as strings, lone
+    surrogates, and numpy floats with a fraction; it truncates Python floats to integers. Rows of lists may be numpy
+    arrays. Keys that a struct type lacks are dropped, and missing keys are null."""
     wrong: list[tuple[Any, pa.DataType]] = [
         ([2**40], pa.int32()),
         (np.array([2**40]), pa.int32()),
@@ -61,9 +61,9 @@ def test_values_become_a_type_or_raise() -> None:
     "src/lockstep/data/raw_rows.py",
     "src/lockstep/tasks/masked_language_modeling.py",
 )
-def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema() -> None:
-    """ListArray.from_arrays takes numpy's int32 offsets, also of empty lists; record_batch casts columns to the types
-    of its schema, in lists too, and raises where numbers do not fit; filter leaves out null and False."""
+def test_list_arrays_from_offsets_and_casts_to_a_schema() -> None:
+    """ListArray.from_arrays takes numpy's int32 offsets, also for empty lists. record_batch casts columns, nested lists
+    included, to its schema and raises if a number does not fit. filter drops rows whose mask is null or False."""
     lists = pa.ListArray.from_arrays(np.array([0, 2, 2, 3], np.int32), np.array([1, 2, 3], np.int64))
     assert lists.to_pylist() == [[1, 2], [], [3]]
     schema = pa.schema([("x", pa.list_(pa.int32()))])
@@ -83,10 +83,9 @@ def test_lists_are_built_of_offsets_and_batches_have_the_types_of_their_schema()
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/tasks/modules/dataset.py",
 )
-def test_combined_batches_are_one_and_none_are_no_batch() -> None:
-    """combine_chunks().to_batches() merges several batches into one, in order; a table with a schema and no batches
-    gives none. A slice of a column in a mapping makes a batch of that slice; slice(at, count) of a batch has those
-    rows."""
+def test_combine_chunks_gives_one_batch() -> None:
+    """combine_chunks().to_batches() merges all batches into one, in order; a table without batches gives none. A slice
+    of a table's column can become a record batch of that slice. batch.slice(start, count) has those rows."""
     parts = [pa.record_batch({"x": pa.array(values)[1:]}) for values in ([9, 1], [9, 2, 3])]
     (whole,) = pa.Table.from_batches(parts).combine_chunks().to_batches()
     assert whole.to_pydict() == {"x": [1, 2, 3]}
@@ -100,10 +99,10 @@ def test_combined_batches_are_one_and_none_are_no_batch() -> None:
     "src/lockstep/data/cache.py",
     "src/lockstep/data/row_reader.py",
 )
-def test_metadata_of_a_schema_is_in_the_file_and_is_left_out_by_name(tmp_path: Path) -> None:
-    """from_pylist takes a schema of names of types, with null for absent keys, and uint64 exactly; an IPC stream keeps
-    the schema's metadata, as bytes; replace_schema_metadata(None) and schema(list(...)) leave it out, and concat_tables
-    then accepts what differs in it alone."""
+def test_schema_metadata_is_stored_and_can_be_removed(tmp_path: Path) -> None:
+    """from_pylist takes a schema, keeps uint64 exactly and fills absent keys with null. An IPC stream stores the
+    schema's metadata as bytes. replace_schema_metadata(None) and schema(list(...)) remove it; concat_tables then
+    accepts tables that differ only in metadata."""
     schema = pa.schema({"a": "int64", "hash": "uint64"}).with_metadata({"told": '{"x": 1}'})
     table = pa.Table.from_pylist([{"a": 1, "hash": 2**64 - 1, "z": 0}, {"hash": 0}], schema)
     with pa.memory_map(str(written(tmp_path / "a", table))) as mapped:
@@ -128,10 +127,10 @@ def test_metadata_of_a_schema_is_in_the_file_and_is_left_out_by_name(tmp_path: P
     "src/lockstep/data/usable_rows.py",
     "src/lockstep/data/value_types.py",
 )
-def test_a_file_of_batches_is_read_by_number_and_is_no_stream(tmp_path: Path) -> None:
-    """An IPC file, compressed by lz4 too, has as many batches as write_table was given tables of one batch; get_batch
-    reads one, which stays after the map is closed. A stream is no file and a file no stream: each raises ArrowInvalid,
-    an empty file too; a missing one FileNotFoundError."""
+def test_ipc_files_and_streams_are_different_formats(tmp_path: Path) -> None:
+    """An IPC file, with lz4 compression too, has one batch per write_table call with a one-batch table. get_batch reads
+    one batch, which stays valid after the memory map is closed. Reading a stream as a file, a file as a stream, or an
+    empty file raises ArrowInvalid; a missing file raises FileNotFoundError."""
     options, path = pa.ipc.IpcWriteOptions(compression="lz4"), tmp_path / "file"
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, pa.schema({"a": "int32"}), options=options) as out:
         for values in ([1, 2, 3], [7]):
@@ -156,9 +155,9 @@ def test_a_file_of_batches_is_read_by_number_and_is_no_stream(tmp_path: Path) ->
     "src/lockstep/data/arrow_cache.py",
     "src/lockstep/data/cache.py",
 )
-def test_the_end_of_a_parquet_file_says_its_groups_and_types(tmp_path: Path) -> None:
-    """ParquetFile has num_row_groups, and metadata with rows and bytes of each; read_schema and schema_arrow keep the
-    schema's metadata; a damaged file raises an ArrowException, a missing one FileNotFoundError."""
+def test_parquet_footer_has_row_groups_and_schema(tmp_path: Path) -> None:
+    """ParquetFile has num_row_groups, and rows and bytes of each row group in metadata. read_schema and schema_arrow
+    keep the schema's metadata. A damaged file raises an ArrowException, a missing one FileNotFoundError."""
     table = pa.table({"a": [1, 2, 3]}).replace_schema_metadata({"k": "v"})
     pq.write_table(table, tmp_path / "a", row_group_size=2)
     with pq.ParquetFile(tmp_path / "a") as file:
@@ -175,9 +174,9 @@ def test_the_end_of_a_parquet_file_says_its_groups_and_types(tmp_path: Path) -> 
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/raw_rows.py")
-def test_what_a_comparison_with_nulls_and_nan_gives() -> None:
-    """is_null(nan_is_null=True) is also true for NaN, and takes texts and lists; `or_` of a truth and null is null;
-    comparisons of NaN are False, but is_in finds NaN; invert of null is null, and fill_null replaces it."""
+def test_null_and_nan_in_comparisons() -> None:
+    """is_null(nan_is_null=True) is true for NaN too, and accepts strings and lists. `or_` of a boolean and null is
+    null. Comparisons with NaN are False, but is_in matches NaN. invert of null is null, and fill_null replaces it."""
     assert pc.is_null(pa.array([float("nan"), None, 1.0]), nan_is_null=True).to_pylist() == [True, True, False]
     for values in (["", None], [[], None]):
         assert pc.is_null(pa.array(values), nan_is_null=True).to_pylist() == [False, True]
@@ -192,10 +191,10 @@ def test_what_a_comparison_with_nulls_and_nan_gives() -> None:
 @rests_on_it(
     "src/lockstep/data/usable_rows.py", "src/lockstep/data/arrow_cache.py", "src/lockstep/data/lm_documents.py"
 )
-def test_numbers_are_compared_exactly_or_not_at_all() -> None:
-    """A comparison of integers with a float, and a cast to float64, raise ArrowInvalid for integers beyond 2**53; with
-    a larger integer they are compared as numbers; uint64 beyond 2**63 with an integer raises; float16 has no kernel:
-    an ArrowException. A float64 cast to float32 is rounded, so 0.7 is found among float32."""
+def test_number_comparisons_are_exact_or_raise() -> None:
+    """Comparing integers beyond 2**53 with a float, or casting them to float64, raises ArrowInvalid; with a larger
+    integer they compare as numbers. uint64 beyond 2**63 compared with an integer raises. float16 has no comparison
+    kernel: an ArrowException. A float64 value cast to float32 is rounded, so 0.7 matches in a float32 column."""
     big = pa.array([2**53 + 1, 5])
     for call in (lambda: big.cast(pa.float64()), lambda: pc.greater_equal(big, 5.5)):
         with pytest.raises(pa.ArrowInvalid):
@@ -213,9 +212,9 @@ def test_numbers_are_compared_exactly_or_not_at_all() -> None:
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
-def test_fields_of_structures_and_items_of_lists_are_null_where_their_holder_is() -> None:
-    """struct_field of a null structure is null, also in a slice; list_value_length and list_flatten take lists of a
-    fixed size, too, and skip nulls; take of an index beyond the array raises."""
+def test_null_structs_and_lists() -> None:
+    """struct_field of a null struct is null, also in a slice. list_value_length and list_flatten accept fixed-size
+    lists and skip null lists. take with an index out of range raises."""
     structures = pa.array([{"a": 9}, None, {"a": 1}])[1:]
     assert pc.struct_field(structures, [0]).to_pylist() == [None, 1]
     fixed = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int8(), 2))
@@ -227,10 +226,10 @@ def test_fields_of_structures_and_items_of_lists_are_null_where_their_holder_is(
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/stream.py", "src/lockstep/data/lm_documents.py")
-def test_kinds_of_types_do_not_include_each_other() -> None:
-    """is_list, is_large_list and is_fixed_size_list are each true for one kind of list, and is_string is false for
-    large strings; is_floating is true for float16, and false, like is_integer, for decimals and booleans; JSON's type
-    is an extension type, not a string."""
+def test_type_predicates_are_exclusive() -> None:
+    """is_list, is_large_list and is_fixed_size_list are each true for one kind of list only. is_string is false for
+    large strings. is_floating is true for float16; is_floating and is_integer are false for decimals and booleans.
+    JSON's type is an extension type, not a string."""
     kinds = [pa.list_(pa.int8()), pa.large_list(pa.int8()), pa.list_(pa.int8(), 2)]
     tests = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     assert [[test(kind) for test in tests] for kind in kinds] == np.eye(3, dtype=bool).tolist()
@@ -243,8 +242,8 @@ def test_kinds_of_types_do_not_include_each_other() -> None:
 
 @rests_on_it("src/lockstep/data/file_formats.py")
 def test_a_compressed_stream_of_zstd_is_read_as_bytes(tmp_path: Path) -> None:
-    """CompressedInputStream of zstd reads the bytes that CompressedOutputStream wrote, from a path or from a Python
-    file, and raises an OSError or ArrowException for other bytes."""
+    """CompressedInputStream reads, from a path or a Python file, the bytes that CompressedOutputStream compressed with
+    zstd. It raises OSError or ArrowException if the input is not zstd."""
     with pa.OSFile(str(tmp_path / "a"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as out:
         out.write(b"text" * 1000)
     with open(tmp_path / "a", "rb") as own:

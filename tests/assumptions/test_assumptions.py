@@ -21,7 +21,7 @@ TESTS = [
 
 
 @pytest.mark.parametrize("test", TESTS)
-def test_what_rests_on_it_is_there(test: ast.FunctionDef) -> None:
+def test_each_assumption_names_existing_files(test: ast.FunctionDef) -> None:
     marks = [each for each in test.decorator_list if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
     files = [
         ast.literal_eval(file) for mark in marks if getattr(mark.func, "id", "") == "rests_on_it" for file in mark.args
@@ -31,7 +31,7 @@ def test_what_rests_on_it_is_there(test: ast.FunctionDef) -> None:
     assert ast.get_docstring(test), "says no sentence"
 
 
-def test_a_failure_says_the_sentence_and_the_file() -> None:
+def test_a_failure_shows_the_assumption_and_its_files() -> None:
     @rests_on_it("src/lockstep/cli.py")
     def wrong() -> None:
         """One is two."""

@@ -1,4 +1,4 @@
-"""What lockstep assumes about autograd, modules, hooks and autocast."""
+"""Assumptions about autograd, modules, hooks and autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.assumed import rests_on_it
 
 
 @rests_on_it("src/lockstep/strategies/single.py", "src/lockstep/strategies/engines/zero_sums.py")
-def test_a_weight_used_twice_is_told_of_once() -> None:
+def test_post_accumulate_hook_runs_once_per_backward() -> None:
     """A post-accumulate hook runs once for each backward, after all uses of the weight have been added to .grad."""
     weight = nn.Parameter(torch.ones(2))
     seen: list[list[float]] = []
@@ -27,7 +27,8 @@ def test_a_weight_used_twice_is_told_of_once() -> None:
 
 @rests_on_it("src/lockstep/strategies/observer.py", "src/lockstep/proof/replay_rank.py")
 def test_a_tensor_hook_sees_one_backward_alone() -> None:
-    """A hook of register_hook on a weight gets this backward's gradient, whatever .grad holds already."""
+    """A register_hook hook on a weight receives the gradient of the current backward only, not what .grad already
+    holds."""
     weight = nn.Parameter(torch.ones(2))
     seen: list[list[float]] = []
     weight.register_hook(lambda gradient: seen.append(gradient.tolist()))
@@ -62,7 +63,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/update.py")
-def test_a_gradient_lies_in_memory_as_its_weight_does() -> None:
+def test_a_gradient_has_the_layout_of_its_weight() -> None:
     """.grad of a contiguous weight is contiguous, even if the matrix product returns its gradient as a transposed
     matrix."""
     weight = nn.Parameter(torch.randn(3, 5))
@@ -144,7 +145,8 @@ def test_a_recomputed_layer_has_the_same_bits_and_dropout() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/side_effects.py", "src/lockstep/strategies/engines/blocks.py")
 def test_a_recomputed_layer_writes_its_buffers_twice() -> None:
-    """checkpoint runs a layer's forward again in backward, with writes to buffers: a BatchNorm counts two batches."""
+    """checkpoint runs a layer's forward again in backward, and with it writes to buffers: a BatchNorm counts two
+    batches."""
     norm = nn.BatchNorm1d(2)
     checkpoint(norm, torch.randn(4, 2, requires_grad=True), use_reentrant=False).sum().backward()
     assert norm.num_batches_tracked is not None
@@ -163,8 +165,8 @@ def test_hooks_run_in_the_order_of_their_registration() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
-def test_the_node_that_was_made_last_runs_first() -> None:
-    """Of the autograd nodes whose gradients are complete, the one created last runs first."""
+def test_backward_runs_the_newest_ready_node_first() -> None:
+    """Among autograd nodes whose gradients are complete, the node created last runs first."""
     x = torch.ones(1, requires_grad=True)
     seen: list[str] = []
     first, second = x * 2, x * 3
@@ -212,7 +214,7 @@ def test_a_deep_copy_keeps_ties() -> None:
 @rests_on_it(
     "src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/pipeline.py", "src/lockstep/training/resolve.py"
 )
-def test_a_model_on_meta_draws_nothing() -> None:
+def test_a_model_on_meta_draws_no_random_numbers() -> None:
     """Modules created on the meta device have shapes, dtypes and ties, and draw nothing from torch's generator."""
     before = torch.get_rng_state()
     with torch.device("meta"):
@@ -251,7 +253,7 @@ def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/tasks/models/inference.py")
-def test_evaluation_draws_nothing() -> None:
+def test_dropout_in_eval_draws_no_random_numbers() -> None:
     """Dropout in eval() draws nothing from torch's generator."""
     layer = nn.Dropout(0.5).eval()
     before = torch.get_rng_state()
@@ -272,9 +274,9 @@ def test_a_layer_norm_in_bfloat16_depends_on_threads() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/blocks.py")
 def test_a_recomputation_runs_in_a_context_of_its_own() -> None:
-    """checkpoint(use_reentrant=False) asks context_fn once, before it runs the function within the first context; the
-    second is around the run in backward, and is left also where that run is cut short, by an exception of torch's own
-    within it."""
+    """checkpoint(use_reentrant=False) calls context_fn once, before it runs the function within the first context. The
+    second context surrounds the recomputation in backward, and is exited also if torch stops the recomputation early by
+    an internal exception."""
     log: list[Any] = []
 
     @contextlib.contextmanager
@@ -302,10 +304,10 @@ def test_a_recomputation_runs_in_a_context_of_its_own() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/tensor_leaves.py")
-def test_a_function_gets_zeros_for_results_that_nobody_uses() -> None:
-    """The backward of an autograd.Function with several results gets a tensor of zeros for a result that has no
-    gradient; a result that is a view of an input by view_as is another tensor with its own gradient; None for an
-    argument that is no tensor is taken."""
+def test_function_backward_gets_zeros_for_unused_outputs() -> None:
+    """The backward of an autograd.Function with several outputs receives a tensor of zeros for an output without a
+    gradient. An output returned as input.view_as(input) is a separate tensor with its own gradient. backward may return
+    None for an argument that is not a tensor."""
 
     class Spread(torch.autograd.Function):
         @staticmethod
@@ -327,10 +329,9 @@ def test_a_function_gets_zeros_for_results_that_nobody_uses() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/tensor_leaves.py")
-def test_a_subclass_sees_each_function_of_torch() -> None:
-    """A Tensor subclass made by as_subclass gets functions, methods, operators and item assignment through
-    __torch_function__, also those of a module's forward, with these names, and may return anything; its attributes
-    stay."""
+def test_a_tensor_subclass_receives_every_torch_call() -> None:
+    """A Tensor subclass made by as_subclass receives functions, methods, operators and item assignment, also within a
+    module's forward, through __torch_function__ under these names. It may return anything. Its attributes stay."""
     names: list[str] = []
 
     class Own(torch.Tensor):
@@ -362,10 +363,10 @@ def test_a_subclass_sees_each_function_of_torch() -> None:
     "src/lockstep/strategies/exact/reduction_tree.py",
     "src/lockstep/strategies/exact/leaf_gradients.py",
 )
-def test_sums_of_sparse_rows_are_those_of_dense_ones() -> None:
-    """The sum of two coalesced row-sparse tensors, coalesced, has the bits of the dense sum, also -0.0 + nothing = 0.0;
-    to_sparse(1) of a dense one keeps the rows that hold another number than 0.0 and -0.0, NaN too; is_coalesced is
-    believed; torch.cat writes into a slice that is its `out`."""
+def test_sums_of_sparse_rows_equal_dense_sums() -> None:
+    """The coalesced sum of two coalesced row-sparse tensors has the bits of the dense sum, -0.0 + nothing = 0.0
+    included. to_sparse(1) of a dense tensor keeps rows with a value other than 0.0 and -0.0, NaN included. torch does
+    not verify is_coalesced. torch.cat can write into a slice passed as `out`."""
     drawn = torch.Generator().manual_seed(0)
     parts = []
     for rows in ([1, 3, 4], [0, 1, 4]):
@@ -389,11 +390,11 @@ def test_sums_of_sparse_rows_are_those_of_dense_ones() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/side_effects.py", "src/lockstep/strategies/engines/cuts.py")
-def test_hooks_copies_and_places_of_weights() -> None:
-    """A weight's `_backward_hooks` is None before its first hook, then a mapping by the handle's id, from which a hook
-    can be deleted. `_cdata` of storages is equal for views and detached tensors, and differs for copies. A deep copy
-    puts what its memo has under id() in the place of a weight; set_submodule takes a path, and get_submodule("") is the
-    module itself; named_modules and named_parameters with remove_duplicate=False have every name."""
+def test_weight_hooks_storages_deep_copies_and_submodule_names() -> None:
+    """A weight's `_backward_hooks` is None before its first hook, then a mapping from handle id to hook, from which
+    hooks can be deleted. `_cdata` of storages is equal for views and detached tensors, and differs for copies. deepcopy
+    replaces a weight by the memo's entry under its id(). set_submodule takes a path, and get_submodule("") returns the
+    module itself. named_modules and named_parameters with remove_duplicate=False list every name."""
     weight = nn.Parameter(torch.ones(2))
     assert weight._backward_hooks is None
     handle = weight.register_hook(lambda gradient: gradient * 2)

@@ -1,4 +1,4 @@
-"""What lockstep assumes about Ray Train, Kubeflow's interface, botocore, SageMaker's toolkit and its image tables."""
+"""Assumptions about Ray Train, Kubeflow's interface, botocore, SageMaker's toolkit and its image tables."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def test_ray_workers_know_their_ranks(ray_facts: dict[str, Any]) -> None:
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
 @pytest.mark.long  # starting a Ray cluster takes two minutes
-def test_ray_forms_no_group_where_its_backend_does_none(ray_facts: dict[str, Any]) -> None:
-    """A TorchConfig whose backend_cls is Backend forms no process group; the function runs in a separate thread, where
-    Python receives no signals."""
+def test_ray_forms_no_process_group_with_the_base_backend(ray_facts: dict[str, Any]) -> None:
+    """A TorchConfig whose backend_cls is Backend forms no process group. The training function runs in a separate
+    thread, where Python handles no signals."""
     assert {row["group"] for row in ray_facts["rows"]} == {False}
     assert {row["main thread"] for row in ray_facts["rows"]} == {False}
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/ray_train.py")
 @pytest.mark.long  # starting a Ray cluster takes two minutes
-def test_ray_tells_what_a_worker_raised(ray_facts: dict[str, Any]) -> None:
-    """If a worker's function raises more often than max_failures, fit raises an error that names the worker's error."""
+def test_ray_reports_a_workers_error(ray_facts: dict[str, Any]) -> None:
+    """If a worker fails more often than max_failures, fit raises an error that contains the worker's error."""
     (error,) = ray_facts["fit"]
     assert "rank 1 went" in error
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py")
-def test_kubeflow_counts_jobs_that_only_wait() -> None:
+def test_kubeflow_counts_pending_jobs_as_active() -> None:
     """In a TrainJob's jobsStatus, `active` also counts child Jobs with a pending pod; `ready` counts Jobs whose pods
     all run or have ended."""
     pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
@@ -85,8 +85,9 @@ def test_kubeflow_counts_jobs_that_only_wait() -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/kubernetes_manifests.py",
 )
 def test_kubeflow_names_pods_by_their_job_set() -> None:
-    """Jobs of a JobSet are called NAME-node-0; a Job's exit code rules know FailJob, Ignore and Count; a TrainJob can
-    be suspended; the SDK waits for Complete and Failed, and finds pods by jobset-name and step."""
+    """Jobs of a JobSet are named NAME-node-0. The actions for a Job's exit code are FailJob, Ignore and Count. A
+    TrainJob can be suspended. The SDK waits for Complete and Failed, and finds pods by the labels jobset-name and step.
+    """
     pytest.importorskip("kubeflow_trainer_api", reason="needs the extra cloud-tests")
     from kubeflow_trainer_api.models.io_k8s_api_batch_v1_pod_failure_policy_rule import (
         IoK8sApiBatchV1PodFailurePolicyRule as Rule,
@@ -114,7 +115,7 @@ def sagemaker() -> Any:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_job.py")
-def test_states_of_a_training_job_are_these(sagemaker: Any) -> None:
+def test_states_of_a_training_job(sagemaker: Any) -> None:
     """A training job is InProgress, Stopping, Stopped, Completed, Failed or Deleting; its secondary status before
     Training is Starting, Pending, LaunchingMLInstances, PreparingTrainingStack, Downloading or
     DownloadingTrainingImage."""
@@ -131,9 +132,9 @@ def test_states_of_a_training_job_are_these(sagemaker: Any) -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_request.py",
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker.py",
 )
-def test_botocore_compares_a_request_with_names_and_types(sagemaker: Any) -> None:
+def test_botocore_checks_names_and_types_of_a_request(sagemaker: Any) -> None:
     """ParamValidator reports unknown fields, missing fields and wrong types in a request, but not values outside an
-    enum, mismatched patterns or texts that are too long; instance types are listed in the shape's `enum`."""
+    enum, patterns that do not match or strings that are too long. Instance types are listed in the shape's `enum`."""
     from botocore.validate import ParamValidator
 
     shape = sagemaker.operation_model("CreateTrainingJob").input_shape
@@ -174,8 +175,8 @@ def sagemaker_tables() -> dict[str, Any]:
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/aws.py")
 def test_the_sagemaker_sdk_has_these_images(sagemaker_tables: dict[str, Any]) -> None:
-    """sagemaker-core's table pytorch-amzn2023 has, for each version and region of lockstep's, this account, the
-    repository pytorch and this tag."""
+    """sagemaker-core's table pytorch-amzn2023 has the account, repository (pytorch) and tag of lockstep's table for
+    each of its versions and regions."""
     versions = sagemaker_tables["pytorch-amzn2023"]["training"]["versions"]
     for version, (gpu, cpu) in aws.TAGS.items():
         row = versions[version]
@@ -198,8 +199,9 @@ def test_only_chinese_regions_have_another_domain() -> None:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/aws.py")
-def test_the_sagemaker_sdk_counts_as_many_gpus(sagemaker_tables: dict[str, Any]) -> None:
-    """sagemaker-core's table instance_gpu_info has the number of GPUs of lockstep's for each type that both know."""
+def test_gpu_counts_equal_those_of_the_sagemaker_sdk(sagemaker_tables: dict[str, Any]) -> None:
+    """For each instance type in both tables, sagemaker-core's instance_gpu_info has the number of GPUs of lockstep's
+    table."""
     regions = sagemaker_tables["instance_gpu_info"].values()
     counts = {name: facts["Count"] for types in regions for name, facts in types.items()}
     known = {name: count for name, count in counts.items() if aws.gpus_of(name) is not None}
@@ -219,7 +221,7 @@ print(json.dumps([made.hyperparameters, environment.output_dir, environment.mode
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py")
-def test_sagemaker_says_who_the_hosts_are(tmp_path: Path) -> None:
+def test_sagemaker_toolkit_describes_hosts(tmp_path: Path) -> None:
     """SageMaker's toolkit reads hosts, current_host and network_interface_name from input/config/resourceconfig.json
     and exports them as SM_HOSTS (JSON), SM_CURRENT_HOST and SM_NETWORK_INTERFACE_NAME; hyperparameters.json holds
     values as JSON strings; errors are written to output/failure, and the model to model/."""
@@ -239,7 +241,7 @@ def test_sagemaker_says_who_the_hosts_are(tmp_path: Path) -> None:
 
 
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py")
-def test_a_secret_is_a_text_by_this_name() -> None:
+def test_get_secret_value_returns_a_string() -> None:
     """AWS Secrets Manager's GetSecretValue takes SecretId and answers with SecretString, a string."""
     session = pytest.importorskip("botocore.session", reason="needs the extra sagemaker")
     operation = session.get_session().get_service_model("secretsmanager").operation_model("GetSecretValue")
@@ -252,12 +254,12 @@ def test_a_secret_is_a_text_by_this_name() -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker.py",
     "packages/lockstep-clouds/src/lockstep_clouds/aws.py",
 )
-def test_answers_of_aws_have_these_parts(sagemaker: Any) -> None:
-    """DescribeTrainingJob's error for an unknown job is ResourceNotFound; GetLogEvents returns the token that it was
-    given at the end of a stream, as nextForwardToken, beside events with a message; DescribeLogStreams returns at most
-    50 streams, and a nextToken if there are more. A ClientError has its code in response["Error"]["Code"]; it,
-    BotoCoreError and S3UploadFailedError are no subclasses of one another. The region of a session without any is
-    None."""
+def test_responses_and_errors_of_aws(sagemaker: Any) -> None:
+    """DescribeTrainingJob's error for an unknown job is ResourceNotFound. GetLogEvents returns events with a message
+    and nextForwardToken, which at the end of a stream equals the token of the request. DescribeLogStreams returns at
+    most 50 streams, and a nextToken if there are more. A ClientError has its code in response["Error"]["Code"].
+    ClientError, BotoCoreError and S3UploadFailedError are not subclasses of one another. A session without a configured
+    region has the region None."""
     from boto3.exceptions import S3UploadFailedError
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.session import get_session
@@ -284,7 +286,7 @@ def test_answers_of_aws_have_these_parts(sagemaker: Any) -> None:
 
 @pytest.fixture
 def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without credentials, a region or a machine's role."""
+    """Remove credentials, region and instance role from the environment."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -297,9 +299,9 @@ def no_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py",
 )
 @pytest.mark.usefixtures("no_aws")
-def test_boto_reads_a_region_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any, get_credentials and the variable region are None, and a client raises NoRegionError. AWS_REGION is
-    not read, AWS_DEFAULT_REGION is, and the keyword region_name comes before both; None stands for the default."""
+def test_how_boto3_finds_region_and_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without configuration, get_credentials and the region are None, and creating a client raises NoRegionError. boto3
+    reads AWS_DEFAULT_REGION, not AWS_REGION; the keyword region_name overrides it, and None leaves the default."""
     session = pytest.importorskip("botocore.session", reason="needs the extra sagemaker")
     import boto3
     from botocore.exceptions import BotoCoreError, NoRegionError
@@ -332,10 +334,10 @@ def test_boto_reads_a_region_and_credentials(monkeypatch: pytest.MonkeyPatch) ->
     "packages/lockstep-clouds/src/lockstep_clouds/sagemaker_entry.py",
 )
 @pytest.mark.usefixtures("no_aws")
-def test_contents_go_to_s3_and_come_back(tmp_path: Path) -> None:
-    """put_object sends bytes, upload_file a file by its path; a refused put_object raises ClientError, a refused
+def test_s3_transfers_and_their_errors(tmp_path: Path) -> None:
+    """put_object uploads bytes, upload_file a file by path. A rejected put_object raises ClientError, a rejected
     upload_file S3UploadFailedError, and a missing file FileNotFoundError. download_fileobj writes into an open file and
-    raises ClientError for a missing object; get_secret_value's answer has SecretString."""
+    raises ClientError for a missing object. The response of get_secret_value has SecretString."""
     stub = pytest.importorskip("botocore.stub", reason="needs the extra sagemaker")
     import boto3
     from boto3.exceptions import S3UploadFailedError
@@ -383,7 +385,7 @@ def test_contents_go_to_s3_and_come_back(tmp_path: Path) -> None:
 
 
 class Cluster(BaseHTTPRequestHandler):
-    """As much of a cluster's interface as kubectl asks for here; there is no job, and nobody may create one."""
+    """The part of a cluster's API that kubectl calls here; the job does not exist, and creating one is forbidden."""
 
     def do_GET(self) -> None:
         jobs = {"name": "jobs", "singularName": "job", "namespaced": True, "kind": "Job", "verbs": ["get", "create"]}
@@ -420,10 +422,10 @@ class Cluster(BaseHTTPRequestHandler):
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 @rests_on_it("packages/lockstep-clouds/src/lockstep_clouds/kubernetes.py")
-def test_kubectl_says_no_and_prints_nothing_for_a_missing_job(tmp_path: Path) -> None:
-    """`kubectl auth can-i` prints "no" to standard output and exits with 1 if the cluster refuses, and prints nothing
-    there if it reaches none; `get --ignore-not-found -o json` prints nothing and exits with 0 if there is no such
-    job."""
+def test_kubectl_output_for_refusals_and_missing_jobs(tmp_path: Path) -> None:
+    """`kubectl auth can-i` prints "no" to standard output and exits with 1 if the cluster refuses; if the cluster
+    cannot be reached, standard output is empty. `get --ignore-not-found -o json` of a missing job prints nothing and
+    exits with 0."""
     environment = os.environ | {"KUBECONFIG": os.devnull, "HOME": str(tmp_path)}  # its cache of the interface
 
     def kubectl(port: int, *words: str) -> subprocess.CompletedProcess[str]:

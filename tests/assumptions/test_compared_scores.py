@@ -1,4 +1,4 @@
-"""What the plain reference assumes about libraries that define metrics and losses: scikit-learn, SciPy, seqeval,
+"""Assumptions of the plain reference about libraries that define metrics and losses: scikit-learn, SciPy, seqeval,
 torchmetrics, rouge-score, sentence-transformers and TRL."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.extras
 
 
 @rests_on_it("src/lockstep/plain/scores.py")
-def test_f1_counts_classes_of_either_side_and_correlations_come_first() -> None:
-    """scikit-learn's macro F1 is the mean over classes that occur among labels or predictions, 0 for one that is never
-    right; average_precision_score is the mean over columns; r2_score and errors are means over columns; SciPy's
-    correlations return the coefficient first."""
+def test_f1_averages_and_correlations() -> None:
+    """scikit-learn's macro F1 is the mean over classes that occur among labels or predictions; a class without a
+    correct prediction counts as 0. average_precision_score, r2_score and the error metrics are means over columns.
+    SciPy's correlation functions return the coefficient first."""
     metrics, stats = pytest.importorskip("sklearn.metrics"), pytest.importorskip("scipy.stats")
     assert metrics.f1_score([0, 0, 1], [0, 0, 2], average="macro") == pytest.approx(1 / 3)
     true, scores = np.array([[1, 0], [0, 1], [1, 1]]), np.array([[0.9, 0.8], [0.1, 0.7], [0.3, 0.2]])
@@ -47,8 +47,8 @@ def test_seqeval_counts_whole_entities() -> None:
 
 
 @rests_on_it("src/lockstep/plain/scores.py")
-def test_squad_and_rouge_have_these_scales() -> None:
-    """torchmetrics' squad returns exact_match and f1 in percent, the best of each question's answers; rouge_score's
+def test_scales_of_squad_and_rouge() -> None:
+    """torchmetrics' squad returns exact_match and f1 in percent, the best over each question's answers. rouge_score's
     fmeasure is between 0 and 1, without stemming by default."""
     rouge = pytest.importorskip("rouge_score.rouge_scorer")
     from torchmetrics.functional.text import squad
@@ -64,10 +64,10 @@ def test_squad_and_rouge_have_these_scales() -> None:
 
 
 @rests_on_it("src/lockstep/plain/losses.py")
-def test_losses_of_sentence_transformers_read_vectors() -> None:
-    """compute_loss_from_embeddings takes a list of [B, H] and labels: CosineSimilarityLoss is the mean squared error of
-    cosines; MultipleNegativesRankingLoss is the mean cross entropy of scale * similarity(anchors, all others), whose
-    columns are the positives, then the negatives, and its target the anchor's own row."""
+def test_losses_of_sentence_transformers() -> None:
+    """compute_loss_from_embeddings takes a list of [B, H] tensors and labels. CosineSimilarityLoss is the mean squared
+    error of the cosines. MultipleNegativesRankingLoss is the mean cross entropy of scale * similarity(anchors,
+    candidates), where candidates are all positives, then all negatives, and the target is the anchor's own row."""
     losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
     draw = torch.Generator().manual_seed(0)
     vectors = [torch.nn.functional.normalize(torch.randn(3, 4, generator=draw), dim=1) for _ in range(3)]
@@ -82,10 +82,10 @@ def test_losses_of_sentence_transformers_read_vectors() -> None:
 
 
 @rests_on_it("src/lockstep/plain/losses.py")
-def test_losses_of_trl_read_these_attributes() -> None:
-    """RewardTrainer.compute_loss reads logits of all chosen answers before the rejected ones, and adds
-    center_rewards_coefficient times the mean square of the sum; CPOTrainer.cpo_loss of SimPO is
-    -logsigmoid(beta * (margin - gamma / beta)), per pair."""
+def test_losses_of_trl() -> None:
+    """RewardTrainer.compute_loss expects the logits of all chosen answers before the rejected ones, and adds
+    center_rewards_coefficient times the mean squared sum of a pair. CPOTrainer.cpo_loss for SimPO is -logsigmoid(beta *
+    (margin - gamma / beta)) per pair."""
     cpo, trl = pytest.importorskip("trl.experimental.cpo"), pytest.importorskip("trl")
     near = dict[str, Any](rel=1e-6)
     trainer: Any = cpo.CPOTrainer.__new__(cpo.CPOTrainer)

@@ -1,4 +1,4 @@
-"""What lockstep assumes about tokenizers, datasets and safetensors."""
+"""Assumptions about tokenizers, datasets and safetensors."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_wordpiece_repeats_if_its_first_pieces_are_in_order() -> None:
 
 @pytest.mark.processes
 @rests_on_it("src/lockstep/data/tokenizer.py")
-def test_wordpiece_and_unigram_alone_differ_between_processes_and_word_level_does_not() -> None:
-    """Plain WordPiece training and Unigram training give different vocabularies, ids or scores in different processes,
-    so ranks must not each train one; WordLevel training gives the same, also for words of one count."""
+def test_wordpiece_and_unigram_training_differ_between_processes() -> None:
+    """WordPiece and Unigram training give different vocabularies, ids or scores in different processes, so ranks must
+    not each train a tokenizer. WordLevel training gives the same, also for words of equal count."""
     code = (
         "import hashlib, json\nfrom tokenizers import Tokenizer, models, pre_tokenizers, trainers\n"
         "made = Tokenizer(models.WordPiece(unk_token='[UNK]'))\n"
@@ -95,10 +95,10 @@ def test_bpe_training_repeats() -> None:
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/tasks/text_task.py", "src/lockstep/data/token_checks.py")
-def test_truncation_keeps_what_the_template_adds() -> None:
-    """Truncation to n tokens counts the special tokens that the template adds, and keeps them: the first n - 2 tokens
-    of the text stay. A limit below the number of special tokens is not held: tokenizers 0.23.1 keeps a
-    token of the text besides, 0.23.3 truncates nothing."""
+def test_truncation_keeps_special_tokens() -> None:
+    """Truncation to n tokens counts and keeps the special tokens that the template adds: the first n - 2 tokens of the
+    text stay. A limit below the number of special tokens is exceeded: tokenizers 0.23.1 keeps one token of the text in
+    addition, 0.23.3 truncates nothing."""
     tokenizer = words([*SPECIAL, "a", "b", "c", "d"])
     ids = [("[CLS]", 2), ("[SEP]", 3)]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
@@ -145,9 +145,9 @@ def test_safetensors_keep_bits_and_refuse_shared_storage(tmp_path: Path) -> None
 
 
 @rests_on_it("src/lockstep/data/arrow_cache.py", "src/lockstep/data/source.py")
-def test_a_stream_splits_by_shards_in_turns() -> None:
-    """split_dataset_by_node gives each node whole shards if their number is divisible by the nodes; every row is read
-    exactly once."""
+def test_a_stream_is_split_by_whole_shards() -> None:
+    """split_dataset_by_node gives each node whole shards if the number of shards is divisible by the number of nodes;
+    every row is read exactly once."""
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
@@ -170,11 +170,11 @@ def test_a_stream_splits_by_shards_in_turns() -> None:
     "src/lockstep/training/reference_pass.py",
     "src/lockstep/training/plain_sides.py",
 )
-def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
-    """safe_open has names, and shapes without reading tensors; a cut, longer or empty file raises SafetensorError,
-    which is neither OSError nor RuntimeError, a missing one FileNotFoundError. A file that cannot be written raises
-    SafetensorError with "(os error N)", also on a full disk (a tokenizer that cannot be saved, Exception); numpy's
-    functions have the same errors; tensors that are not contiguous raise ValueError."""
+def test_errors_of_safetensors(tmp_path: Path) -> None:
+    """safe_open lists names, and shapes without reading tensors. A truncated, extended or empty file raises
+    SafetensorError, which is neither OSError nor RuntimeError; a missing file raises FileNotFoundError. A failed write
+    raises SafetensorError with "(os error N)", also on a full disk (saving a tokenizer raises Exception). numpy's
+    functions raise the same errors. Tensors that are not contiguous raise ValueError."""
     tensors = {"a": torch.ones(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)}
     save_file(tensors, tmp_path / "file")
     with safe_open(tmp_path / "file", "pt") as file:
@@ -216,11 +216,11 @@ def test_errors_of_safetensors_are_of_its_own_class(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
-def test_parts_of_trained_tokenizers_cut_and_join_texts() -> None:
-    """BertNormalizer lowers case, strips accents and control characters, and BertPreTokenizer splits at white space and
-    punctuation; Metaspace marks beginnings of words by U+2581, ByteLevel by U+0120; NFKC replaces compatible
-    characters; WhitespaceSplit and Punctuation in sequence split at both. The decoders join pieces again; the alphabet
-    of bytes has 256 characters."""
+def test_normalizers_pre_tokenizers_and_decoders() -> None:
+    """BertNormalizer lowercases and strips accents and control characters. BertPreTokenizer splits at white space and
+    punctuation. Metaspace marks word beginnings by U+2581, ByteLevel by U+0120. NFKC replaces compatibility characters.
+    A Sequence of WhitespaceSplit and Punctuation splits at both. The decoders join the pieces again. ByteLevel's
+    alphabet has 256 characters."""
     text = "\u00dcn\u00ef\tX\x00"
     assert normalizers.BertNormalizer(lowercase=True).normalize_str(text) == "uni x"
     assert normalizers.NFKC().normalize_str("\ufb01\u2460") == "fi1"
@@ -245,10 +245,10 @@ def test_parts_of_trained_tokenizers_cut_and_join_texts() -> None:
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
-def test_special_tokens_are_added_by_name_and_known_to_a_template() -> None:
-    """add_special_tokens gives a token of the vocabulary its own id and a new one the next; get_vocab has added tokens;
-    token_to_id of an unknown token is None; TemplateProcessing raises for a token that it is not told of. Training
-    starts with the special tokens, in order."""
+def test_special_tokens_and_templates() -> None:
+    """add_special_tokens keeps the id of a token in the vocabulary and gives a new token the next id. get_vocab
+    includes added tokens. token_to_id of an unknown token is None. TemplateProcessing raises for a special token
+    without an id. Trained vocabularies start with the special tokens, in order."""
     made = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     made.add_special_tokens(["a", "[PAD]"])
     assert (made.get_vocab(), made.token_to_id("b")) == ({"[UNK]": 0, "a": 1, "[PAD]": 2}, None)
@@ -283,10 +283,10 @@ def test_special_tokens_are_added_by_name_and_known_to_a_template() -> None:
     "src/lockstep/tasks/text_task.py",
     "src/lockstep/tasks/token_classification.py",
 )
-def test_a_tokenizer_of_transformers_counts_and_names_all_tokens() -> None:
-    """len of a PreTrainedTokenizerFast and get_vocab count tokens added later; convert_ids_to_tokens takes a list or an
-    id; num_special_tokens_to_add is of the template, for a pair with pair=True; batch_decode takes lists and leaves out
-    special tokens."""
+def test_counts_and_names_of_tokens_in_transformers() -> None:
+    """len of a PreTrainedTokenizerFast and get_vocab include tokens added later. convert_ids_to_tokens takes a list or
+    an id. num_special_tokens_to_add counts the template's tokens for one text, and with pair=True for a pair.
+    batch_decode takes lists and can skip special tokens."""
     from transformers import PreTrainedTokenizerFast
 
     made = words([*SPECIAL, "one", "two"])

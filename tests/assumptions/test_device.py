@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch on a CUDA device: events, streams, copies, generators and what a device says."""
+"""Assumptions about torch on a CUDA device: events, streams, copies, generators and what a device says."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = [
     "src/lockstep/training/utilization.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/writer.py",
 )
-def test_work_of_a_device_is_waited_for_by_event_stream_or_device() -> None:
-    """A copy with non_blocking is whole after `synchronize` of an event recorded after it, of the current stream, and
-    of the device. `elapsed_time` of two such events is in milliseconds and not negative, and `query` is then true."""
+def test_synchronize_of_events_streams_and_devices() -> None:
+    """A non_blocking copy is complete after `synchronize` of an event recorded after it, of the current stream, or of
+    the device. `elapsed_time` between two such events is in milliseconds and not negative, and `query` is then true."""
     device = torch.device("cuda", 0)
     numbers = torch.arange(1 << 20, device=device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,9 +47,9 @@ def test_work_of_a_device_is_waited_for_by_event_stream_or_device() -> None:
     "src/lockstep/strategies/exact/tensor_leaves.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
 )
-def test_generators_of_devices_are_kept_and_set_back() -> None:
-    """default_generators has one generator per device, whose get_state and set_state repeat draws; manual_seed_all,
-    get_rng_state_all and set_rng_state_all are of all devices."""
+def test_device_generators_can_be_saved_and_restored() -> None:
+    """default_generators has one generator per device, whose get_state and set_state repeat draws. manual_seed_all,
+    get_rng_state_all and set_rng_state_all cover all devices."""
     assert len(torch.cuda.default_generators) >= torch.cuda.device_count()
     generator = torch.cuda.default_generators[0]
     before = generator.get_state()
@@ -72,10 +72,11 @@ def test_generators_of_devices_are_kept_and_set_back() -> None:
     "src/lockstep/training/summary.py",
     "src/lockstep/training/timing.py",
 )
-def test_a_device_says_its_name_memory_and_use() -> None:
-    """get_device_name is a text; total_memory and max_memory_allocated are bytes, the latter at least those of a tensor
-    that was there; is_bf16_supported without emulation is a truth; `utilization` is a percentage, or raises
-    ImportError, RuntimeError or AttributeError; set_device makes a device that of tensors without a number."""
+def test_device_name_memory_and_utilization() -> None:
+    """get_device_name returns a string. total_memory and max_memory_allocated are bytes; the latter is at least the
+    size of a tensor that was allocated. is_bf16_supported without emulation returns a bool. `utilization` is a
+    percentage, or raises ImportError, RuntimeError or AttributeError. After set_device, tensors on "cuda" without an
+    index are on that device."""
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     assert torch.cuda.get_device_name(device)
     total = torch.cuda.get_device_properties(device).total_memory

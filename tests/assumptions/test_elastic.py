@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch elastic's agent and rendezvous, without any process."""
+"""Assumptions about torch elastic's agent and rendezvous, without any process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.assumed import rests_on_it
 
 
 class Meeting:
-    """A rendezvous of this machine alone."""
+    """A rendezvous with this machine as the only participant."""
 
     waiting = 0
 
@@ -56,12 +56,12 @@ class Meeting:
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
-def test_an_agent_calls_these_methods() -> None:
+def test_private_methods_that_an_agent_calls() -> None:
     """LocalElasticAgent.run calls `_rendezvous` and `_start_workers`, makes events by `_construct_event`, and calls
-    `_monitor_workers` until it succeeds; a failure costs one of `_remaining_restarts` and calls `_restart_workers`, a
-    waiting machine calls it for free with the group's state HEALTHY, and both call `_stop_workers`. Then
-    `_exit_barrier` is called, and in any case `_shutdown`, which closes `_pcontext`; from torch 2.13 on it is given
-    `_shutdown_timeout`."""
+    `_monitor_workers` until it succeeds. A failure uses up one of `_remaining_restarts` and calls `_restart_workers`; a
+    waiting machine causes a restart that uses up none, with the group's state HEALTHY. Both call `_stop_workers`. After
+    success it calls `_exit_barrier`, and in any case `_shutdown`, which closes `_pcontext` and from torch 2.13 on
+    receives `_shutdown_timeout`."""
     results = [WorkerState.HEALTHY, WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.SUCCEEDED]
     calls: list[Any] = []
     events: list[int] = []
@@ -105,9 +105,9 @@ def test_an_agent_calls_these_methods() -> None:
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
-def test_no_signals_are_handled_without_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_signal_handlers_without_signal_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """PContext.start installs torch elastic's handlers for the signals in TORCHELASTIC_SIGNALS_TO_HANDLE, and none if
-    that is empty."""
+    the variable is empty."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     context: Any = MagicMock()
     try:
@@ -124,7 +124,7 @@ def test_no_signals_are_handled_without_names(monkeypatch: pytest.MonkeyPatch) -
 
 
 class InMemory(RendezvousBackend):
-    """The state of a job, of which each write has a new token."""
+    """A rendezvous backend in memory; each write returns a new token."""
 
     def __init__(self) -> None:
         self.held: tuple[bytes, int] | None = None
@@ -145,11 +145,11 @@ class InMemory(RendezvousBackend):
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
-def test_a_rendezvous_has_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dynamic rendezvous calls `_record` of itself, its `_op_executor` and its `_state_holder`, where a function on
-    the object replaces it; next_rendezvous returns the store of `_get_store`, looked up on the object too. `state` of
-    `_state_holder` is a `_RendezvousState`, with machines as `_NodeDesc` under `participants`, and `_this_node` among
-    them until `_op_executor` runs `_RendezvousExitOp`; `_stop_heartbeats` ends the heartbeats."""
+def test_private_parts_of_a_dynamic_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic rendezvous, its `_op_executor` and its `_state_holder` call their own `_record`, which can be replaced
+    on the object. next_rendezvous returns the store of `_get_store`, looked up on the object too. `_state_holder.state`
+    is a `_RendezvousState` whose `participants` maps machines (`_NodeDesc`); it contains `_this_node` until
+    `_op_executor` runs `_RendezvousExitOp`. `_stop_heartbeats` ends the heartbeats."""
     rounds, recorded = [], []
 
     def handler(backend: InMemory, record: Callable[..., None]) -> Any:
@@ -182,10 +182,10 @@ def test_a_rendezvous_has_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_agent.py", "src/lockstep/launchers/launcher.py")
-def test_an_agent_starts_workers_with_these_variables_and_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent starts workers by `start_processes` of its module, with the environment of each in `envs`: these names,
-    ranks and world size as in Worker(local, global, role, size, size of role). In a text argument, but not in a text
-    within a tuple, `$$` becomes `$` and `${local_rank}` the rank. wait() of the returned object gives a
+def test_environment_and_arguments_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent starts workers by `start_processes` of its module, with each worker's environment in `envs`: these
+    variables, ranks and world size as in Worker(local, global, role, size, size of role). In a string argument, but not
+    in a string within a tuple, `$$` becomes `$` and `${local_rank}` the rank. wait() of the returned object gives a
     RunProcsResult, whose is_failed is true if it has failures."""
     started: dict[str, Any] = {}
 
@@ -231,9 +231,9 @@ def test_an_agent_starts_workers_with_these_variables_and_patterns(monkeypatch: 
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_agent.py")
-def test_what_ends_an_agent_before_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rendezvous that raises RendezvousGracefulExitError makes run() return None; RendezvousClosedError,
-    RendezvousTimeoutError and SignalException come out of it. All but the last are RendezvousErrors."""
+def test_exceptions_of_a_rendezvous_in_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the rendezvous raises RendezvousGracefulExitError, run() returns None. RendezvousClosedError,
+    RendezvousTimeoutError and SignalException propagate out of run(). All but SignalException are RendezvousErrors."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import api
 
@@ -259,10 +259,10 @@ def test_what_ends_an_agent_before_its_workers(monkeypatch: pytest.MonkeyPatch) 
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
-def test_the_state_of_a_rendezvous_is_these_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A _RendezvousState has these eight parts and no others, a _NodeDesc three, in this order. set_state gets it as a
-    pickle, whose deadline names a time zone; a formation that lacks machines waits until that moment, and one whose
-    deadline has passed is complete."""
+def test_fields_of_a_rendezvous_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A _RendezvousState has exactly these eight fields, a _NodeDesc three, in this order. set_state receives it
+    pickled; its deadline has a time zone. A round without the maximum number of machines waits until the deadline, and
+    is complete once the deadline has passed."""
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: None)  # it would be a second
     backend = InMemory()
     timeouts = RendezvousTimeout(*(timedelta(seconds=each) for each in (9, 0.05, 10, 5)))
@@ -294,9 +294,9 @@ def test_the_state_of_a_rendezvous_is_these_parts(monkeypatch: pytest.MonkeyPatc
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py")
-def test_the_first_machine_says_where_ranks_meet() -> None:
-    """RendezvousStoreInfo.build(rank, store, address) of rank 0 writes its address and a free port into the store,
-    which needs only set and get, and others read them."""
+def test_rank_0_publishes_its_address_and_port() -> None:
+    """RendezvousStoreInfo.build(rank, store, address) on rank 0 writes its address and a free port into the store;
+    other ranks read them. The store needs only set and get."""
     written: dict[str, bytes] = {}
     store: Any = SimpleNamespace(set=written.__setitem__, get=written.__getitem__)
     first = RendezvousStoreInfo.build(0, store, "10.0.0.7")

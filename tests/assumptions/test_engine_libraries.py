@@ -1,4 +1,4 @@
-"""What lockstep assumes about accelerate, TRL and Liger: signatures, private names, one process."""
+"""Assumptions about accelerate, TRL and Liger: signatures, private names, one process."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_an_optimizer_steps_when_gradients_are_synced() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/hf_accelerate.py")
-def test_options_of_ddp_by_their_names() -> None:
+def test_fields_of_the_ddp_options() -> None:
     """DistributedDataParallelKwargs has the fields that lockstep passes on or removes."""
     from dataclasses import fields
 
@@ -99,7 +99,7 @@ def test_options_of_ddp_by_their_names() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_accelerate_shards_batches_in_turns() -> None:
-    """BatchSamplerShard gives process r every n-th batch, and fills the last round with the first rows."""
+    """BatchSamplerShard gives process r every n-th batch, and completes the last round with the first rows."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler
@@ -109,10 +109,10 @@ def test_accelerate_shards_batches_in_turns() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
-def test_accelerate_says_how_many_batches_it_skips() -> None:
-    """skip_first_batches gives a DataLoader whose batch_sampler has skip_batches, a number, and batch_sampler, that
-    of before; of a stream a loader that has skip_batches itself. A prepared loader has skip_batches 0 and the
-    given batch_sampler."""
+def test_attributes_of_skipped_batches() -> None:
+    """skip_first_batches returns a DataLoader whose batch_sampler has skip_batches (a number) and batch_sampler (the
+    original one); for an iterable data set, the loader itself has skip_batches. A prepared loader has skip_batches 0
+    and the original batch_sampler."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import prepare_data_loader, skip_first_batches
     from torch.utils.data import DataLoader, IterableDataset
@@ -135,8 +135,9 @@ def test_accelerate_says_how_many_batches_it_skips() -> None:
 @pytest.mark.long  # importing Lightning takes many seconds
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py")
 def test_callbacks_of_lightning_select_by_a_score() -> None:
-    """ModelCheckpoint.check_monitor_top_k(trainer, current) and EarlyStopping._evaluate_stopping_criteria(current) get
-    the score; both callbacks have `monitor`, None for a ModelCheckpoint without one, and `mode`."""
+    """ModelCheckpoint.check_monitor_top_k(trainer, current) and EarlyStopping._evaluate_stopping_criteria(current)
+    receive the score. Both callbacks have `mode` and `monitor`, which is None for a ModelCheckpoint without a metric.
+    """
     pytest.importorskip("lightning", reason="needs lightning")
     from lightning.pytorch.callbacks.early_stopping import EarlyStopping
     from lightning.pytorch.callbacks.model_checkpoint import ModelCheckpoint
@@ -149,8 +150,8 @@ def test_callbacks_of_lightning_select_by_a_score() -> None:
 
 
 @rests_on_it("src/lockstep/lab/import_config/loops.py", "packages/lockstep-trace/src/lockstep_trace/rules/data.py")
-def test_accelerate_loses_batches_that_are_short() -> None:
-    """BatchSamplerShard drops a batch that is smaller than its sampler's batch_size unless it is the last one;
+def test_accelerate_drops_short_batches() -> None:
+    """BatchSamplerShard drops a batch that is smaller than its sampler's batch_size unless it is the last one.
     lockstep's batches never pass through it."""
     pytest.importorskip("accelerate")
     from accelerate.data_loader import BatchSamplerShard
@@ -174,7 +175,7 @@ def test_accelerate_loses_batches_that_are_short() -> None:
 
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
-def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
+def test_trl_trains_in_bfloat16_by_default() -> None:
     """SFTConfig and DPOConfig enable bf16 by default, unlike transformers' TrainingArguments."""
     trl = pytest.importorskip("trl")
     from transformers import TrainingArguments
@@ -187,9 +188,9 @@ def test_trl_trains_in_bfloat16_unless_told_otherwise() -> None:
 
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
-def test_usual_values_of_trl() -> None:
-    """TRL's configs have the defaults that lockstep assumes for fields that a file leaves out; no other default differs
-    from TrainingArguments."""
+def test_defaults_of_trl() -> None:
+    """TRL's configs have the defaults that lockstep assumes for fields missing in a file; no other default differs from
+    TrainingArguments."""
     trl = pytest.importorskip("trl")
     from dataclasses import fields
 
@@ -221,11 +222,11 @@ def test_usual_values_of_trl() -> None:
 
 @pytest.mark.extras
 @rests_on_it("src/lockstep/config/foreign_keys/trl.yaml", "src/lockstep/lab/import_config/trainer.py")
-def test_packing_of_trl_keeps_each_text_apart() -> None:
-    """TRL's packing bfd fills rows with whole texts and drops the part of a text beyond max_length, which bfd_split
-    keeps; both return the texts' lengths. wrapped cuts one stream into rows and returns no lengths. From rows with
-    lengths its collator builds restarting position_ids, no attention mask, and no label for the first token of a text.
-    """
+def test_packing_in_trl() -> None:
+    """TRL's packing strategy bfd fills rows with whole texts and drops the part of a text beyond max_length; bfd_split
+    keeps that part. Both return the texts' lengths. wrapped cuts one concatenated stream into rows and returns no
+    lengths. From rows with lengths, the collator builds position_ids that restart at each text, no attention mask, and
+    no label for the first token of a text."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -273,8 +274,9 @@ print(json.dumps(found))
 @pytest.mark.processes
 @rests_on_it("src/lockstep/tasks/models/chunked_loss.py")
 def test_liger_sums_the_losses_of_a_head() -> None:
-    """liger_fused_linear_cross_entropy returns the summed cross entropy over targets other than -100, with bias and
-    label smoothing too, and its gradients match; tested in Triton's interpreter on a CPU, which has no softcap."""
+    """liger_fused_linear_cross_entropy returns the cross entropy summed over targets other than -100, with correct
+    gradients, also with bias and label smoothing. Tested in Triton's interpreter on a CPU, which does not support
+    softcap."""
     pytest.importorskip("liger_kernel", reason="needs the extra liger")
     pytest.importorskip("triton", reason="needs Triton")
     words = [sys.executable, "-c", LIGER]
@@ -299,8 +301,8 @@ def test_fields_of_the_fsdp_plugin() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/accelerated_sharding.py")
-def test_accelerate_asks_for_the_embeddings() -> None:
-    """Accelerate's FSDP2 calls get_input_embeddings of the model, from 1.15 on at the latest."""
+def test_accelerate_calls_get_input_embeddings() -> None:
+    """Accelerate's FSDP2 calls the model's get_input_embeddings, at the latest from 1.15 on."""
     accelerate = pytest.importorskip("accelerate")
     from accelerate.utils import fsdp_utils
 
@@ -314,11 +316,11 @@ def test_accelerate_asks_for_the_embeddings() -> None:
     "src/lockstep/strategies/engines/accelerated_sharding.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py",
 )
-def test_places_where_trainer_and_accelerate_read_what_is_set() -> None:
-    """TrainingArguments has these fields; Trainer takes compute_loss_func and optimizers, and its training_step enters
-    compute_loss_context_manager of the object. Accelerate passes `ddp_handler` of the object to DDP, sets torch's
-    threads if OMP_NUM_THREADS is not set, and takes a process group's backend; unset_hf_deepspeed_config makes
-    is_deepspeed_zero3_enabled False."""
+def test_attributes_that_trainer_and_accelerate_read() -> None:
+    """TrainingArguments has these fields. Trainer takes compute_loss_func and optimizers, and its training_step enters
+    the instance's compute_loss_context_manager. Accelerate passes the instance's `ddp_handler` to DDP, sets torch's
+    threads if OMP_NUM_THREADS is not set, and accepts a process group's backend. After unset_hf_deepspeed_config,
+    is_deepspeed_zero3_enabled is False."""
     accelerate = pytest.importorskip("accelerate")
     import dataclasses
 

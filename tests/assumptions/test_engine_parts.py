@@ -1,4 +1,4 @@
-"""What lockstep assumes about private parts of torch's FSDP, DDP, pipelining and process groups, in one process."""
+"""Assumptions about private parts of torch's FSDP, DDP, pipelining and process groups, in one process."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def group() -> Iterator[None]:
 
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
-def test_transformers_believes_the_mark_of_a_sharded_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers runs all layers of a module for which is_fsdp_managed_module is true: one whose
-    `_is_fsdp_managed_module` is set, or a FullyShardedDataParallel; one whose mark is set to False is none."""
+def test_how_transformers_detects_a_sharded_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers runs all layers of a module for which is_fsdp_managed_module is true: `_is_fsdp_managed_module` is
+    set, or the module is a FullyShardedDataParallel. It is false if the attribute is False."""
     from transformers.integrations.fsdp import is_fsdp_managed_module
 
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FullyShardedDataParallel=nn.Identity))
@@ -53,9 +53,9 @@ def test_transformers_believes_the_mark_of_a_sharded_module(monkeypatch: pytest.
 @NEEDS_2_13
 @rests_on_it("src/lockstep/strategies/engines/pipelining.py", "src/lockstep/strategies/pipeline.py")
 def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
-    """A schedule of one stage has `_stage_forward_initialized` and `_stage_backward_initialized`, one of several stages
-    `_stages_...`; if they are set, `_step_microbatches` negotiates no shapes, and gives each micro-batch its own
-    keywords and target. ScheduleGPipe runs all forwards first, Schedule1F1B on one stage each backward at once."""
+    """With `_stage_forward_initialized` and `_stage_backward_initialized` set (`_stages_...` for a schedule of several
+    stages), `_step_microbatches` negotiates no shapes, and gives each micro-batch its own keyword arguments and target.
+    ScheduleGPipe runs all forwards first; Schedule1F1B on one stage runs each backward right after its forward."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     class Times(nn.Module):
@@ -99,8 +99,8 @@ def test_a_schedule_with_these_flags_exchanges_no_shapes() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py")
-def test_a_model_of_the_processor_has_no_list_of_devices() -> None:
-    """`device_ids` of DDP around a model in host memory is None, of DataParallel without a device an empty list."""
+def test_device_ids_of_a_model_on_the_cpu() -> None:
+    """`device_ids` of DDP around a model on the CPU is None, of DataParallel without a device an empty list."""
     assert nn.parallel.DistributedDataParallel(nn.Linear(1, 1)).device_ids is None
     if not torch.cuda.is_available():
         assert nn.DataParallel(nn.Linear(1, 1)).device_ids == []
@@ -108,9 +108,9 @@ def test_a_model_of_the_processor_has_no_list_of_devices() -> None:
 
 @NEEDS_2_13
 @rests_on_it("src/lockstep/strategies/engines/pipelining.py")
-def test_what_a_stage_receives_is_described_so() -> None:
-    """A stage receives what its `_RecvInfo`s describe: name, rank of the source, buffer, and a `_TensorMeta`, which
-    from_tensor makes of a tensor on the meta device with shape, strides, dtype and whether it needs a gradient."""
+def test_descriptions_of_received_tensors() -> None:
+    """A stage's inputs are described by `_RecvInfo`s: name, source rank, buffer, and a `_TensorMeta`, which from_tensor
+    makes from a tensor on the meta device with shape, strides, dtype and requires_grad."""
     from torch.distributed.pipelining._utils import _TensorMeta
     from torch.distributed.pipelining.stage import _RecvInfo
 
@@ -123,8 +123,8 @@ def test_what_a_stage_receives_is_described_so() -> None:
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_groups_stores_and_timeouts_of_the_process() -> None:
-    """`_get_default_store` is the default group's store, `_world.pg_map` has the groups of the process as keys, those
-    of meshes too, and `_set_pg_timeout` sets the time limit of a group, None being the default one, alone."""
+    """`_get_default_store` is the default group's store. The keys of `_world.pg_map` are the process's groups, those of
+    meshes included. `_set_pg_timeout` sets the timeout of one group only, the default group for None."""
     module: Any = dist.distributed_c10d
     other: Any = dist.new_group([0])
     module._get_default_store().set("key", "value")
@@ -143,8 +143,8 @@ def test_groups_stores_and_timeouts_of_the_process() -> None:
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py", "src/lockstep/distributed/rendezvous.py")
 def test_the_flight_recorder_lists_collectives() -> None:
-    """With TORCH_FR_BUFFER_SIZE set before the first group, `_dump_fr_trace_json(True, False)` lists each collective of
-    gloo with name, number, dtypes and sizes of its inputs, group, and `retired` once it has ended."""
+    """With TORCH_FR_BUFFER_SIZE set before the first group, `_dump_fr_trace_json(True, False)` lists each gloo
+    collective with name, number, dtypes and sizes of its inputs, group, and `retired` once it has ended."""
     dump: Any = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
     if dump is None:
         pytest.skip("torch without its flight recorder")
@@ -158,7 +158,7 @@ def test_the_flight_recorder_lists_collectives() -> None:
 
 @rests_on_it("src/lockstep/training/recovery/recovery.py", "src/lockstep/distributed/rendezvous.py")
 def test_errors_of_groups_have_one_class() -> None:
-    """torch's errors of backends, networks and stores are DistErrors, which are RuntimeErrors."""
+    """torch's errors of backends, network and stores are DistErrors, which are RuntimeErrors."""
     kinds = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     assert all(issubclass(kind, dist.DistError) for kind in kinds)
     assert issubclass(dist.DistError, RuntimeError)
@@ -166,7 +166,7 @@ def test_errors_of_groups_have_one_class() -> None:
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_parts_of_a_sparse_tensor_are_its_memory() -> None:
-    """`_indices` and `_values` of a sparse tensor are its own memory, also if it is not coalesced."""
+    """`_indices` and `_values` of a sparse tensor share its memory, also if it is not coalesced."""
     rows = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3), check_invariants=False)
     assert rows._indices().tolist() == [[1, 1]]
     rows._values().fill_(5)
@@ -175,9 +175,9 @@ def test_parts_of_a_sparse_tensor_are_its_memory() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_every_rank_plans_the_same_checkpoint() -> None:
-    """DefaultSavePlanner's create_local_plan has an item for each tensor, with its name, offsets and sizes, and
-    create_global_plan gives each replicated tensor to one rank, balanced by bytes, the same on
-    every rank, and names stay as they are."""
+    """DefaultSavePlanner.create_local_plan has an item for each tensor, with name, offsets and sizes.
+    create_global_plan assigns each replicated tensor to one rank, balanced by bytes, with the same result on every rank
+    and unchanged names."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     parts = {"model.a": torch.ones(4, 4), "model.b": torch.ones(3), "optimizer.step.a": torch.tensor(2.0)}
@@ -198,8 +198,8 @@ def test_every_rank_plans_the_same_checkpoint() -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_tensor_is_read_from_pieces_of_several_files(tmp_path: Path) -> None:
-    """HuggingFaceStorageReader reads a tensor whose pieces are in several safetensors files, where DCP_SHARDING_INFO in
-    their headers has each piece's `saved_offsets`, from the files that its `fs` lists; also a part of it alone."""
+    """HuggingFaceStorageReader reads a tensor, or a slice of it, whose pieces are in several safetensors files.
+    DCP_SHARDING_INFO in the files' headers has each piece's `saved_offsets`; the reader's `fs` lists the files."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import hf_storage
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -226,10 +226,10 @@ def test_a_tensor_is_read_from_pieces_of_several_files(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py", "src/lockstep/distributed/rendezvous.py")
 def test_a_gloo_group_has_options_and_a_name() -> None:
-    """Options of a gloo group have `_devices`, `_threads` (2) and `_timeout`; create_device takes the name of an
-    interface, and raises RuntimeError for one that is not there. A group has the group_desc that it is given;
-    get_backend is "gloo" for a group of gloo, that of the default group if a new group names none, and for a backend by
-    devices the whole text."""
+    """Options of a gloo group have `_devices`, `_threads` (2) and `_timeout`. create_device takes the name of a network
+    interface, and raises RuntimeError if there is none of that name. A group has the group_desc passed to it.
+    get_backend is "gloo" for a gloo group, the default group's backend for a new group that names none, and the whole
+    string for a backend by devices."""
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices = [kind.create_device(interface="lo"), kind.create_default_device()]
@@ -247,9 +247,9 @@ def test_a_gloo_group_has_options_and_a_name() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/world.py")
-def test_collectives_of_a_group_can_be_waited_for_later() -> None:
-    """all_reduce and all_gather with async_op return a work whose wait() leaves the result in the tensors;
-    broadcast_object_list replaces the items of its list; barrier and broadcast take a group."""
+def test_asynchronous_collectives() -> None:
+    """all_reduce and all_gather with async_op return a work object; after its wait() the result is in the tensors.
+    broadcast_object_list replaces the items of its list. barrier and broadcast take a group."""
     group: Any = dist.new_group(backend="gloo")
     box, mine = torch.tensor([3]), torch.tensor([1.5, -0.0], dtype=torch.float64)
     boxes = [torch.empty_like(mine)]
@@ -277,10 +277,10 @@ def test_collectives_of_a_group_can_be_waited_for_later() -> None:
     "src/lockstep/strategies/engines/zero_config.py",
     "src/lockstep/strategies/fsdp2.py",
 )
-def test_warnings_that_are_silenced_have_these_words() -> None:
-    """From torch 2.13 on DDP has the option forward_sync_buffers, and warns of broadcast_buffers as of
-    all_gather_into_tensor and reduce_scatter_tensor: FutureWarnings that say "deprecated" and the name. A FSDP2 module
-    that returns a view warns (UserWarning) that it returned one."""
+def test_texts_of_silenced_warnings() -> None:
+    """From torch 2.13 on DDP has the option forward_sync_buffers. broadcast_buffers, all_gather_into_tensor and
+    reduce_scatter_tensor then give a FutureWarning that contains "deprecated" and the name. An FSDP2 module that
+    returns a view gives a UserWarning about it."""
     import warnings
 
     from torch.distributed.fsdp import fully_shard
@@ -317,10 +317,10 @@ def test_warnings_that_are_silenced_have_these_words() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/fsdp2.py", "src/lockstep/strategies/engines/fsdp.py")
-def test_options_of_fsdp_are_in_this_order() -> None:
-    """MixedPrecisionPolicy takes the dtypes of weights, of the reduction and of outputs, then cast_forward_inputs;
-    fully_shard takes mesh, reshard_after_forward, mp_policy and offload_policy by name; a FSDPModule has these methods,
-    and after unshard its weights are whole, after reshard parts again."""
+def test_options_and_methods_of_fsdp() -> None:
+    """MixedPrecisionPolicy takes the dtypes of weights, of the reduction and of outputs, then cast_forward_inputs.
+    fully_shard takes mesh, reshard_after_forward, mp_policy and offload_policy by name. An FSDPModule has these
+    methods; its weights are complete after unshard and sharded again after reshard."""
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import DTensor, init_device_mesh
 
@@ -348,10 +348,10 @@ def test_options_of_fsdp_are_in_this_order() -> None:
 
 @NEEDS_2_13
 @rests_on_it("src/lockstep/strategies/engines/pipelining.py")
-def test_a_stage_calls_these_methods() -> None:
-    """PipelineStage has these methods, whose first argument is the number of the micro-batch; forward_one_chunk puts
-    (outputs as a tuple, inputs) into `fwd_cache` under it, from which backward_one_chunk takes them. A CPU's random
-    state is 5056 bytes, and set_rng_state takes it."""
+def test_methods_of_a_pipeline_stage() -> None:
+    """PipelineStage has these methods, whose first argument is the number of the micro-batch. forward_one_chunk stores
+    (tuple of outputs, inputs) in `fwd_cache` under that number, and backward_one_chunk removes it. A CPU's random state
+    has 5056 bytes, and set_rng_state takes it."""
     from torch.distributed.pipelining import PipelineStage
 
     for name in ("get_fwd_recv_ops", "_retrieve_recv_grads", "get_bwd_recv_ops", "forward_one_chunk"):

@@ -1,4 +1,4 @@
-"""What lockstep assumes about Python's, pyarrow's and Pillow's readers of files."""
+"""Assumptions about Python's, pyarrow's and Pillow's readers of files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ RAISES = (OSError, EOFError, lzma.LZMAError)
 
 @pytest.mark.parametrize("kind", PACKED)
 @rests_on_it("src/lockstep/data/file_formats.py", "src/lockstep/data/row_reader.py")
-def test_streams_that_follow_each_other_are_read_and_cut_ones_raise(kind: str) -> None:
-    """Two concatenated compressed streams in one file are read as one text; a file that ends within a stream raises."""
+def test_concatenated_streams_are_read_and_truncated_ones_raise(kind: str) -> None:
+    """Concatenated compressed streams in one file are read as one text. A file that ends within a stream raises."""
     pack, unpack = PACKED[kind]
     assert unpack(io.BytesIO(pack(TEXT[:700]) + pack(TEXT[700:]))).read() == TEXT
     for whole in (pack(TEXT), pack(TEXT[:700]) + pack(TEXT[700:])):
@@ -45,9 +45,9 @@ def test_streams_that_follow_each_other_are_read_and_cut_ones_raise(kind: str) -
 
 @pytest.mark.parametrize("kind", PACKED)
 @rests_on_it("src/lockstep/data/file_formats.py")
-def test_what_follows_a_stream_is_lost_by_bzip2_and_xz(kind: str) -> None:
-    """Trailing bytes that begin no other stream raise for gzip and zstd; Python's readers of bzip2 and xz silently
-    ignore them, so lockstep has its own."""
+def test_bzip2_and_xz_ignore_trailing_bytes(kind: str) -> None:
+    """Trailing bytes that do not begin another stream raise for gzip and zstd. Python's readers of bzip2 and xz
+    silently ignore them, so lockstep has its own."""
     pack, unpack = PACKED[kind]
     damaged = pack(TEXT[:700]) + b"damaged" + pack(TEXT[700:])
     if kind in ("bzip2", "xz"):
@@ -96,7 +96,7 @@ def test_rows_of_a_row_group_come_in_order_and_nested_columns_whole() -> None:
 
 
 @rests_on_it("src/lockstep/data/row_reader.py")
-def test_pythons_json_keeps_digits_and_takes_what_is_no_json() -> None:
+def test_numbers_and_repeated_keys_in_pythons_json() -> None:
     """json reads and writes floats with all digits and integers of any size, accepts NaN, raises ValueError for
     integers of 5,000 digits, and keeps the last value of a repeated key."""
     for value in (1 / 3, 5e-324, 1.7976931348623157e308, 2**70):
@@ -108,7 +108,7 @@ def test_pythons_json_keeps_digits_and_takes_what_is_no_json() -> None:
 
 
 @rests_on_it("src/lockstep/data/row_reader.py", "src/lockstep/data/file_formats.py")
-def test_what_str_strip_takes_for_blank() -> None:
+def test_white_space_of_str_strip() -> None:
     """str.strip removes four ASCII separators that bytes.strip keeps; splitlines splits at more than line feeds."""
     assert {n for n in range(128) if not chr(n).strip()} == {*b" \t\r\n\v\f\x1c\x1d\x1e\x1f"}
     assert {n for n in range(128) if not bytes([n]).strip()} == {*b" \t\r\n\v\f"}
@@ -116,7 +116,7 @@ def test_what_str_strip_takes_for_blank() -> None:
 
 
 @rests_on_it("src/lockstep/data/file_formats.py")
-def test_the_strict_reader_of_tables_refuses_what_stands_behind_a_quote() -> None:
+def test_strict_csv_raises_for_text_after_a_quote() -> None:
     """csv.reader with strict raises for text after a closing quote and for an unclosed quote; without strict it reads
     both."""
     for line in ('"a"b,c\n', '"a,c\n'):
@@ -139,7 +139,7 @@ def test_images_of_16_bits_are_clipped_to_8() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/image_classification.py", "src/lockstep/plain/examples.py")
-def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
+def test_exif_orientation_is_not_applied_on_open() -> None:
     """Image.open does not apply the EXIF orientation; exif_transpose rotates the pixels by it."""
     from PIL import Image, ImageOps
 
@@ -154,9 +154,9 @@ def test_an_image_lies_as_its_camera_held_it_until_it_is_turned() -> None:
 @rests_on_it(
     "src/lockstep/tasks/image_classification.py", "src/lockstep/plain/job.py", "src/lockstep/plain/examples.py"
 )
-def test_a_processor_of_images_works_in_two_halves() -> None:
-    """The Pillow image processor resizes to uint8; rescaling and normalizing that result gives the bits of doing all at
-    once, for one image and for a batch. transformers calls this backend pil."""
+def test_image_processing_can_be_split_after_resizing() -> None:
+    """The Pillow image processor resizes to uint8. Rescaling and normalizing that result later gives the same bits as
+    one call, for one image and for a batch. transformers calls this backend pil."""
     import transformers
     from PIL import Image
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
@@ -177,7 +177,7 @@ def test_a_processor_of_images_works_in_two_halves() -> None:
 
 @rests_on_it("src/lockstep/tasks/image_classification.py")
 def test_encoded_images_are_embedded_in_their_table(tmp_path: Any) -> None:
-    """embed_table_storage embeds the file behind a path, byte for byte, in an image column with decoding off."""
+    """embed_table_storage embeds the file at an image's path, byte for byte, in an image column with decoding off."""
     import datasets
     from datasets.table import embed_table_storage
     from PIL import Image
@@ -190,9 +190,9 @@ def test_encoded_images_are_embedded_in_their_table(tmp_path: Any) -> None:
 
 
 @rests_on_it("src/lockstep/checkpoint/export.py")
-def test_the_head_of_a_card_keeps_texts() -> None:
-    """yaml_dump quotes texts that YAML would read as something else, such as "no", "1e3" and "2024-01-01"; ModelCard
-    reads them back, and the results of one data set with the arguments of their metrics."""
+def test_model_card_metadata_round_trips() -> None:
+    """yaml_dump quotes strings that YAML would read as another type, such as "no", "1e3" and "2024-01-01". ModelCard
+    reads them back, along with the results of a data set and the arguments of their metrics."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
     from huggingface_hub.utils import yaml_dump
 

@@ -1,4 +1,4 @@
-"""What lockstep-trace assumes about the nodes of autograd's graphs: their names, and what they hold."""
+"""Assumptions of lockstep-trace about the nodes of autograd's graphs: their names, and what they hold."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def before(node: Any, place: int = 0) -> Any:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/logits.py")
-def test_nodes_of_moves_hold_their_axes_and_sizes() -> None:
-    """View holds the size before as `_saved_self_sym_sizes`, Permute `_saved_dims`, Transpose `_saved_dim0` and
-    `_saved_dim1`, negative ones possibly as unsigned numbers; T holds nothing; Cat has a node for each part."""
+def test_nodes_of_views_hold_axes_and_sizes() -> None:
+    """View holds the input size as `_saved_self_sym_sizes`, Permute holds `_saved_dims`, Transpose `_saved_dim0` and
+    `_saved_dim1`; negative values may appear as unsigned numbers. T holds nothing. Cat has an input node for each part.
+    """
     x = torch.ones(2, 3, 4, requires_grad=True)
 
     def signed(number: int) -> int:
@@ -50,8 +51,8 @@ def test_nodes_of_moves_hold_their_axes_and_sizes() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/logits.py")
 def test_a_product_with_its_own_transpose_has_one_input_twice() -> None:
-    """The node Mm of x @ x.T has the node of x and a node T over that very node; it holds the factors as `_saved_self`
-    and `_saved_mat2`. LogSoftmax holds its result and axis."""
+    """The node Mm of x @ x.T has the node of x and a T node of that same node as inputs. It holds the factors as
+    `_saved_self` and `_saved_mat2`. LogSoftmax holds its result and axis."""
     x = torch.randn(4, 3, requires_grad=True) * 1.0
     product: Any = (x @ x.t()).grad_fn
     assert name_of(product) == "Mm"
@@ -74,8 +75,9 @@ def test_a_product_with_its_own_transpose_has_one_input_twice() -> None:
 )
 @pytest.mark.parametrize("op", [torch.mul, torch.div])
 def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
-    """Mul and Div hold a second tensor as `_saved_other`, one without dimensions too. A number is held as
-    `_saved_other` of its Python type, and its node is none; Mul by a number holds no tensor as `_saved_self`."""
+    """Mul and Div hold a second tensor, also one without dimensions, as `_saved_other`. A Python number is held as
+    `_saved_other` with its Python type and has no input node; Mul by a number does not hold a tensor as `_saved_self`.
+    """
     x, y = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
     node: Any = op(x, y).grad_fn
     assert name_of(node) == op.__name__.capitalize()
@@ -98,8 +100,8 @@ def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 def test_nodes_of_ratios_and_differences() -> None:
-    """Exp holds its result and stands over Sub; Clamp has the clamped value before it; Pow holds `_saved_exponent`;
-    Sub of a constant has None in its place; Expand has the node of what it repeats."""
+    """Exp holds its result and has Sub as input. Clamp has the clamped value as input. Pow holds `_saved_exponent`. Sub
+    of a constant has None as that input. Expand has the expanded value's node as input."""
     x, constant = torch.ones(3, 1, requires_grad=True) * 1.0, torch.ones(3)
     difference = x - constant
     ratio = (x - constant).exp()
@@ -117,7 +119,7 @@ def test_nodes_of_ratios_and_differences() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/answers.py")
 def test_an_embedding_holds_its_indices() -> None:
-    """The node Embedding holds the ids as `_saved_indices`, the very tensor's numbers, of any shape."""
+    """The node Embedding holds the ids as `_saved_indices`, equal to the original tensor, in any shape."""
     ids = torch.tensor([[0, 2, 1]])
     node: Any = nn.Embedding(3, 4)(ids).grad_fn
     assert name_of(node) == "Embedding"
@@ -127,9 +129,9 @@ def test_an_embedding_holds_its_indices() -> None:
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/inputs.py", "src/lockstep/strategies/engines/side_effects.py"
 )
-def test_a_tensor_within_vmap_or_grad_is_known_as_one() -> None:
-    """Within torch.func's vmap and grad a tensor is_functorch_wrapped_tensor, and get_unwrapped takes one level off;
-    outside it is not."""
+def test_tensors_of_vmap_and_grad_are_recognized() -> None:
+    """Within torch.func's vmap and grad, is_functorch_wrapped_tensor is true for a tensor and get_unwrapped removes one
+    level; outside, it is false."""
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
     seen: list[tuple[bool, Any]] = []
@@ -145,8 +147,8 @@ def test_a_tensor_within_vmap_or_grad_is_known_as_one() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/averages.py")
-def test_foreach_differences_are_those_of_each() -> None:
-    """torch._foreach_sub and _foreach_norm give the bits of one tensor after the other."""
+def test_foreach_operations_have_the_bits_of_single_ones() -> None:
+    """torch._foreach_sub and _foreach_norm give the bits of the operation on each tensor."""
     ones = [torch.randn(n, 3) for n in (1, 7, 33)]
     others = [torch.randn(n, 3) for n in (1, 7, 33)]
     for a, b, c in zip(torch._foreach_sub(ones, others), ones, others, strict=True):
@@ -157,9 +159,10 @@ def test_foreach_differences_are_those_of_each() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/evaluation_noise.py")
-def test_operations_that_draw_have_names_and_frames() -> None:
-    """Dropout of torch.nn.functional runs bernoulli_ or native_dropout in the frame of a function whose name has
-    dropout; attention with dropout draws below scaled_dot_product_attention, which has no frame of its own."""
+def test_random_operations_and_their_python_frames() -> None:
+    """torch.nn.functional's dropout functions run bernoulli_ or native_dropout in the frame of a function with
+    "dropout" in its name. Attention with dropout draws inside scaled_dot_product_attention, which has no Python frame.
+    """
     import sys
 
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""What lockstep assumes about heads, their losses and outputs, and of the files of sentence-transformers."""
+"""Assumptions about heads, their losses and outputs, and of the files of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/token_checks.py", "src/lockstep/data/conversations.py")
-def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
+def test_special_tokens_mask_and_all_special_ids() -> None:
     """special_tokens_mask marks only the tokens that the template adds, not special tokens within a text;
     all_special_ids also has the unknown token, the mask token and extra special tokens, but not tokens of add_tokens.
     """
@@ -83,9 +83,9 @@ def test_all_special_ids_has_more_than_the_mask_of_an_encoding() -> None:
 
 
 @rests_on_it("src/lockstep/data/masking.py", "src/lockstep/data/tokenizer.py")
-def test_a_backend_says_how_words_are_marked() -> None:
-    """to_str of a tokenizers backend has `pre_tokenizer` and `model` with type and continuing_subword_prefix;
-    byte-level pieces that begin a word start with U+0120, those of Metaspace with U+2581."""
+def test_how_a_tokenizer_marks_words() -> None:
+    """to_str of a tokenizers backend has `pre_tokenizer` and `model` with type and continuing_subword_prefix. Word
+    beginnings are marked by U+0120 in byte-level pieces and by U+2581 in Metaspace pieces."""
     pieces = json.loads(Tokenizer(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")).to_str())["model"]
     assert (pieces["type"], pieces["continuing_subword_prefix"]) == ("WordPiece", "##")
     for kind, sign in ((pre_tokenizers.ByteLevel, "\u0120"), (pre_tokenizers.Metaspace, "\u2581")):
@@ -101,7 +101,7 @@ def test_a_backend_says_how_words_are_marked() -> None:
     "src/lockstep/plain/losses.py",
     "src/lockstep/tasks/models/config_checks.py",
 )
-def test_a_question_head_gives_two_numbers_for_each_token_also_at_padding() -> None:
+def test_outputs_of_a_question_answering_head() -> None:
     """A question answering head returns start_logits and end_logits [B, T], unmasked at padding; its loss is the mean
     of both cross entropies."""
     model = BertForQuestionAnswering(bert()).eval()
@@ -119,8 +119,8 @@ def test_a_question_head_gives_two_numbers_for_each_token_also_at_padding() -> N
     "src/lockstep/plain/losses.py",
 )
 def test_losses_of_tokens_are_means_without_a_shift() -> None:
-    """The losses of masked LM and token classification are mean cross entropies of logits and labels at the same
-    position, without labels of -100; padding counts unless its label is -100."""
+    """The losses of masked LM and token classification are the mean cross entropy of logits and labels at the same
+    position over labels other than -100. Padding counts unless its label is -100."""
     labels = torch.tensor([[-100, 1, -100, 0], [-100, 1, -100, 1]])
     for kind in (BertForMaskedLM, BertForTokenClassification):
         output = kind(bert(num_labels=3)).eval()(IDS, attention_mask=MASK, labels=labels)
@@ -128,9 +128,9 @@ def test_losses_of_tokens_are_means_without_a_shift() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/classification.py", "src/lockstep/plain/losses.py")
-def test_the_kind_of_labels_decides_a_classifiers_loss() -> None:
+def test_the_dtype_of_labels_determines_a_classifiers_loss() -> None:
     """A classifier's loss is cross entropy for integer labels, binary cross entropy for rows of floats, and squared
-    error for one output; the first batch decides it for all later ones, stored in the model's config."""
+    error for one output. The first batch determines it for all later ones, through the model's config."""
     for outputs, labels, loss in (
         (3, torch.tensor([0, 2]), cross_entropy),
         (3, torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), binary_cross_entropy_with_logits),
@@ -144,8 +144,8 @@ def test_the_kind_of_labels_decides_a_classifiers_loss() -> None:
 
 @rests_on_it("src/lockstep/tasks/translation.py", "src/lockstep/tasks/summarization.py")
 def test_a_decoder_reads_its_labels_shifted_by_the_start_token() -> None:
-    """Given labels alone, BART and T5 feed the decoder decoder_start_token_id and the labels without the last one, with
-    -100 as padding; their loss compares these inputs with the labels, without a shift."""
+    """With labels only, BART and T5 feed the decoder decoder_start_token_id followed by the labels without the last
+    one, with -100 replaced by padding. The loss compares the logits with the labels, without a shift."""
     labels, read = torch.tensor([[5, 6, 3], [7, 3, -100]]), torch.tensor([[2, 5, 6], [2, 7, 3]])
     for model in several()[3:]:
         output = model.eval()(IDS, attention_mask=MASK, labels=labels)
@@ -155,8 +155,8 @@ def test_a_decoder_reads_its_labels_shifted_by_the_start_token() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/padding.py", "src/lockstep/tasks/models/masks.py")
-def test_models_leave_ids_and_mask_as_they_are() -> None:
-    """BERT, GPT-2, Llama, BART and T5 modify neither the ids nor the mask that they are given."""
+def test_models_do_not_modify_ids_and_mask() -> None:
+    """BERT, GPT-2, Llama, BART and T5 do not modify the input ids and the attention mask."""
     for model in several():
         inputs = {"input_ids": IDS.clone(), "attention_mask": MASK.clone()}
         more = {"labels": IDS.clone()} if model.config.is_encoder_decoder else {}
@@ -165,7 +165,7 @@ def test_models_leave_ids_and_mask_as_they_are() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/parameter_groups.py")
-def test_vectors_are_biases_or_of_modules_named_norm() -> None:
+def test_one_dimensional_weights_are_biases_or_norms() -> None:
     """In BERT, GPT-2, Llama, BART and T5 each one-dimensional parameter is a bias or belongs to a module whose class
     name contains "norm"."""
     with torch.device("meta"):
@@ -185,9 +185,9 @@ def test_vectors_are_biases_or_of_modules_named_norm() -> None:
     "src/lockstep/tasks/models/chunked_loss.py",
 )
 def test_a_folder_with_modules_and_pooling_is_a_sentence_transformer(pooling: str, tmp_path: Path) -> None:
-    """SentenceTransformer reads modules.json, 1_Pooling/config.json with one pooling_mode_ entry, and max_seq_length of
-    sentence_bert_config.json, and returns pooled hidden states of unit length; it saves the same pooling as the entry
-    pooling_mode or in one of these entries."""
+    """SentenceTransformer reads modules.json, 1_Pooling/config.json with one pooling_mode_ entry, and max_seq_length in
+    sentence_bert_config.json, and returns pooled hidden states of unit length. It saves the same pooling as the entry
+    pooling_mode or as one of these entries."""
     library = pytest.importorskip("sentence_transformers")
     model = BertModel(bert()).eval()
     model.save_pretrained(tmp_path)

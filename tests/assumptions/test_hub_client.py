@@ -1,4 +1,4 @@
-"""What lockstep assumes about the Hub's client, beside a Hub on the loopback."""
+"""Assumptions about the Hub's client, tested with a fake Hub on the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.processes
 
 
 def seen() -> dict[str, Any]:
-    """Return what `support.assumed_hub` recorded, and the Hub afterwards. Each call raises the first call's error."""
+    """Return what `support.assumed_hub` recorded, and the fake Hub afterwards. Raises the first call's error again on
+    later calls."""
     found = _seen()
     if isinstance(found, Exception):
         raise found
@@ -59,9 +60,9 @@ def _run() -> dict[str, Any]:
 
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
-def test_a_file_that_is_not_there_has_two_errors() -> None:
+def test_errors_for_a_missing_file() -> None:
     """hf_hub_download raises EntryNotFoundError for a file that the repository lacks, and with local_files_only
-    LocalEntryNotFoundError for one that the cache lacks; the latter is a subclass, so it is caught first."""
+    LocalEntryNotFoundError for a file that the cache lacks. The latter is a subclass, so lockstep catches it first."""
     errors = seen()["errors"]
     assert "EntryNotFoundError" in errors["file"]["kinds"]
     assert errors["file"]["kinds"][0] != "LocalEntryNotFoundError"
@@ -71,8 +72,9 @@ def test_a_file_that_is_not_there_has_two_errors() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py", "src/lockstep/checkpoint/hub_push.py", "src/lockstep/data/object_store.py")
 def test_errors_of_the_hub_have_their_class_and_status() -> None:
-    """Gated repositories, missing repositories, missing revisions and 503 raise HfHubHTTPError with the response's
-    status; the error of gated ones is a subclass of that of missing ones, so it is tested first."""
+    """Gated repositories, missing repositories, missing revisions and status 503 raise HfHubHTTPError with the
+    response's status. The error for gated repositories is a subclass of that for missing ones, so lockstep tests it
+    first."""
     errors = seen()["errors"]
     assert (errors["repository"]["kinds"][0], errors["repository"]["status"]) == ("RepositoryNotFoundError", 404)
     assert (errors["gated"]["kinds"][0], errors["gated"]["status"]) == ("GatedRepoError", 403)
@@ -94,9 +96,9 @@ def test_the_session_has_one_timeout() -> None:
 
 
 @rests_on_it("src/lockstep/data/hub.py")
-def test_a_hub_that_is_not_reached_raises_at_once_without_retries() -> None:
-    """http_backoff and the unwrapped http_stream_backoff have the keyword max_retries, whose default can be set to 0; a
-    refused connection raises a subclass of TransportError, ConnectionError or TimeoutError."""
+def test_requests_without_retries() -> None:
+    """http_backoff and the unwrapped http_stream_backoff have the keyword max_retries, whose default can be set to 0. A
+    refused connection then raises a subclass of TransportError, ConnectionError or TimeoutError."""
     for name in ("http_backoff", "http_stream_backoff"):
         assert seen()["errors"][f"{name} has max_retries"], name
     for name in ("unreachable", "unreachable request", "unreachable stream", "unreachable file"):
@@ -106,15 +108,15 @@ def test_a_hub_that_is_not_reached_raises_at_once_without_retries() -> None:
 
 
 @rests_on_it("src/lockstep/data/hub.py")
-def test_offline_is_an_error_of_its_own() -> None:
+def test_offline_requests_raise() -> None:
     """With HF_HUB_OFFLINE, a request raises OfflineModeIsEnabled or a subclass, and nothing is sent."""
     assert {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} & {*seen()["errors"]["offline"]["kinds"]}
 
 
 @rests_on_it("src/lockstep/data/object_store.py", "src/lockstep/data/hub.py")
 def test_files_of_a_data_set_are_listed_with_size_and_hash() -> None:
-    """list_repo_tree with recursive lists files in folders as RepoFile with size and Git hash; get_paths_info leaves
-    out missing paths."""
+    """list_repo_tree with recursive=True lists files in folders as RepoFile with size and Git hash. get_paths_info
+    leaves out missing paths."""
     reading = seen()["reading"]
     assert {name: size for name, (size, _) in reading["files"].items()} == {"a.jsonl": 3, "deep/b.jsonl": 3}
     assert all(len(tag) == 40 for _, tag in reading["files"].values())
@@ -134,8 +136,8 @@ def test_shapes_are_read_from_the_headers() -> None:
     "src/lockstep/tasks/models/source_ties.py",
 )
 def test_a_revision_is_a_commit_in_the_cache() -> None:
-    """hf_hub_download returns the path in snapshots/COMMIT of HF_HOME's cache; dataset_info has the branch's commit in
-    `sha`."""
+    """hf_hub_download returns the path in snapshots/COMMIT of HF_HOME's cache. dataset_info has the commit of the
+    branch in `sha`."""
     reading = seen()["reading"]
     assert reading["text"] == "{}"
     assert Path(reading["path"]).parts[-3] == "snapshots"
@@ -146,12 +148,13 @@ def test_a_revision_is_a_commit_in_the_cache() -> None:
 
 @rests_on_it("src/lockstep/data/hub.py")
 def test_optional_files_are_none() -> None:
-    """transformers' cached_file returns None for a missing file and a gated repository if it is told not to raise."""
+    """transformers' cached_file returns None for a missing file and for a gated repository if its raise options are
+    off."""
     assert seen()["reading"]["cached"] == [True, True, False]
 
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
-def test_a_repository_that_is_there_stays_as_private_as_it_is() -> None:
+def test_create_repo_leaves_an_existing_repository_unchanged() -> None:
     """create_repo with exist_ok leaves an existing repository unchanged; model_info has `private` and file names."""
     writing = seen()["writing"]
     assert writing["private"] is True
@@ -168,9 +171,10 @@ def test_one_call_is_one_commit() -> None:
 
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
-def test_a_file_says_the_title_of_its_last_commit() -> None:
-    """get_paths_info with expand has last_commit with its title, without it None. hf_raise_for_status of the session's
-    answer returns for a file, and raises EntryNotFoundError for none."""
+def test_a_file_has_the_title_of_its_last_commit() -> None:
+    """get_paths_info with expand=True has last_commit with its title; without it, last_commit is None.
+    hf_raise_for_status of the session's response returns for an existing file, and raises EntryNotFoundError for a
+    missing one."""
     writing = seen()["writing"]
     assert writing["titles"] == [["README.md", "made"], ["README.md", None]]
     assert [writing[f"raised for {name}"] for name in ("README.md", "absent")] == [[], ["RemoteEntryNotFoundError"]]
@@ -187,9 +191,10 @@ def test_a_config_of_the_wrong_type_is_an_error_of_the_hubs_client() -> None:
 
 
 @rests_on_it("src/lockstep/data/hub.py", "src/lockstep/data/object_store.py")
-def test_a_hook_of_the_session_can_end_each_request() -> None:
-    """The session of get_session has lists of event_hooks, and that of a client factory of ours is used next: a hook
-    for requests that raises ends each request, without a connection. hf_hub_url quotes a path and a revision."""
+def test_a_session_hook_can_stop_each_request() -> None:
+    """The session of get_session has lists of event_hooks. After a custom client factory is set, get_session returns
+    its session: a request hook that raises prevents each request, without a connection. hf_hub_url quotes a path and a
+    revision."""
     from huggingface_hub import get_session, hf_hub_url, set_client_factory
     from huggingface_hub.utils import _http
 

@@ -1,4 +1,4 @@
-"""What lockstep assumes about classes and families of transformers: building, hooks, ties, positions, attention."""
+"""Assumptions about classes and families of transformers: building, hooks, ties, positions, attention."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def tiny(**options: Any) -> Any:
     "src/lockstep/tasks/models/config_checks.py",
     "src/lockstep/tasks/models/head_padding.py",
 )
-def test_a_model_on_the_meta_device_has_shapes_alone() -> None:
-    """A model built under torch.device("meta") has no memory in weights and buffers, draws no random number, computes
-    shapes, and has get_input_embeddings and get_output_embeddings. A number read of a meta tensor is the operation
-    _local_scalar_dense, which a dispatch mode can answer."""
+def test_a_model_on_the_meta_device() -> None:
+    """A model built under torch.device("meta") has no memory for weights and buffers, draws no random numbers, computes
+    shapes, and has get_input_embeddings and get_output_embeddings. Reading a number from a meta tensor is the operation
+    _local_scalar_dense, whose result a dispatch mode can supply."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Answers(TorchDispatchMode):
@@ -60,8 +60,8 @@ def test_a_model_on_the_meta_device_has_shapes_alone() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/models.py")
-def test_weights_that_are_not_drawn_are_tied_afterwards() -> None:
-    """A model built within no_init_weights draws no random number; tie_weights then ties its head."""
+def test_uninitialized_weights_can_be_tied() -> None:
+    """A model built within no_init_weights draws no random numbers. tie_weights then ties its head."""
     from transformers.initialization import no_init_weights
 
     state = torch.get_rng_state()
@@ -78,8 +78,7 @@ def test_weights_that_are_not_drawn_are_tied_afterwards() -> None:
 )
 @rests_on_it("src/lockstep/tasks/models/models.py")
 def test_positions_of_these_families_begin_after_the_padding_id(family: str) -> None:
-    """With max_position_embeddings 12 and the padding id 1 these families read texts of 10 tokens, and raise an error
-    for 11."""
+    """With max_position_embeddings 12 and padding id 1, these families accept texts of 10 tokens and raise for 11."""
     window = {"attention_window": 4} if family == "longformer" else {}
     config = CONFIG_MAPPING[family](vocab_size=40, max_position_embeddings=12, pad_token_id=1, **SIZES, **window)
     model = AutoModelForMaskedLM.from_config(config).eval()
@@ -90,8 +89,8 @@ def test_positions_of_these_families_begin_after_the_padding_id(family: str) -> 
 
 @rests_on_it("src/lockstep/tasks/models/models.py")
 def test_big_bird_changes_its_attention_at_the_first_short_text() -> None:
-    """BigBird in block_sparse attention changes to original_full for good at a text of at most (5 + 2 *
-    num_random_blocks) * block_size tokens; modules have set_attention_type, which can be called again."""
+    """BigBird in block_sparse attention switches to original_full permanently at a text of at most (5 + 2 *
+    num_random_blocks) * block_size tokens. Its modules have set_attention_type, which can switch back."""
     sizes = {**SIZES, "block_size": 2, "num_random_blocks": 1, "max_position_embeddings": 64}
     model: Any = AutoModelForMaskedLM.from_config(CONFIG_MAPPING["big_bird"](vocab_size=70, **sizes)).train()
     kinds = []
@@ -106,8 +105,8 @@ def test_big_bird_changes_its_attention_at_the_first_short_text() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/models.py")
 def test_reformer_draws_its_seeds_by_methods_of_its_layers() -> None:
-    """ReformerLayer calls _init_attention_seed and _init_feed_forward_seed in training, which set attention_seed and
-    feed_forward_seed, by which it draws dropout again in backward."""
+    """In training, ReformerLayer calls _init_attention_seed and _init_feed_forward_seed. These set attention_seed and
+    feed_forward_seed, from which backward draws the same dropout again."""
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "attention_head_size": 8, "feed_forward_size": 16}
     sizes |= {"axial_pos_embds": False, "max_position_embeddings": 32, "local_attn_chunk_length": 4}  # type: ignore[dict-item]
     config = CONFIG_MAPPING["reformer"](vocab_size=40, is_decoder=True, attn_layers=["local"], **sizes)
@@ -131,7 +130,8 @@ def test_reformer_draws_its_seeds_by_methods_of_its_layers() -> None:
 )
 @rests_on_it("src/lockstep/tasks/models/models.py")
 def test_families_that_autocast_cannot_compute(family: str, options: dict[str, Any]) -> None:
-    """X-MOD and DeBERTa raise RuntimeError under autocast to bfloat16 with float32 weights, and compute without."""
+    """X-MOD and DeBERTa raise RuntimeError under autocast to bfloat16 with float32 weights, but not without
+    autocast."""
     config = CONFIG_MAPPING[family](vocab_size=40, max_position_embeddings=20, pad_token_id=1, **SIZES, **options)
     model = AutoModelForMaskedLM.from_config(config).eval()
     inputs = {"input_ids": torch.full((2, 5), 5), "attention_mask": torch.tensor([[1, 1, 1, 1, 0], [1] * 5])}
@@ -142,9 +142,9 @@ def test_families_that_autocast_cannot_compute(family: str, options: dict[str, A
 
 @rests_on_it("src/lockstep/tasks/models/unpadded.py", "src/lockstep/tasks/models/masks.py")
 def test_a_registered_attention_gets_these_arguments() -> None:
-    """A model whose attn_implementation is a registered name calls its mask function with these keywords, mask_function
-    being causal_mask_function itself or bidirectional_mask_function itself, and passes what it returns to each layer's
-    attention, with module, query, key and value [B, h, T, d] and dropout and scaling by name;
+    """A model whose attn_implementation is a registered name calls the registered mask function with these keywords;
+    mask_function is causal_mask_function or bidirectional_mask_function itself. It passes the mask function's result to
+    each layer's attention, with module, query, key and value [B, h, T, d], and dropout and scaling by name.
     sdpa_attention_forward returns [B, T, h, d]."""
     from transformers import AttentionInterface, AttentionMaskInterface, BertConfig, BertModel, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -181,9 +181,9 @@ def test_a_registered_attention_gets_these_arguments() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/masks.py")
-def test_models_look_for_padding_by_a_method_that_can_be_replaced() -> None:
-    """_preprocess_mask_arguments returns the mask of texts as truths at place 1, and a model's
-    warn_if_padding_and_no_attention_mask, replaced on the object, is what its forward calls."""
+def test_padding_checks_can_be_replaced() -> None:
+    """_preprocess_mask_arguments returns the padding mask as booleans at index 1. A model's forward calls
+    warn_if_padding_and_no_attention_mask, which can be replaced on the object."""
     from transformers import BertConfig, BertModel
     from transformers.masking_utils import _preprocess_mask_arguments
 
@@ -210,9 +210,10 @@ def test_models_look_for_padding_by_a_method_that_can_be_replaced() -> None:
     "src/lockstep/tasks/translation.py",
 )
 def test_what_generate_returns() -> None:
-    """generate returns the prompt and the new tokens, of an encoder-decoder the start token and the new ones, only as
-    many as the longest row has, with padding after a row's end; each of several end tokens ends a row. Sampling with
-    temperature and top_k 0 repeats with torch's seed. A model's generation_config is an attribute of its object."""
+    """generate returns the prompt and the new tokens; for an encoder-decoder, the start token and the new tokens. The
+    output is as long as the longest row, with padding after a row's end. Each of several end tokens ends a row.
+    Sampling with temperature and top_k 0 repeats with torch's seed. A model's generation_config is an attribute of its
+    instance."""
     prompt = torch.tensor([[3, 4]])
     options: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 1, "pad_token_id": 0, "synced_gpus": False}
     model = tiny().eval()
@@ -252,10 +253,10 @@ def test_what_generate_returns() -> None:
     "src/lockstep/tasks/models/source_files.py",
     "src/lockstep/tasks/models/token_rows.py",
 )
-def test_tables_of_families_have_these_names() -> None:
-    """modeling_auto has a table of families for each head, and transformers its Auto class; ALL_ATTENTION_FUNCTIONS
-    knows sdpa and flash_attention_2, but not eager; IMAGE_PROCESSOR_MAPPING_NAMES has the Pillow class of ViT's under
-    pil."""
+def test_tables_of_model_families() -> None:
+    """modeling_auto has a table of families for each head, and transformers has the matching Auto class.
+    ALL_ATTENTION_FUNCTIONS has sdpa and flash_attention_2, but not eager. IMAGE_PROCESSOR_MAPPING_NAMES has ViT's
+    Pillow class under pil."""
     import transformers
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.auto import modeling_auto
@@ -280,9 +281,10 @@ def test_tables_of_families_have_these_names() -> None:
     "src/lockstep/tasks/models/padding.py",
     "src/lockstep/tasks/translation.py",
 )
-def test_a_config_says_its_parts_aliases_and_the_text_inside() -> None:
-    """attribute_map names aliases, which set the entry behind them; sub_configs names the classes of nested configs;
-    get_text_config(decoder=True) is the config itself or the part of the texts; to_dict is JSON."""
+def test_aliases_and_nested_configs() -> None:
+    """attribute_map names aliases; setting an alias sets the entry it stands for. sub_configs names the classes of
+    nested configs. get_text_config(decoder=True) is the config itself or its text part. to_dict can be written as JSON.
+    """
     import json
 
     from transformers import GPT2Config, LlavaConfig
@@ -305,9 +307,9 @@ def test_a_config_says_its_parts_aliases_and_the_text_inside() -> None:
     "src/lockstep/tasks/models/chunked_loss.py",
     "src/lockstep/tasks/question_answering.py",
 )
-def test_an_output_leaves_out_none() -> None:
-    """A ModelOutput that is a dataclass leaves out None, and is read by name, key and place; CausalLMOutput,
-    SequenceClassifierOutput and TokenClassifierOutput take logits alone."""
+def test_a_model_output_omits_none() -> None:
+    """A ModelOutput dataclass omits entries that are None, and is read by attribute, key and index. CausalLMOutput,
+    SequenceClassifierOutput and TokenClassifierOutput accept logits alone."""
     from dataclasses import dataclass
 
     from transformers import modeling_outputs
@@ -325,7 +327,7 @@ def test_an_output_leaves_out_none() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/padding.py")
-def test_a_model_says_which_attention_it_can_run() -> None:
+def test_the_default_attention_of_a_model() -> None:
     """get_correct_attn_implementation(None) is sdpa for a Llama, and eager for a family without it, such as DeBERTa."""
     assert tiny().get_correct_attn_implementation(None) == "sdpa"
     model: Any = AutoModelForMaskedLM.from_config(CONFIG_MAPPING["deberta"](vocab_size=40, **SIZES))
@@ -333,9 +335,8 @@ def test_a_model_says_which_attention_it_can_run() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/chunked_loss.py")
-def test_what_a_model_adds_to_its_logits() -> None:
-    """BART adds its buffer final_logits_bias [1, V] to the logits of its head, and Gemma 2 caps them by
-    cap * tanh(x / cap)."""
+def test_changes_that_models_make_to_logits() -> None:
+    """BART adds its buffer final_logits_bias [1, V] to the head's logits; Gemma 2 caps them by cap * tanh(x / cap)."""
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     bart = BartForConditionalGeneration(BartConfig(vocab_size=32, pad_token_id=0, **sizes, **heads)).eval()
@@ -353,9 +354,10 @@ def test_what_a_model_adds_to_its_logits() -> None:
 
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/tasks/translation.py", "src/lockstep/data/token_checks.py")
-def test_entries_that_decide_embeddings_and_unknown_words() -> None:
-    """Marian's share_encoder_decoder_embeddings gives both sides one embedding, False two of their own sizes. A
-    tokenizer without a token for unknown words has the unk_token_id None, and its all_special_ids leave it out."""
+def test_shared_embeddings_and_the_unknown_token() -> None:
+    """With Marian's share_encoder_decoder_embeddings, encoder and decoder share one embedding; with False, each has its
+    own, of its own size. A tokenizer without an unknown token has the unk_token_id None, and its all_special_ids leave
+    it out."""
     from tokenizers import Tokenizer, models
     from transformers import MarianConfig, MarianMTModel, PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""What lockstep assumes about tokenizers, safetensors and transformers: offsets, windows, files, drawing."""
+"""Assumptions about tokenizers, safetensors and transformers: offsets, windows, files, drawing."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_offsets_count_characters() -> None:
 
 @rests_on_it("src/lockstep/data/qa_features.py", "src/lockstep/plain/examples.py")
 def test_windows_overlap_by_the_stride() -> None:
-    """Overflowing windows repeat `stride` tokens of the previous window, each have the special tokens, and name the
-    example that they are from."""
+    """Each overflowing window repeats `stride` tokens of the previous one, has the special tokens, and names its
+    example."""
     encoded = tokenizer()(
         ["one two three four", "one"], truncation=True, max_length=5, stride=1, return_overflowing_tokens=True
     )
@@ -63,7 +63,7 @@ def test_windows_overlap_by_the_stride() -> None:
 
 
 @rests_on_it("src/lockstep/data/text_pairs.py", "src/lockstep/plain/examples.py")
-def test_the_longer_of_a_pair_is_cut_first() -> None:
+def test_truncation_shortens_the_longer_of_a_pair_first() -> None:
     """Truncation of a pair shortens the longer text first; "only_second" shortens the second text alone."""
     made = tokenizer()
     assert made("one two three four", "one", truncation=True, max_length=6)["input_ids"] == [2, 4, 5, 3, 4, 3]
@@ -74,7 +74,7 @@ def test_the_longer_of_a_pair_is_cut_first() -> None:
 @rests_on_it(
     "src/lockstep/data/annotated.py", "src/lockstep/tasks/token_classification.py", "src/lockstep/plain/examples.py"
 )
-def test_words_of_tokens_are_none_for_special_ones() -> None:
+def test_word_ids_are_none_for_special_tokens() -> None:
     """word_ids numbers the input words from 0, and is None for special tokens."""
     encoded = tokenizer()(["one", "two two"], is_split_into_words=True)
     assert encoded.word_ids() == [None, 0, 1, 1, None]
@@ -98,7 +98,7 @@ def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py", "src/lockstep/data/arrow_cache.py")
-def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
+def test_truncation_options_last_for_one_call() -> None:
     """Truncation and padding options of one tokenizer call do not affect the next call."""
     made = tokenizer()
     whole = made("one two three four")["input_ids"]
@@ -113,7 +113,7 @@ def test_a_call_with_truncation_leaves_the_next_one_alone() -> None:
     "src/lockstep/plain/train.py",
     "src/lockstep/tasks/models/small_models.py",
 )
-def test_a_new_model_is_drawn_from_torch_alone() -> None:
+def test_a_new_model_is_initialized_by_torchs_generator_alone() -> None:
     """A model created from a config has the same bits for the same torch.manual_seed."""
     drawn = []
     for _ in range(2):
@@ -129,8 +129,8 @@ def test_a_new_model_is_drawn_from_torch_alone() -> None:
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/tasks/models/adapters.py",
 )
-def test_a_loaded_model_has_the_bits_and_is_in_evaluation(tmp_path: Path) -> None:
-    """save_pretrained and from_pretrained keep every bit, and the loaded model is in eval()."""
+def test_a_loaded_model_has_the_same_bits_and_is_in_eval(tmp_path: Path) -> None:
+    """save_pretrained and from_pretrained keep every bit, and the loaded model is in eval mode."""
     model = tiny()
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -140,7 +140,7 @@ def test_a_loaded_model_has_the_bits_and_is_in_evaluation(tmp_path: Path) -> Non
 
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
 def test_a_narrow_file_is_widened_exactly(tmp_path: Path) -> None:
-    """from_pretrained with dtype float32 converts the numbers of a bfloat16 file exactly."""
+    """from_pretrained with dtype float32 converts the values of a bfloat16 file exactly."""
     model = tiny().bfloat16()
     model.save_pretrained(tmp_path)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -162,8 +162,9 @@ def test_a_tied_head_is_saved_once(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/checkpoint/export.py", "src/lockstep/checkpoint/hub_push.py")
 def test_an_older_single_file_is_read_before_newer_shards(tmp_path: Path) -> None:
-    """save_pretrained in shards over an older single file leaves that file, and from_pretrained reads it; in a single
-    file over older shards it deletes these, but not their index, and from_pretrained reads the single file."""
+    """If save_pretrained writes shards next to an older single file, it leaves that file, and from_pretrained reads it.
+    If it writes a single file next to older shards, it deletes the shards but not their index, and from_pretrained
+    reads the single file."""
     old, new = tiny(), tiny()
     old.save_pretrained(tmp_path)
     new.save_pretrained(tmp_path, max_shard_size="4KB")
@@ -208,9 +209,9 @@ def test_greedy_decoding_takes_the_likeliest_token() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/inference.py")
-def test_generation_is_as_the_model_says_unless_told_otherwise() -> None:
-    """generate takes options that the caller leaves out from the model's generation_config; if that is empty, it
-    decodes greedily."""
+def test_generation_options_default_to_the_models_config() -> None:
+    """generate takes options that the caller omits from the model's generation_config; if that is empty, it decodes
+    greedily."""
     torch.manual_seed(0)
     model = tiny().eval()
     ids, options = torch.tensor([[5, 6]]), {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None}
@@ -222,8 +223,8 @@ def test_generation_is_as_the_model_says_unless_told_otherwise() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/inference.py")
 def test_generation_needs_padding_on_the_left() -> None:
-    """For a left-padded row with its mask, generate writes the same tokens as for the row alone; for a right-padded row
-    the next token follows the padding. The tokenizer's padding_side has no influence."""
+    """For a left-padded row with its mask, generate writes the same tokens as for the row alone; for a right-padded
+    row, the new tokens follow the padding. The tokenizer's padding_side has no influence."""
     torch.manual_seed(0)
     model = tiny().eval()
     options = {"max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
@@ -246,7 +247,7 @@ def test_the_same_tensors_make_the_same_file(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py", "src/lockstep/training/reference_pass.py")
-def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
+def test_a_truncated_safetensors_file_raises(tmp_path: Path) -> None:
     """safe_open raises SafetensorError for a truncated file."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
@@ -258,10 +259,10 @@ def test_a_cut_file_of_tensors_raises(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/config_checks.py", "src/lockstep/tasks/models/models.py")
-def test_rotations_depend_on_the_longest_text_or_on_earlier_ones() -> None:
-    """LongRoPE rotates a whole batch by its long factors if one of its texts is longer than
-    original_max_position_embeddings; dynamic RoPE rotates a text of more tokens than max_position_embeddings by the
-    frequencies of the longest one before it, until a shorter one comes. lockstep notes the former, and refuses such
+def test_rotary_embeddings_that_depend_on_other_texts() -> None:
+    """LongRoPE uses its long factors for a whole batch if one of its texts is longer than
+    original_max_position_embeddings. Dynamic RoPE rotates a text longer than max_position_embeddings by the frequencies
+    of the longest text so far, until a shorter text resets them. lockstep warns about the former, and refuses such
     lengths for the latter."""
     long = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 16}
     kinds: dict[str, Any] = {"longrope": (64, long), "dynamic": (16, {})}
@@ -293,10 +294,10 @@ def test_rotations_depend_on_the_longest_text_or_on_earlier_ones() -> None:
     "src/lockstep/tasks/models/models.py",
     "src/lockstep/tasks/models/storage_dtype.py",
 )
-def test_ties_are_decided_by_the_weights_in_the_model(tmp_path: Path) -> None:
-    """all_tied_weights_keys names a tied weight and its source, and get_expanded_tied_weights_keys(all_submodels=True)
-    does, too; tie_weights(missing_keys=..., recompute_mapping=False) leaves two given weights of different values
-    apart, and ties equal ones, or one of them that is missing. from_pretrained unfreezes what a config freezes."""
+def test_tied_weights_depend_on_the_loaded_values(tmp_path: Path) -> None:
+    """all_tied_weights_keys and get_expanded_tied_weights_keys(all_submodels=True) map a tied weight to its source.
+    tie_weights(missing_keys=..., recompute_mapping=False) does not tie two loaded weights with different values; it
+    ties equal ones, or one that is missing. from_pretrained unfreezes weights that a config freezes."""
     pair = ("lm_head.weight", "model.embed_tokens.weight")
     for other, missing, tied in ((1.0, set(), False), (0.0, set(), True), (1.0, {pair[0]}, True)):
         model = tiny(tie_word_embeddings=True)
@@ -315,8 +316,8 @@ def test_ties_are_decided_by_the_weights_in_the_model(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/models.py")
-def test_funnel_loses_the_row_of_padding_when_it_is_loaded(tmp_path: Path) -> None:
-    """from_pretrained of a Funnel masked model sets the padding token's embedding to zero, whatever the file holds."""
+def test_funnel_zeroes_the_padding_embedding_on_load(tmp_path: Path) -> None:
+    """from_pretrained of a Funnel masked LM sets the padding token's embedding to zero, whatever the file holds."""
     sizes = {"block_sizes": [1], "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "pad_token_id": 0}
     model: Any = AutoModelForMaskedLM.from_config(CONFIG_MAPPING["funnel"](vocab_size=40, **sizes))
     with torch.no_grad():
@@ -327,11 +328,11 @@ def test_funnel_loses_the_row_of_padding_when_it_is_loaded(tmp_path: Path) -> No
 
 
 @rests_on_it("src/lockstep/checkpoint/export.py", "src/lockstep/checkpoint/hub_push.py")
-def test_ids_and_heads_that_the_client_refuses() -> None:
-    """validate_repo_id takes NAME and USER/NAME, and raises HFValidationError, a ValueError, for other texts; ModelCard
-    raises ValueError or YAMLError for a head that is no mapping or whose model-index is none, and has no data without a
-    head; ModelCardData leaves out what is None; build_hf_headers puts the token behind "Bearer"; disable_progress_bars
-    holds for all."""
+def test_repository_ids_and_model_card_metadata() -> None:
+    """validate_repo_id takes NAME and USER/NAME, and raises HFValidationError, a ValueError, for other strings.
+    ModelCard raises ValueError, TypeError or YAMLError if its metadata is not a mapping or model-index is not a list;
+    without metadata its data is empty. ModelCardData omits None. build_hf_headers puts the token after "Bearer".
+    disable_progress_bars applies to all progress bars."""
     import yaml
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.errors import HFValidationError
@@ -369,10 +370,10 @@ def test_ids_and_heads_that_the_client_refuses() -> None:
     "src/lockstep/strategies/engines/zero_partition.py",
     "src/lockstep/strategies/engines/tensor_plans.py",
 )
-def test_what_classes_of_models_say_of_themselves() -> None:
-    """supports_gradient_checkpointing is False for a model class that does not set it; get_input_embeddings raises
-    NotImplementedError for a model without a known one; a SigLIP's vision model has its head unless vision_use_head is
-    false; transformers.activations has activation modules of its own, one for the whole process; a Conv1D of `nx`
+def test_attributes_of_model_classes() -> None:
+    """supports_gradient_checkpointing is False for a model class that does not set it. get_input_embeddings raises
+    NotImplementedError if the model's embeddings are unknown. A SigLIP vision model has its head unless vision_use_head
+    is false. transformers.activations has activation modules that are shared within the process. A Conv1D with `nx`
     inputs and `nf` outputs has a weight [nx, nf]."""
     from transformers import (
         LlamaForCausalLM,

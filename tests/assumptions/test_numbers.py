@@ -1,4 +1,4 @@
-"""What lockstep assumes about numpy: dtypes of results, order, rounding, ties, empty arrays."""
+"""Assumptions about numpy: dtypes of results, order, rounding, ties, empty arrays."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BIG = np.array([2**63 + 1, 2**63 + 3], np.uint64)  # equal as float64
     "src/lockstep/data/raw_rows.py",
     "src/lockstep/tasks/objectives/objective.py",
 )
-def test_a_stable_argsort_of_negated_keys_is_longest_first() -> None:
-    """np.argsort(-keys, kind="stable") of int32, int64 and float64 is descending, with ties in their order; along axis
-    1 it sorts each row, also of uint64."""
+def test_a_stable_argsort_of_negated_keys_is_descending() -> None:
+    """np.argsort(-keys, kind="stable") of int32, int64 and float64 is descending and keeps ties in their original
+    order. Along axis 1 it sorts each row, also of uint64."""
     for dtype in (np.int32, np.int64, np.float64):
         assert np.argsort(-np.array([2, 5, 2, 5], dtype), kind="stable").tolist() == [1, 3, 0, 2]
     rows = np.array([[2**64 - 1, 7, 7], [1, 2**63 + 1, 2**63]], np.uint64)
@@ -43,9 +43,9 @@ def test_a_stable_argsort_of_negated_keys_is_longest_first() -> None:
     "src/lockstep/data/stream.py",
     "src/lockstep/tasks/embedding.py",
 )
-def test_a_place_among_sorted_numbers_is_exact() -> None:
-    """np.searchsorted compares uint64 with uint64 exactly, beyond 2**53 too; its result is before equal numbers, or
-    with side "right" after them, and int64, also for an empty array."""
+def test_searchsorted_is_exact() -> None:
+    """np.searchsorted compares uint64 with uint64 exactly, beyond 2**53 too. Its result is int64, also for an empty
+    array: the position before equal values, or after them with side "right"."""
     assert np.searchsorted(BIG, BIG).tolist() == [0, 1]
     assert np.searchsorted(BIG, np.uint64(2**63 + 2)) == 1
     ends = np.cumsum([0, 3, 0, 2])
@@ -72,10 +72,10 @@ def test_a_place_among_sorted_numbers_is_exact() -> None:
     "src/lockstep/tasks/task.py",
     "src/lockstep/tasks/token_classification.py",
 )
-def test_sets_of_numbers_are_sorted_and_know_first_places() -> None:
-    """np.unique sorts, and of one dimension returns first places, inverse and counts of one dimension; with axis=0 it
-    sorts rows, uint64 exactly, and keeps two columns of no rows. setdiff1d and intersect1d are sorted and distinct;
-    isin of an empty set is False."""
+def test_unique_and_set_operations_are_sorted() -> None:
+    """np.unique sorts. In one dimension it returns first indices, inverse and counts, each of one dimension. With
+    axis=0 it sorts rows, uint64 exactly, and keeps two columns if there are no rows. setdiff1d and intersect1d are
+    sorted and distinct. isin of an empty set is False."""
     values, first, inverse, counts = np.unique(
         np.array([5, 1, 5]), return_index=True, return_inverse=True, return_counts=True
     )
@@ -100,8 +100,9 @@ def test_sets_of_numbers_are_sorted_and_know_first_places() -> None:
     "src/lockstep/plain/job.py",
     "src/lockstep/tasks/objectives/objectives.py",
 )
-def test_counts_of_numbers_have_a_least_length_and_weights() -> None:
-    """np.bincount has at least minlength places, int64; with weights, also truths, float64; of no numbers all are 0."""
+def test_bincount() -> None:
+    """np.bincount returns int64 of length at least minlength. With weights, also booleans, it returns float64. For an
+    empty input all counts are 0."""
     counts = np.bincount(np.array([1, 1, 0]), minlength=4)
     assert (counts.tolist(), counts.dtype) == ([1, 2, 0, 0], np.int64)
     weighted = np.bincount(np.array([1, 1, 0]), np.array([True, True, False]))
@@ -115,9 +116,9 @@ def test_counts_of_numbers_have_a_least_length_and_weights() -> None:
     "src/lockstep/data/masking.py",
     "src/lockstep/tasks/language_modeling.py",
 )
-def test_sums_in_parts_and_writes_at_repeated_places() -> None:
-    """np.add.reduceat sums from each place to the next one; np.add.at and np.minimum.at count a repeated place each
-    time; maximum.accumulate runs along an axis; put_along_axis writes where argsort points."""
+def test_reduceat_and_repeated_indices() -> None:
+    """np.add.reduceat sums from each index to the next one. np.add.at and np.minimum.at apply a repeated index each
+    time. maximum.accumulate runs along an axis. put_along_axis writes at the indices of argsort."""
     numbers = np.array([1, 2, 3, 4], np.int32) * np.array([True, False, True, True])
     sums = np.add.reduceat(numbers, [0, 1, 3], dtype=np.int64)
     assert (sums.tolist(), sums.dtype) == ([1, 3, 4], np.int64)
@@ -132,8 +133,8 @@ def test_sums_in_parts_and_writes_at_repeated_places() -> None:
 
 
 @rests_on_it("src/lockstep/data/lm_documents.py")
-def test_what_is_inserted_stands_at_places_of_the_original() -> None:
-    """np.insert with several places, equal ones too, counts them in the original array, and keeps its dtype."""
+def test_insert_counts_positions_in_the_original() -> None:
+    """np.insert with several positions, equal ones too, counts them in the original array, and keeps its dtype."""
     ids = np.insert(np.array([1, 2, 3], np.int32), [0, 2, 2, 3], 9)
     assert (ids.tolist(), ids.dtype) == ([9, 1, 2, 9, 9, 3, 9], np.int32)
     assert np.insert(np.array([False]), [1], True).dtype == bool
@@ -166,8 +167,9 @@ def test_what_is_inserted_stands_at_places_of_the_original() -> None:
     "src/lockstep/tasks/translation.py",
 )
 def test_dtypes_of_results() -> None:
-    """Sums and cumulative sums of int32 and of truths are int64, of uint64 uint64; uint64 with a uint64 stays uint64,
-    divided by a float it is float64; a Python number does not widen int32; r_ and concatenate of truths are truths."""
+    """Sums and cumulative sums of int32 and of booleans are int64, of uint64 uint64. uint64 combined with uint64 stays
+    uint64; divided by a float it is float64. A Python number does not widen int32. r_ and concatenate of booleans are
+    boolean."""
     small, big = np.array([2**31 - 1, 1], np.int32), np.array([2**63], np.uint64)
     assert (small.sum(), np.sum(small).dtype, np.cumsum(small)[-1]) == (2**31, np.int64, 2**31)
     assert np.cumsum(np.array([True, True])).dtype == np.int64
@@ -186,9 +188,9 @@ def test_dtypes_of_results() -> None:
     "src/lockstep/data/streamed.py",
     "src/lockstep/tasks/language_modeling.py",
 )
-def test_a_half_is_rounded_to_the_even_number() -> None:
-    """np.rint and np.round round a half to the even number; astype(int) cuts off towards zero; argmax is the first of
-    equal numbers, and a NaN if there is one."""
+def test_rounding_and_argmax() -> None:
+    """np.rint and np.round round halves to the even number. astype(int) truncates towards zero. argmax returns the
+    first of equal values, or a NaN if there is one."""
     assert np.rint([0.5, 1.5, 2.5]).tolist() == np.round([0.5, 1.5, 2.5]).tolist() == [0.0, 2.0, 2.0]
     assert np.array([2.9, -2.9]).astype(int).tolist() == [2, -2]
     assert np.argmax([1, 3, 3]) == 1
@@ -207,8 +209,8 @@ def test_a_half_is_rounded_to_the_even_number() -> None:
     "src/lockstep/tasks/objectives/objective.py",
     "src/lockstep/tasks/own_metrics.py",
 )
-def test_places_spread_over_rows_are_all_rows_if_there_are_no_more() -> None:
-    """linspace(0, n - 1, n) as integers are 0 to n - 1, and its last number is exact for any count."""
+def test_linspace_of_indices() -> None:
+    """linspace(0, n - 1, n) converted to integers is 0 to n - 1, and its last value is exact for any count."""
     for count in (1, 2, 3, 7, 49, 98, 107, 161, 187, 500, 1000):
         assert np.linspace(0, count - 1, count).astype(np.int64).tolist() == list(range(count))
         assert np.linspace(0, 10**6 - 1, count)[-1] == (10**6 - 1 if count > 1 else 0)
@@ -218,9 +220,9 @@ def test_places_spread_over_rows_are_all_rows_if_there_are_no_more() -> None:
 @rests_on_it(
     "src/lockstep/tasks/own_metrics.py", "src/lockstep/tasks/objectives/objective.py", "src/lockstep/plain/scores.py"
 )
-def test_quantiles_lie_between_and_a_division_keeps_what_it_leaves_out() -> None:
-    """np.quantile interpolates linearly; np.divide with where leaves the other numbers of out as they are, without a
-    warning; a mean of no number warns, so lockstep tests for that first."""
+def test_quantile_masked_division_and_empty_mean() -> None:
+    """np.quantile interpolates linearly. np.divide with where keeps the other values of out, without a warning. The
+    mean of an empty array warns, so lockstep tests for that first."""
     assert np.quantile([4, 1, 2], [0, 0.25, 0.75, 1]).tolist() == [1.0, 1.5, 3.0, 4.0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -231,15 +233,15 @@ def test_quantiles_lie_between_and_a_division_keeps_what_it_leaves_out() -> None
 
 
 @rests_on_it("src/lockstep/plain/train.py")
-def test_rates_between_points_are_on_a_line_and_constant_beyond() -> None:
-    """np.interp is linear between its points, and the first or the last value beyond them."""
+def test_interp_is_linear_and_constant_outside() -> None:
+    """np.interp is linear between its points, and returns the first or the last value outside them."""
     assert [float(np.interp(step, [10, 20], [1.0, 3.0])) for step in (0, 10, 15, 99)] == [1.0, 1.0, 2.0, 3.0]
 
 
 @rests_on_it("src/lockstep/data/splitting.py", "src/lockstep/data/lm_documents.py")
-def test_bytes_are_seen_as_numbers_and_shared_memory_can_be_written(tmp_path: Path) -> None:
-    """np.frombuffer sees bytes in the order of this machine, read-only, and an mmap writable and shared; np.load
-    returns what np.save wrote, and refuses objects."""
+def test_frombuffer_and_saved_arrays(tmp_path: Path) -> None:
+    """np.frombuffer views bytes in native byte order, read-only; a view of a shared mmap is writable. np.load returns
+    what np.save wrote, and refuses object arrays."""
     codes = "a\u3000\ud800".encode("utf-32-le", "surrogatepass")
     assert np.frombuffer(codes, np.uint32).tolist() == [97, 0x3000, 0xD800]
     memory = mmap.mmap(-1, 16)
@@ -263,9 +265,9 @@ def test_bytes_are_seen_as_numbers_and_shared_memory_can_be_written(tmp_path: Pa
     "src/lockstep/data/usable_rows.py",
     "src/lockstep/data/raw_rows.py",
 )
-def test_numbers_of_arrow_are_seen_without_a_copy_also_if_there_are_none() -> None:
-    """np.from_dlpack sees a pyarrow array's numbers, and raises for nulls and for truths, which are bits; an array of
-    no numbers, and the offsets of a list array, are seen too."""
+def test_arrow_arrays_are_viewed_without_a_copy() -> None:
+    """np.from_dlpack views a pyarrow array of numbers without a copy, also an empty one and the offsets of a list
+    array. It raises for nulls and for booleans, which Arrow stores as bits."""
     array = pa.array([1, 2, 3], pa.int64())
     assert np.from_dlpack(array).ctypes.data == array.buffers()[1].address
     for dtype in (pa.int32(), pa.uint64(), pa.float64(), pa.int8()):
@@ -279,9 +281,9 @@ def test_numbers_of_arrow_are_seen_without_a_copy_also_if_there_are_none() -> No
 
 
 @rests_on_it("src/lockstep/data/arrow_cache.py")
-def test_operators_of_a_class_go_to_one_function() -> None:
-    """NDArrayOperatorsMixin passes each operator, reflected ones and comparisons too, to __array_ufunc__; np.asarray
-    calls __array__, and a function that is no ufunc does by way of it; astype(None) is float64."""
+def test_operators_call_array_ufunc() -> None:
+    """NDArrayOperatorsMixin passes each operator, reflected ones and comparisons too, to __array_ufunc__. np.asarray
+    and functions that are not ufuncs call __array__. astype(None) is float64."""
 
     class Column(np.lib.mixins.NDArrayOperatorsMixin):
         def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the tracer assumes about the places where it puts its own functions, and about what these are given."""
+"""Assumptions of the tracer about the functions that it replaces, and the arguments these receive."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def noted(calls: list[Any], name: str, original: Any) -> Any:
     "packages/lockstep-trace/src/lockstep_trace/tracer/modes.py",
 )
 def test_functions_of_torch_are_looked_up_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function put in the place of these is called: nn.Module.__call__ for modules of every class, also the inner
-    ones of Sequential; torch.autograd.backward by Tensor.backward, with the tensor and its gradient first, and `inputs`
-    by name; Module.train by eval, for each submodule; zero_grad, state_dict and load_state_dict of Optimizer and
-    Module; kl_div of torch.nn.functional by KLDivLoss; saved_tensors_hooks.__enter__ by a class below it;
+    """Replacements of these functions are called: nn.Module.__call__ for modules of every class, also inside
+    Sequential; torch.autograd.backward by Tensor.backward, with tensor and gradient as positional arguments and
+    `inputs` as keyword; Module.train by eval, for each submodule; zero_grad, state_dict and load_state_dict of
+    Optimizer and Module; torch.nn.functional.kl_div by KLDivLoss; saved_tensors_hooks.__enter__ by subclasses;
     Subset.__init__; DataLoader.__iter__."""
     calls: list[Any] = []
     places: list[tuple[Any, str]] = [
@@ -80,11 +80,11 @@ def test_functions_of_torch_are_looked_up_at_each_call(monkeypatch: pytest.Monke
     "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/recorder.py",
 )
-def test_a_scaler_has_these_methods_and_sets_what_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GradScaler.step calls unscale_ of the object unless it was called, for optimizers that do not scale themselves;
-    for fused ones it sets grad_scale and found_inf on the optimizer during step. is_enabled is False for
-    enabled=False; `_scale` is None before the first scale, then a tensor. clip_grad_norm_ and its like are in
-    torch.nn.utils and torch.nn.utils.clip_grad, the same functions, and a DTensor or tensor is returned."""
+def test_gradient_scaler_and_clipping_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GradScaler.step calls the instance's unscale_ if it was not called before, for optimizers without their own
+    scaling; for fused ones it sets grad_scale and found_inf on the optimizer during step. is_enabled is False for
+    enabled=False. `_scale` is None before the first scale(), then a tensor. torch.nn.utils and torch.nn.utils.clip_grad
+    have the same clip_grad functions. They return a tensor or DTensor."""
     kind = torch.amp.GradScaler
     calls: list[Any] = []
     for name in ("scale", "unscale_", "step"):
@@ -120,10 +120,10 @@ def test_a_scaler_has_these_methods_and_sets_what_kernels_read(monkeypatch: pyte
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
-def test_registrations_and_checkpoints_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook of register_module_parameter_registration_hook gets module, name and weight before the weight is in the
-    module, and changes nothing if it returns None. checkpoint with use_reentrant=True calls check_backward_validity of
-    torch.utils.checkpoint with the inputs, without gradients; the other kind does not."""
+def test_hooks_of_parameter_registration_and_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook of register_module_parameter_registration_hook receives module, name and weight before the weight is in
+    the module, and changes nothing if it returns None. checkpoint with use_reentrant=True calls
+    torch.utils.checkpoint.check_backward_validity with the inputs, without gradients; use_reentrant=False does not."""
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
     registered: list[Any] = []
@@ -160,12 +160,12 @@ def test_registrations_and_checkpoints_are_told_of(monkeypatch: pytest.MonkeyPat
     "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/state_loads.py",
 )
-def test_attributes_of_schedules_loaders_and_loads() -> None:
-    """A LambdaLR has its functions in lr_lambdas, base_lrs, last_epoch (0 when made) and _last_lr;
-    ReduceLROnPlateau.step takes metrics first; these have their length under these names; CosineAnnealingLR and others
-    have `step` in their own class or LRScheduler's. A loader has sampler, batch_sampler with `sampler`, drop_last,
-    num_workers, multiprocessing_context (None) and dataset, and its iterator takes attributes. load_state_dict with
-    strict=False returns missing_keys and unexpected_keys, and raises for them otherwise."""
+def test_attributes_of_schedules_and_loaders() -> None:
+    """A LambdaLR has lr_lambdas, base_lrs, last_epoch (0 at creation) and _last_lr. ReduceLROnPlateau.step takes
+    metrics first. The lengths of schedules have these attribute names. CosineAnnealingLR and others have `step` in
+    their own class or inherit LRScheduler's. A DataLoader has sampler, batch_sampler with `sampler`, drop_last,
+    num_workers, multiprocessing_context (None) and dataset; attributes can be set on its iterator. load_state_dict with
+    strict=False returns missing_keys and unexpected_keys; with strict=True it raises."""
     from torch.optim import lr_scheduler
 
     layer = nn.Linear(1, 1)
@@ -202,9 +202,9 @@ def test_attributes_of_schedules_loaders_and_loads() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/workers.py")
-def test_rows_are_fetched_together_where_a_data_set_can() -> None:
-    """A loader calls __getitems__ of a data set's class that has one, as Subset has, with the list of a batch, and
-    __getitem__ otherwise; get_worker_info is None in the main process, and has the data set as `dataset` in a
+def test_loaders_prefer_getitems() -> None:
+    """A DataLoader calls __getitems__ with the list of a batch's indices if the data set's class has it, as Subset
+    does, and __getitem__ otherwise. get_worker_info is None in the main process, and has the data set as `dataset` in a
     worker."""
 
     class Rows(torch.utils.data.Dataset[int]):
@@ -233,12 +233,11 @@ def test_rows_are_fetched_together_where_a_data_set_can() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
 )
-def test_nodes_of_sequences_and_embeddings() -> None:
-    """A node CtcLoss holds targets, their lengths (a tuple or a tensor) and the blank; BinaryCrossEntropyWithLogits
-    holds pos_weight, None without one; Embedding holds padding_idx, negative ones possibly plus 2**64, and the number
-    of rows as `_saved_weight_sym_argsize_0`. A function of register_prehook on a node is called with a tuple of the
-    gradients that arrive, before it runs, and changes nothing if it returns None; `_input_metadata` has the shape of
-    the node's result."""
+def test_nodes_of_ctc_bce_and_embeddings() -> None:
+    """A node CtcLoss holds targets, their lengths (a tuple or a tensor) and the blank. BinaryCrossEntropyWithLogits
+    holds pos_weight, or None. Embedding holds padding_idx, if negative possibly plus 2**64, and the number of rows as
+    `_saved_weight_sym_argsize_0`. A register_prehook hook on a node receives a tuple of the incoming gradients before
+    the node runs, and changes nothing if it returns None. `_input_metadata` has the shape of the node's result."""
     logits = torch.randn(5, 2, 4, requires_grad=True)
     targets = torch.tensor([[1, 2], [3, 0]])
     lengths = torch.tensor([5, 5]), torch.tensor([2, 1])
@@ -277,11 +276,12 @@ def test_nodes_of_sequences_and_embeddings() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/evaluation_noise.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/rows.py",
 )
-def test_storages_norms_and_order_of_results() -> None:
-    """While a StorageWeakRef is held, no other storage gets its cdata, also at the same address; a new batch norm has
-    means of 0 and variances of 1, and None without running statistics. std_mean returns the deviation first; aminmax
-    the least first; searchsorted with right=True counts numbers up to the value; unique's counts are in its order.
-    A torch without CUDA raises if it is asked whether a stream is captured."""
+def test_storage_references_batch_norms_and_result_order() -> None:
+    """While a StorageWeakRef is held, no other storage gets the same cdata, also at the same address. A new batch norm
+    has means of 0 and variances of 1, and None without running statistics. std_mean returns the standard deviation
+    first, aminmax the minimum first. searchsorted with right=True counts values up to and including the given one. The
+    counts of unique are in the order of its values. torch without CUDA raises if asked whether a stream is being
+    captured."""
     from torch.multiprocessing.reductions import StorageWeakRef
 
     known: list[Any] = []

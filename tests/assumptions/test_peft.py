@@ -1,4 +1,4 @@
-"""What lockstep assumes about PEFT."""
+"""Assumptions about PEFT."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def apart(*logits: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ensure", [False, True])
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py")
-def test_merging_into_a_tied_weight_is_another_model(ensure: bool) -> None:
+def test_merging_into_a_tied_weight_changes_the_model(ensure: bool) -> None:
     """merge_and_unload of an adapter on a tied embedding changes the model's outputs, with and without
     ensure_weight_tying."""
     options = {"target_modules": ["embed_tokens"], "init_lora_weights": False, "ensure_weight_tying": ensure}
@@ -51,9 +51,9 @@ def test_merging_into_a_tied_weight_is_another_model(ensure: bool) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py", "src/lockstep/plain/train.py")
-def test_all_linear_takes_a_head_that_no_task_type_names() -> None:
-    """all-linear without a task type adapts a classifier's head, which stays frozen; a head named in modules_to_save,
-    or known by the task type, is trained in full."""
+def test_all_linear_adapts_a_head_without_a_task_type() -> None:
+    """all-linear without a task type adapts a classifier's head and leaves it frozen. A head named in modules_to_save,
+    or known from the task type, is trained in full."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
     def trained(**options: Any) -> set[str]:
@@ -67,8 +67,8 @@ def test_all_linear_takes_a_head_that_no_task_type_names() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/storage_dtype.py", "src/lockstep/tasks/models/models.py")
-def test_unmerging_does_not_bring_the_bits_back() -> None:
-    """merge_adapter followed by unmerge_adapter changes the weight's bits; lockstep's exports merge only models that
+def test_unmerging_does_not_restore_the_bits() -> None:
+    """merge_adapter followed by unmerge_adapter changes the weight's bits. lockstep's exports merge only models that
     are not trained any further."""
     model = adapted(tied(), target_modules=["q_proj"], init_lora_weights=False)
     (layer,) = (m for n, m in model.named_modules() if n.endswith("q_proj"))
@@ -80,7 +80,7 @@ def test_unmerging_does_not_bring_the_bits_back() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
-def test_a_fresh_adapter_changes_nothing_and_draws_from_the_seed() -> None:
+def test_a_new_adapter_changes_no_logits() -> None:
     """get_peft_model does not change the logits, draws from torch's generator, and freezes all weights but the
     adapter's."""
     plain = tied()(IDS).logits
@@ -112,9 +112,9 @@ def test_a_saved_adapter_is_loaded_by_name(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py")
-def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tmp_path: Path) -> None:
-    """With ensure_weight_tying, an adapter of a tied head is loaded as saved if the embedding is called embed_tokens;
-    for a GPT-2, whose embedding is called wte, the head's part is lost in silence. peft 0.18 ties no adapter, and loads
+def test_loading_an_adapter_of_a_tied_head(tmp_path: Path) -> None:
+    """With ensure_weight_tying, an adapter of a tied head is loaded as saved if the embedding is called embed_tokens.
+    For a GPT-2, whose embedding is called wte, the head's part is silently lost. peft 0.18 ties no adapter, and loads
     both."""
 
     def gpt2() -> nn.Module:
@@ -132,12 +132,12 @@ def test_a_tied_head_is_loaded_where_the_embedding_has_a_name_that_peft_knows(tm
 
 
 @rests_on_it("src/lockstep/tasks/models/adapters.py", "src/lockstep/tasks/models/storage_dtype.py")
-def test_errors_parts_and_warnings_of_adapters(tmp_path: Path) -> None:
-    """Modules that a model lacks, and a rank of 0, raise ValueError, an unknown option TypeError. A fresh adapter's
-    get_peft_model_state_dict has the names of adapter_model.safetensors, with the prefix of its type in
-    PEFT_TYPE_TO_PREFIX_MAPPING; get_base_model and get_base_layer are what is wrapped. An adapter that lacks weights
-    of the model is loaded with a warning "Found missing adapter keys", and trains with is_trainable alone. Adapting a
-    tied layer warns, by texts that lockstep knows."""
+def test_errors_state_and_warnings_of_adapters(tmp_path: Path) -> None:
+    """Modules that a model lacks, and a rank of 0, raise ValueError; an unknown option raises TypeError.
+    get_peft_model_state_dict of a new adapter has the names of adapter_model.safetensors, with the prefix of its type
+    in PEFT_TYPE_TO_PREFIX_MAPPING. get_base_model and get_base_layer return the wrapped module. Loading an adapter that
+    lacks weights of the model warns "Found missing adapter keys"; a loaded adapter is trainable only with is_trainable.
+    Adapting a tied layer warns with texts that lockstep recognizes."""
     from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -1,4 +1,4 @@
-"""What the plain reference assumes about pyarrow, datasets, tokenizers, torch, transformers and PEFT."""
+"""Assumptions of the plain reference about pyarrow, datasets, tokenizers, torch, transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from support.assumed import rests_on_it
 
 
 @rests_on_it("src/lockstep/plain/rows.py")
-def test_text_columns_of_arrows_csv_keep_every_text(tmp_path: Path) -> None:
-    """pyarrow's read_csv with a column type "string" keeps "NA", "", "007" and quoted line breaks as texts; other
-    columns turn "" into None, and get the type of their values; a byte order mark is removed. column_names makes the
-    first line a row."""
+def test_string_columns_of_pyarrows_csv_reader(tmp_path: Path) -> None:
+    """pyarrow's read_csv with the column type "string" keeps "NA", "", "007" and quoted line breaks unchanged. Other
+    columns turn "" into None and infer their type. A byte order mark is removed. With column_names, the first line is a
+    row."""
     from pyarrow import csv
 
     file = tmp_path / "a.csv"
@@ -37,9 +37,9 @@ def test_text_columns_of_arrows_csv_keep_every_text(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/plain/rows.py")
-def test_tables_of_parquet_become_python_values_in_order(tmp_path: Path) -> None:
-    """parquet.read_table(...).to_pylist() returns rows in order, across row groups, with nested lists and mappings,
-    null as None, and bytes unchanged."""
+def test_parquet_rows_become_python_values_in_order(tmp_path: Path) -> None:
+    """parquet.read_table(...).to_pylist() returns rows in order across row groups, with nested lists and mappings, None
+    for null, and bytes unchanged."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -49,9 +49,9 @@ def test_tables_of_parquet_become_python_values_in_order(tmp_path: Path) -> None
 
 
 @rests_on_it("src/lockstep/plain/rows.py", "src/lockstep/data/hub.py", "src/lockstep/data/hub_rows.py")
-def test_a_builder_names_its_files_and_declares_no_types(tmp_path: Path) -> None:
-    """load_dataset names the builder of files ("json", "csv") in info.builder_name; load_dataset_builder has the files
-    of each split in config.data_files, config.sep for tables, and info.features None unless the page declares types."""
+def test_files_and_types_of_a_dataset_builder(tmp_path: Path) -> None:
+    """load_dataset names the builder of files ("json", "csv") in info.builder_name. load_dataset_builder has the files
+    of each split in config.data_files, config.sep for tables, and info.features None unless the card declares types."""
     import datasets
 
     (tmp_path / "train.csv").write_text("a;b\n1;x\n")
@@ -87,8 +87,8 @@ def tokenizer() -> Any:
 
 @rests_on_it("src/lockstep/plain/examples.py", "src/lockstep/data/qa_features.py")
 def test_parts_of_an_encoding_are_numbered(tokenizer: Any) -> None:
-    """sequence_ids is None for special tokens, 0 for the first text and 1 for the second; text_target alone is encoded
-    into input_ids; add_special_tokens=False leaves the template out; an empty text has only the template's tokens."""
+    """sequence_ids is None for special tokens, 0 for the first text and 1 for the second. text_target alone is encoded
+    into input_ids. add_special_tokens=False omits the template. An empty text has only the template's tokens."""
     assert tokenizer("a b", "c").sequence_ids(0) == [None, 0, 0, None, 1, None]
     assert tokenizer(text_target="a b")["input_ids"] == tokenizer("a b")["input_ids"] == [2, 4, 5, 3]
     assert tokenizer("a b", add_special_tokens=False)["input_ids"] == [4, 5]
@@ -96,10 +96,10 @@ def test_parts_of_an_encoding_are_numbered(tokenizer: Any) -> None:
 
 
 @rests_on_it("src/lockstep/plain/examples.py")
-def test_a_chat_template_returns_offsets_and_marks(tokenizer: Any) -> None:
-    """apply_chat_template with return_dict passes tokenizer_kwargs to the tokenizer, so offset_mapping counts the
-    characters of the text that tokenize=False returns; assistant_masks is 1 for tokens between generation marks; a
-    template without special tokens gets none."""
+def test_offsets_and_assistant_masks_of_a_chat_template(tokenizer: Any) -> None:
+    """apply_chat_template with return_dict passes tokenizer_kwargs to the tokenizer, so offset_mapping counts
+    characters of the text that tokenize=False returns. assistant_masks is 1 for tokens inside generation blocks. No
+    special tokens are added for a template without any."""
     template = (
         "{% for m in messages %}{{ m.role[0] }} {% generation %}{{ m.content }} {% endgeneration %}{% endfor %}"
         "{% if add_generation_prompt %}c{% endif %}"
@@ -125,9 +125,9 @@ def test_a_chat_template_returns_offsets_and_marks(tokenizer: Any) -> None:
     "src/lockstep/tasks/models/source_files.py",
     "src/lockstep/tasks/token_classification.py",
 )
-def test_labels_of_a_config_are_numbered_by_integers(tmp_path: Path) -> None:
-    """AutoConfig reads id2label's keys as integers; num_labels replaces the names by LABEL_0, LABEL_1, ..., and keeps
-    names of that number; `architectures` names the saved class."""
+def test_labels_of_a_config(tmp_path: Path) -> None:
+    """AutoConfig reads id2label's keys as integers. num_labels replaces the names by LABEL_0, LABEL_1, ... unless their
+    number is equal. `architectures` names the saved class."""
     from transformers import AutoConfig
 
     names = {str(number): f"name {number}" for number in range(11)}
@@ -146,8 +146,8 @@ def test_labels_of_a_config_are_numbered_by_integers(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/plain/module.py", "src/lockstep/tasks/modules/dataset.py")
-def test_a_data_set_has_a_format_and_gives_tensors_with_torchs() -> None:
-    """format["type"] of a data set of datasets is None at first; with_format("torch") returns tensors, int64 for
+def test_torch_format_of_a_data_set() -> None:
+    """format["type"] of a data set of datasets is None by default. with_format("torch") returns tensors, int64 for
     integers and float32 for floats, by index and through Subset."""
     import datasets
     from torch.utils.data import Subset
@@ -160,8 +160,8 @@ def test_a_data_set_has_a_format_and_gives_tensors_with_torchs() -> None:
 
 @rests_on_it("src/lockstep/plain/rows.py", "src/lockstep/data/splitting.py")
 def test_a_seed_of_two_numbers_is_another_stream() -> None:
-    """default_rng([7, 1]) draws other numbers than default_rng(7), the same ones each time; round() of a half goes to
-    the even number."""
+    """default_rng([7, 1]) draws other numbers than default_rng(7), and repeats them. round() rounds halves to the even
+    number."""
     draws = [np.random.default_rng(seed).permutation(50).tolist() for seed in (7, [7, 1], [7, 1])]
     assert draws[0] != draws[1] == draws[2]
     assert [round(0.5), round(1.5), round(2.5)] == [0, 2, 2]
@@ -172,9 +172,9 @@ def test_a_seed_of_two_numbers_is_another_stream() -> None:
 
 @rests_on_it("src/lockstep/plain/losses.py", "src/lockstep/tasks/classification.py")
 def test_weights_and_smoothing_of_torchs_losses() -> None:
-    """cross_entropy with weights and smoothing e, unreduced: (1 - e) * w[label] * -logp[label] + e / C * the sum of
-    w[c] * -logp[c] over all classes c. pos_weight of binary_cross_entropy_with_logits multiplies only the term of the
-    label's own share."""
+    """cross_entropy with weights and smoothing e, unreduced, is (1 - e) * w[label] * -logp[label] + e / C * the sum of
+    w[c] * -logp[c] over all classes c. pos_weight of binary_cross_entropy_with_logits multiplies only the positive
+    term."""
     logits, label, weight = torch.tensor([[0.5, -1.0, 2.0]]), torch.tensor([1]), torch.tensor([1.0, 3.0, 0.5])
     logs = -logits.log_softmax(1)[0] * weight
     loss = cross_entropy(logits, label, weight, reduction="none", label_smoothing=0.1)
@@ -187,7 +187,7 @@ def test_weights_and_smoothing_of_torchs_losses() -> None:
 
 @rests_on_it("src/lockstep/plain/losses.py")
 def test_rows_are_stacked_and_padded_on_the_right() -> None:
-    """pad_sequence with batch_first returns [B, T] in the order of its list, filled on the right."""
+    """pad_sequence with batch_first returns [B, T] in the order of its list, padded on the right."""
     rows = nn.utils.rnn.pad_sequence([torch.tensor([1]), torch.tensor([2, 3, 4])], True, -100)
     assert rows.tolist() == [[1, -100, -100], [2, 3, 4]]
 
@@ -196,10 +196,10 @@ def test_rows_are_stacked_and_padded_on_the_right() -> None:
 
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/config/schedules.py")
-def test_schedules_of_transformers_have_these_curves() -> None:
+def test_curves_of_transformers_schedules() -> None:
     """get_scheduler: polynomial falls from the rate to lr_end as (1 - progress) ** power; cosine_with_min_lr falls to
     min_lr_rate times the rate; warmup_stable_decay is constant until its last num_decay_steps; inverse_sqrt falls as
-    the root of warmup / step; each has the factor step / warmup before."""
+    the root of warmup / step. During warmup, each has the factor step / warmup."""
     from transformers import get_scheduler
 
     def rates(name: str, total: int | None, **own: Any) -> list[float]:
@@ -240,9 +240,9 @@ def test_muon_scales_its_step_by_the_shape() -> None:
     "src/lockstep/lab/init/questions.py",
     "src/lockstep/tasks/models/model_configs.py",
 )
-def test_configs_of_parts_have_defaults_of_their_whole() -> None:
-    """CONFIG_MAPPING has each family's class by its type; sub_configs_defaults has the entries that a nested config
-    gets (is_decoder of a decoder) as init_kwargs; MODEL_FOR_MASKED_LM_MAPPING_NAMES lists BERT and not Llama."""
+def test_defaults_of_nested_configs() -> None:
+    """CONFIG_MAPPING has each family's class by its type. sub_configs_defaults has, as init_kwargs, the entries that a
+    nested config receives (is_decoder of a decoder). MODEL_FOR_MASKED_LM_MAPPING_NAMES lists BERT and not Llama."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
@@ -254,9 +254,9 @@ def test_configs_of_parts_have_defaults_of_their_whole() -> None:
 
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/tasks/models/adapters.py")
-def test_a_pattern_of_left_out_modules_matches_whole_names() -> None:
-    """get_peft_config chooses the class by peft_type; all-linear with exclude_modules leaves out each module whose
-    whole name the pattern matches; modules_to_save are trained whole."""
+def test_excluded_modules_match_whole_names() -> None:
+    """get_peft_config chooses the class by peft_type. all-linear with exclude_modules leaves out each module whose
+    whole name matches the pattern. modules_to_save are trained in full."""
     peft = pytest.importorskip("peft")
     model = nn.Sequential(OrderedDict(body=nn.Linear(2, 2), classifier=nn.Sequential(nn.Linear(2, 2))))
     options = {"peft_type": "LORA", "r": 1, "target_modules": "all-linear", "modules_to_save": ["classifier"]}

@@ -1,4 +1,4 @@
-"""What lockstep assumes about bitsandbytes, on a CPU."""
+"""Assumptions about bitsandbytes, on a CPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def state(absmax: torch.Tensor, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @rests_on_it("src/lockstep/tasks/models/quantized.py")
-def test_four_bits_lie_as_they_are_laid_out(kind: str) -> None:
-    """quantize_4bit packs two numbers per byte, in the shape [n / 2, 1], with a float32 scale per block, which is the
-    block's greatest absolute value; it is deterministic."""
+def test_layout_of_4_bit_weights(kind: str) -> None:
+    """quantize_4bit packs two values per byte, in the shape [n / 2, 1], with a float32 scale per block, the block's
+    greatest absolute value. It is deterministic."""
     packed, made = functional.quantize_4bit(weights(), blocksize=BLOCK, quant_type=kind)
     again, _ = functional.quantize_4bit(weights(), blocksize=BLOCK, quant_type=kind)
     assert (packed.shape, packed.dtype) == ((6 * 128 // 2, 1), torch.uint8)
@@ -38,7 +38,7 @@ def test_four_bits_lie_as_they_are_laid_out(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @rests_on_it("src/lockstep/tasks/models/quantized.py")
-def test_a_state_of_scales_alone_unpacks(kind: str) -> None:
+def test_a_state_rebuilt_from_scales_dequantizes(kind: str) -> None:
     """dequantize_4bit gives the same result for a QuantState rebuilt from scales, shape, kind and dtype."""
     packed, made = functional.quantize_4bit(weights(), blocksize=BLOCK, quant_type=kind)
     unpacked = functional.dequantize_4bit(packed, state(made.absmax, kind))
@@ -48,9 +48,8 @@ def test_a_state_of_scales_alone_unpacks(kind: str) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/quantized.py")
-def test_a_product_with_four_bits_has_a_gradient_of_its_input() -> None:
-    """matmul_4bit equals the product with the unpacked weight, and so does its input gradient; the packed weight gets
-    none."""
+def test_gradient_of_a_4_bit_matmul() -> None:
+    """matmul_4bit and its input gradient equal those of the dequantized weight. The packed weight gets no gradient."""
     packed, made = functional.quantize_4bit(weights(), blocksize=BLOCK, quant_type="nf4")
     whole = functional.dequantize_4bit(packed, made)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -67,9 +66,9 @@ def test_a_product_with_four_bits_has_a_gradient_of_its_input() -> None:
 @pytest.mark.parametrize("size", [256, 700])
 @pytest.mark.parametrize("signed", [True, False])
 @rests_on_it("src/lockstep/strategies/optimizers/adamw_8bit.py")
-def test_eight_bits_of_moments(signed: bool, size: int) -> None:
-    """create_dynamic_map gives 256 levels up to 1; quantize_blockwise with them has one scale per started block and is
-    deterministic; bytes of 0 with scales of 0 dequantize to 0."""
+def test_8_bit_moments(signed: bool, size: int) -> None:
+    """create_dynamic_map gives 256 levels up to 1. quantize_blockwise with them is deterministic and has one scale per
+    block, a partial block included. Bytes of 0 with scales of 0 dequantize to 0."""
     code = functional.create_dynamic_map(signed=signed)
     assert (len(code), code.max().item(), bool((code < 0).any())) == (256, 1.0, signed)
     numbers = torch.randn(size, generator=torch.Generator().manual_seed(0))

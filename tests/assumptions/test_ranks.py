@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch's collectives and engines, seen by three processes over gloo."""
+"""Assumptions about torch's collectives and engines, seen by three processes over gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.processes
 
 
 @rests_on_it("src/lockstep/strategies/exact/exchange.py", "src/lockstep/strategies/strategy.py")
-def test_all_ranks_have_the_bits_of_a_sum() -> None:
+def test_all_reduce_gives_every_rank_the_same_bits() -> None:
     """all_reduce gives every rank the same bits, at odd sizes too."""
     first, *others = facts()["sum_at_odd_sizes"]
     assert all(each == first for each in others)
@@ -27,14 +27,14 @@ def test_integers_are_summed_exactly() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/world.py")
-def test_the_greatest_integer_is_exact() -> None:
+def test_maximum_of_integers_is_exact() -> None:
     """all_reduce of integers with MAX is exact beyond 2**53."""
     assert facts()["greatest_integer"] == [2**53 + 2] * RANKS
 
 
 @rests_on_it("src/lockstep/distributed/world.py")
-def test_gloo_adds_memory_as_it_lies() -> None:
-    """gloo's all_reduce of a strided view adds numbers that are adjacent in memory, not those of the view; lockstep
+def test_gloo_ignores_strides() -> None:
+    """gloo's all_reduce of a strided view adds values that are adjacent in memory, not those of the view. lockstep
     passes only contiguous tensors."""
     assert facts()["sum_of_a_column"] == [[0.0, 9.0, 6.0, 9.0]] * RANKS
 
@@ -95,8 +95,8 @@ def test_fsdp_shards_rows_as_chunk_does() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/fsdp2.py")
 def test_fsdp_averages_and_adds_at_the_next_sync() -> None:
-    """FSDP2 averages gradients over ranks, or adds them with a divisor of 1 and forced sums; without sync it keeps them
-    out of .grad and adds them at the next sync; under bfloat16 they have the weights' dtype."""
+    """FSDP2 averages gradients over ranks, or sums them with a divisor of 1 and forced sums. Without sync it keeps them
+    out of .grad and adds them at the next sync. Under bfloat16 they have the weights' dtype."""
     for averaged, summed, accumulated, kind in facts()["fsdp_gradient"]:
         assert averaged == [2.0] * RANKS
         assert summed == [6.0] * RANKS
@@ -105,12 +105,12 @@ def test_fsdp_averages_and_adds_at_the_next_sync() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
-def test_a_sharded_block_has_a_group_of_its_weights() -> None:
-    """fully_shard marks a module and those below by `_is_fsdp_managed_module`. A block's state has `_fsdp_param_groups`
-    (or one `_fsdp_param_group`), whose `fsdp_params` have the module's own weight as `sharded_param`, from the first
-    gather on the whole one as `_unsharded_param`, and its name as `_param_fqn`. A hook registered later runs when the
-    block is gathered. The group's `post_backward` is looked up at each call: before it, gradients are in .grad of whole
-    weights, and after it in .grad of shards only."""
+def test_private_state_of_a_sharded_block() -> None:
+    """fully_shard sets `_is_fsdp_managed_module` on a module and its submodules. A block's state has
+    `_fsdp_param_groups` (or one `_fsdp_param_group`). Each of their `fsdp_params` has the module's sharded weight as
+    `sharded_param`, after the first all-gather the complete weight as `_unsharded_param`, and its name as `_param_fqn`.
+    A hook registered later runs while the block is gathered. The group's `post_backward` is looked up at each call;
+    before it runs, gradients are in .grad of complete weights, afterwards only in .grad of shards."""
     whole, sharded = [[True, False]] * 2, [[False, True]] * 2
     names = ["0.weight", "0.bias"]
     for seen in facts()["parts_of_fsdp"]:
@@ -118,9 +118,9 @@ def test_a_sharded_block_has_a_group_of_its_weights() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/reduce_schedule.py", "src/lockstep/strategies/exact/tensor_leaves.py")
-def test_a_peer_of_a_group_has_its_rank_there() -> None:
-    """group_peer of P2POp is a rank of the group, whose ranks new_group sorts, as get_process_group_ranks lists them;
-    all_gather_into_tensor, from torch 2.13 on all_gather_single, puts the ranks' tensors below one another in their
+def test_ranks_within_a_group() -> None:
+    """group_peer of P2POp is a rank within the group. new_group sorts the group's ranks, and get_process_group_ranks
+    lists them. all_gather_into_tensor, from torch 2.13 on all_gather_single, concatenates the ranks' tensors in rank
     order."""
     for rank, (seen, every) in enumerate(facts()["messages_in_a_group"]):
         assert seen == ([] if rank == 1 else [3.0 - rank, [0, 2]])
@@ -128,10 +128,10 @@ def test_a_peer_of_a_group_has_its_rank_there() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py", "src/lockstep/strategies/fsdp2.py")
-def test_fsdp_reduces_by_the_object_that_it_is_given() -> None:
-    """FSDP2 calls the object of set_custom_reduce_scatter with an output of a shard's size and an input in which rank
-    r's slot is the r-th, and takes what it leaves in the output as the gradient; its hook before forward is the first
-    in `_forward_pre_hooks`, an OrderedDict, whatever was registered before."""
+def test_custom_reduce_scatter_of_fsdp() -> None:
+    """FSDP2 calls the object passed to set_custom_reduce_scatter with an output of shard size and an input whose r-th
+    slot is for rank r. The output then is the gradient. FSDP2's hook before forward is the first in
+    `_forward_pre_hooks`, an OrderedDict, whatever was registered earlier."""
     for rank, (calls, gradient, first, kind) in enumerate(facts()["own_reduce_scatter"]):
         assert calls == [[1, [rank + 1.0, 2 * (rank + 1.0), 3 * (rank + 1.0)], RANKS, False]]
         assert gradient == [5.0, 6.0, 7.0]
@@ -140,18 +140,19 @@ def test_fsdp_reduces_by_the_object_that_it_is_given() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/fsdp.py")
-def test_fsdp_finds_no_tensors_in_objects_of_other_classes() -> None:
-    """FSDP2 finds the tensors of an output in lists and mappings, in torch 2.13 in dataclasses too (2.11 does not); for
-    an object of another class it leaves the gradient unreduced, and raises nothing."""
+def test_fsdp_misses_tensors_in_unknown_containers() -> None:
+    """FSDP2 finds an output's tensors in lists and mappings, and in torch 2.13 (not 2.11) in dataclasses. For an object
+    of another class it leaves the gradient unreduced, without an error."""
     for seen in facts()["output_that_hides_tensors"]:
         assert (seen[:2], seen[3]) == ([True, True], False)
         assert seen[2] or Version(torch.__version__) < Version("2.13")
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fsdp1.py")
-def test_a_flat_parameter_knows_which_slices_a_rank_has() -> None:
-    """FSDP1's `_handle.flat_param` has `_fqns`, `_shapes` and `_shard_param_infos`: where a rank's part of each weight
-    begins in the weight and in the shard, and how long it is; `_params` is None, or with use_orig_params the parts."""
+def test_shard_information_of_a_flat_parameter() -> None:
+    """FSDP1's `_handle.flat_param` has `_fqns`, `_shapes` and `_shard_param_infos`: for each weight, the start of this
+    rank's part in the weight and in the shard, and its length. `_params` is None, or with use_orig_params the weights'
+    parts."""
     shapes = [["0.weight", [5, 2], True], ["0.bias", [5], True], ["1.weight", [3, 5], True]]
     for flat, originals in facts()["parts_of_flat_parameters"]:
         assert flat == [True, True, shapes]
@@ -159,11 +160,11 @@ def test_a_flat_parameter_knows_which_slices_a_rank_has() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/hooked_ddp.py", "src/lockstep/strategies/ddp.py")
-def test_ddp_averages_and_a_hook_does_not() -> None:
-    """DDP broadcasts rank 0's weights and averages gradients; no_sync keeps a rank's own gradient, to which the next
-    sync adds; the result of a communication hook is not divided, and with gradient_as_bucket_view .grad is a view of
-    the bucket. A hook's bucket has the very weights of the model, and in the same order their gradients, complete, as
-    views of its buffer."""
+def test_ddp_averaging_and_communication_hooks() -> None:
+    """DDP broadcasts rank 0's weights and averages gradients. no_sync keeps a rank's local gradient, to which the next
+    sync adds. DDP does not divide the result of a communication hook. With gradient_as_bucket_view, .grad is a view of
+    the bucket. A hook's bucket has the model's weights and, in the same order, their complete gradients as views of its
+    buffer."""
     for rank, seen in enumerate(facts()["ddp_gradient"]):
         same, averaged, alone, accumulated, hooked, in_bucket, own = seen
         assert same
@@ -175,10 +176,10 @@ def test_ddp_averages_and_a_hook_does_not() -> None:
 @rests_on_it(
     "src/lockstep/strategies/engines/hooked_ddp.py", "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py"
 )
-def test_ddp_knows_its_hooks_and_what_it_ignores() -> None:
-    """DDP averages no gradient of weights that `_set_params_and_buffers_to_ignore_for_model` has named before, and
-    lists them in `parameters_to_ignore`; `_comm_hooks` is empty until a hook is registered; `process_group` and
-    `bucket_bytes_cap` are those that DDP uses."""
+def test_ignored_weights_and_hooks_of_ddp() -> None:
+    """DDP does not average gradients of weights passed to `_set_params_and_buffers_to_ignore_for_model` before
+    construction, and lists them in `parameters_to_ignore`. `_comm_hooks` is empty until a hook is registered.
+    `process_group` and `bucket_bytes_cap` are the values in use."""
     for rank, seen in enumerate(facts()["parts_of_ddp"]):
         assert seen == [["b.weight"], RANKS, 3 << 20, [0, 1], [2.0, rank + 1.0]]
 
@@ -197,8 +198,8 @@ def test_shards_are_read_whole_by_one_process() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py")
 def test_a_distributed_sampler_repeats_the_first_rows() -> None:
-    """DistributedSampler gives rank r every n-th row starting at r and fills up with the first rows; the order stays
-    the same until set_epoch."""
+    """DistributedSampler gives rank r every n-th row starting at r, and repeats the first rows to complete the last
+    round. The order stays the same until set_epoch."""
     plain = [seen[0] for seen in facts()["sampled_rows"]]
     assert plain == [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
     for _, first, again, _ in facts()["sampled_rows"]:
@@ -213,9 +214,9 @@ def test_a_group_is_formed_again_in_one_process() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/hang_watchdog.py", "src/lockstep/training/recovery/recovery.py")
-def test_a_lost_rank_is_told_of_by_gloo() -> None:
-    """A collective with a rank that has exited raises RuntimeError with one of the messages that lockstep knows as a
-    lost peer, and with "gloo"."""
+def test_gloo_raises_for_a_lost_rank() -> None:
+    """A collective with a rank that has exited raises RuntimeError with "gloo" and one of the messages by which
+    lockstep recognizes a lost peer."""
     lost = (
         "Connection closed by peer",
         "Connection reset by peer",
@@ -229,9 +230,9 @@ def test_a_lost_rank_is_told_of_by_gloo() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py", "src/lockstep/lab/import_config/loops.py")
-def test_the_norm_of_shards_is_a_number_of_all_ranks() -> None:
-    """clip_grad_norm_ of FSDP2's gradients returns a DTensor: float() of it is the norm over all ranks, and all shards
-    are clipped by it; formatting it raises TypeError."""
+def test_clipping_sharded_gradients() -> None:
+    """clip_grad_norm_ of FSDP2's gradients returns a DTensor and clips all shards by the norm over all ranks. float()
+    of it is that norm; formatting it raises TypeError."""
     for kind, norm, whole, clipped, said in facts()["norm_of_shards"]:
         assert kind
         assert norm == pytest.approx(whole)
@@ -241,9 +242,9 @@ def test_the_norm_of_shards_is_a_number_of_all_ranks() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/rules/data.py", "src/lockstep/lab/import_config/loading.py")
-def test_repeated_rows_of_a_stream_are_gathered() -> None:
-    """Accelerate's gather_for_metrics drops the rows that fill up the last batches of a data set, but returns those of
-    a stream with dispatch_batches=False, so that metrics count them twice."""
+def test_gather_for_metrics_keeps_repeated_rows_of_a_stream() -> None:
+    """Accelerate's gather_for_metrics drops the rows that pad the last batches of a map-style data set. For a stream
+    with dispatch_batches=False it returns them, so that metrics count them twice."""
     for seen in facts()["gathered_for_metrics"]:
         if seen is None:
             pytest.skip("needs accelerate and datasets")
@@ -258,18 +259,18 @@ def test_repeated_rows_of_a_stream_are_gathered() -> None:
     "src/lockstep/strategies/hf_accelerate.py",
     "src/lockstep/strategies/hf_trainer.py",
 )
-def test_a_static_graph_needs_a_first_backward_with_messages() -> None:
-    """DDP with static_graph raises RuntimeError if its first backward is in no_sync; after one of zeros outside,
-    gradients of later steps are added up and averaged as without it."""
+def test_static_graph_needs_a_first_backward_with_sync() -> None:
+    """DDP with static_graph raises RuntimeError if its first backward is in no_sync. After one backward of zeros
+    outside no_sync, gradients of later steps are accumulated and averaged as without static_graph."""
     mean = sum(1.0 + rank for rank in range(3)) / 3
     assert facts()["static_graph"] == [["RuntimeError", [2 * mean] * 2, [2 * mean] * 2]] * 3
 
 
 @rests_on_it("src/lockstep/distributed/membership.py")
-def test_a_send_over_a_closed_connection_raises_and_wakes_who_waits() -> None:
-    """A group's `send` of gloo raises RuntimeError at once if its rank has left. After this process has shut down the
-    sockets of the connections (a shut listener would end it), a send to another rank raises that or nothing, and a
-    thread that waits in `recv` for that rank ends with RuntimeError."""
+def test_closed_connections_of_gloo() -> None:
+    """A gloo group's `send` raises RuntimeError at once if its rank has left. After this process has shut down the
+    sockets of its connections (not the listener, whose shutdown would end the process), a send to another rank raises
+    RuntimeError or nothing, and a thread that waits in `recv` for that rank ends with RuntimeError."""
     for to_the_lost, waiting, after in facts()["sends"][:-1]:
         assert (to_the_lost, waiting) == ("RuntimeError", "RuntimeError")
         assert after in ("RuntimeError", "")

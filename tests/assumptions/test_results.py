@@ -1,5 +1,5 @@
-"""What lockstep assumes about results that no other test would notice changing: kernels, gradients that it replaces,
-statistics, masks, and the row order of libraries that read files."""
+"""Assumptions about results whose change no other test would notice: kernels, replaced gradients, statistics, masks,
+and the row order of libraries that read files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.assumed import rests_on_it
 
 @pytest.mark.parametrize("causal", [False, True])
 @rests_on_it("src/lockstep/tasks/models/repeatable.py")
-def test_the_kernels_of_attention_are_those_of_autograd(causal: bool) -> None:
+def test_attention_kernels_have_the_bits_of_autograd(causal: bool) -> None:
     """_scaled_dot_product_flash_attention_for_cpu and its backward give the bits of scaled_dot_product_attention."""
     draw = torch.Generator().manual_seed(0)
     parts = [torch.randn(2, 3, 17, 8, generator=draw, requires_grad=True) for _ in range(3)]
@@ -38,9 +38,9 @@ def test_the_kernels_of_attention_are_those_of_autograd(causal: bool) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/cross_entropy.py")
-def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
-    """The kernels of log_softmax and nll_loss, run on some of the rows, give these rows the bits of cross_entropy on
-    all rows, in float32 and from bfloat16."""
+def test_log_softmax_of_some_rows_has_the_same_bits() -> None:
+    """The kernels of log_softmax and nll_loss, run on some of the rows, give the bits of cross_entropy on all rows, in
+    float32 and from bfloat16."""
     logits = torch.randn(37, 1003, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.arange(37) * 27
     targets[5] = -100
@@ -56,7 +56,7 @@ def test_log_softmax_of_some_rows_has_the_bits_of_all() -> None:
 @pytest.mark.parametrize("reduction", ["none", "sum"])
 @rests_on_it("src/lockstep/tasks/cross_entropy.py")
 def test_log_softmax_backward_can_write_over_its_input(reduction: str) -> None:
-    """nll_loss_backward and `_log_softmax_backward_data.out`, run on some of the rows and writing over the very rows of
+    """nll_loss_backward and `_log_softmax_backward_data.out`, run on some of the rows and overwriting the
     log-probabilities that they read, give the bits of cross_entropy's gradient."""
     logits = torch.randn(37, 1003, generator=torch.Generator().manual_seed(0), requires_grad=True)
     targets, number = torch.arange(37) * 27, {"none": 0, "sum": 2}[reduction]
@@ -74,10 +74,10 @@ def test_log_softmax_backward_can_write_over_its_input(reduction: str) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/translation.py", "src/lockstep/plain/scores.py")
-def test_scores_of_translations_are_functions_of_sums() -> None:
-    """sacrebleu's `_extract_corpus_statistics` gives each sentence 10 integers for BLEU (two lengths, matches and
-    counts of 1 to 4 words) and 18 for chrF; `_compute_score_from_stats` of their sums, in whatever parts, is the score
-    of the whole corpus. BLEU.TOKENIZERS names the tokenizers; one whose package is missing raises at once."""
+def test_translation_scores_are_computed_from_sums() -> None:
+    """sacrebleu's `_extract_corpus_statistics` returns per sentence 10 integers for BLEU (two lengths, matches and
+    counts for n-grams of 1 to 4 words) and 18 for chrF. `_compute_score_from_stats` of their sums, in any partition, is
+    the score of the whole corpus. BLEU.TOKENIZERS names the tokenizers; one whose package is missing raises at once."""
     pytest.importorskip("sacrebleu")
     from sacrebleu.metrics.bleu import BLEU
     from sacrebleu.metrics.chrf import CHRF
@@ -135,10 +135,10 @@ LAPACK = {
 
 @pytest.mark.filterwarnings("ignore")
 @rests_on_it("src/lockstep/distributed/portable.py")
-def test_functions_of_lapack_are_these_operations() -> None:
-    """torch's functions that call MKL dispatch to operations of these names; a kernel registered for an operation on
-    the CPU replaces torch's, also where another operation calls it; torch knows all names that lockstep refuses, but
-    `cholesky` from 2.14 on."""
+def test_operations_that_call_lapack() -> None:
+    """torch's functions that call MKL dispatch to operations of these names. A kernel registered for an operation on
+    the CPU replaces torch's, also where another operation calls it. torch has all names that lockstep refuses, but
+    `cholesky` only from 2.14 on."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     names: list[str] = []
@@ -186,9 +186,9 @@ WRITE_ONLY = {
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
-def test_these_operations_do_not_read_what_they_write_over() -> None:
-    """Operations named copy_, fill_, zero_, set_, those that draw numbers, and _foreach_copy_ and _foreach_zero_ give
-    the same, whatever the tensor held before; resize_ keeps what it held."""
+def test_operations_that_ignore_the_overwritten_values() -> None:
+    """copy_, fill_, zero_, set_, operations that draw random numbers, _foreach_copy_ and _foreach_zero_ give the same
+    result whatever the tensor held before. resize_ keeps the old values."""
     for name, write in WRITE_ONLY.items():
         assert hasattr(torch.ops.aten, name)
         results = []
@@ -204,7 +204,7 @@ def test_these_operations_do_not_read_what_they_write_over() -> None:
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_an_attention_returns_its_output_first() -> None:
     """Operations whose names begin with _scaled_dot_product, _flash_attention, _efficient_attention or _cudnn_attention
-    return the attention's output first; those with "backward" in their name return the gradients."""
+    return the attention's output first; those with "backward" in their name return gradients."""
     begins = ("_scaled_dot_product", "_flash_attention_", "_efficient_attention_", "_cudnn_attention_")
     for name in ("_flash_attention_forward", "_efficient_attention_forward", "_scaled_dot_product_cudnn_attention"):
         assert name.startswith(begins)
@@ -233,8 +233,8 @@ def test_sums_of_integers_wrap_in_any_order() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py", "src/lockstep/tasks/models/chunked_loss.py"
 )
 def test_a_hook_on_a_result_replaces_its_gradient() -> None:
-    """The value that a register_hook hook on a result returns replaces the gradient there; autograd.grad does not touch
-    .grad, and with allow_unused returns None for an unreached weight."""
+    """A register_hook hook on a result replaces the gradient there by its return value. autograd.grad does not touch
+    .grad, and with allow_unused returns None for a weight that the result does not depend on."""
     used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     result = used * 3
     result.register_hook(lambda _: torch.full((2,), 5.0))
@@ -245,9 +245,9 @@ def test_a_hook_on_a_result_replaces_its_gradient() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/statistics.py")
-def test_statistics_move_by_momentum_and_count_one_less() -> None:
-    """BatchNorm's running_mean and running_var become 0.9 of the old value plus 0.1 of the batch's, with the unbiased
-    batch variance; in eval() they stay."""
+def test_running_statistics_of_batch_norm() -> None:
+    """In training, BatchNorm's running_mean and running_var become 0.9 times the old value plus 0.1 times the batch's
+    value, with the unbiased batch variance. In eval mode they do not change."""
     values = torch.tensor([[1.0], [2.0], [6.0]])
     norm = nn.BatchNorm1d(1)
     norm(values)
@@ -261,9 +261,9 @@ def test_statistics_move_by_momentum_and_count_one_less() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/unpadded.py", "src/lockstep/tasks/models/masks.py")
-def test_a_mask_is_left_out_where_it_hides_nothing_more() -> None:
-    """sdpa_mask of transformers is None for causal rows without padding; with padding it is [B, 1, T, S], True where a
-    token attends to another, and one row's padding masks nothing in other rows."""
+def test_sdpa_mask_is_none_without_padding() -> None:
+    """transformers' sdpa_mask is None for causal rows without padding. With padding it is [B, 1, T, S], True where a
+    token attends to another; the padding of one row masks nothing in other rows."""
     from transformers import masking_utils as masks
 
     sizes = {"batch_size": 2, "q_length": 3, "kv_length": 3}
@@ -300,7 +300,7 @@ def test_a_decoder_that_classifies_reads_the_last_token(padding: bool) -> None:
     "src/lockstep/tasks/models/padding.py",
     "src/lockstep/tasks/models/small_models.py",
 )
-def test_a_forked_generator_is_given_back() -> None:
+def test_draws_in_fork_rng_do_not_advance_the_generator() -> None:
     """Draws inside torch.random.fork_rng([]) do not advance torch's generator outside."""
     torch.manual_seed(0)
     wanted = torch.rand(3)
@@ -337,8 +337,8 @@ def test_rows_of_files_are_in_the_order_of_the_files(builder: str, tmp_path: Pat
     "src/lockstep/data/usable_rows.py",
 )
 def test_lengths_are_bytes_and_tables_are_in_order() -> None:
-    """binary_length counts UTF-8 bytes, and is null for null; concat_tables and combine_chunks keep row order, also for
-    slices, and numpy reads a slice's chunk from its offset."""
+    """binary_length counts UTF-8 bytes, and is null for null. concat_tables and combine_chunks keep the row order, also
+    for slices. numpy reads a slice's chunk from its offset."""
     lengths = pc.fill_null(pc.binary_length(pa.chunked_array([["é", None], ["abc"]])), 0).combine_chunks()
     assert np.from_dlpack(lengths).tolist() == [2, 0, 3]
     table = pa.table({"x": list(range(10))})

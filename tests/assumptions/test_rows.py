@@ -1,4 +1,4 @@
-"""What lockstep assumes about datasets, pyarrow and numpy: rows, shards, streams, fingerprints, files."""
+"""Assumptions about datasets, pyarrow and numpy: rows, shards, streams, fingerprints, files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows(count: int = 6) -> Any:
     "src/lockstep/tasks/translation.py",
 )
 def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
-    """select_columns stores the new_fingerprint that it is given, and keeps rows and their order."""
+    """select_columns stores the new_fingerprint passed to it without hashing, and keeps rows and their order."""
     selected = rows().select_columns(["x"], new_fingerprint="given")
     assert selected._fingerprint == "given"
     assert selected[:]["x"] == list(range(6))
@@ -58,7 +58,7 @@ def test_selecting_columns_with_a_fingerprint_hashes_nothing() -> None:
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
 def test_the_arrow_format_returns_tables() -> None:
-    """With the format arrow a slice of a data set is a pyarrow table in row order, after a selection too."""
+    """In the format arrow, a slice of a data set is a pyarrow table in row order, also after a selection."""
     selected = rows().select([4, 0, 2])
     selected.set_format("arrow")
     part = selected[:2]
@@ -78,7 +78,7 @@ def test_concatenated_rows_are_in_order() -> None:
 
 
 @rests_on_it("src/lockstep/data/column_types.py", "src/lockstep/data/annotated.py")
-def test_a_list_that_grows_a_float_is_all_floats() -> None:
+def test_a_column_with_a_float_becomes_floats() -> None:
     """from_dict converts a column of integers and floats to floats."""
     from datasets import Dataset
 
@@ -88,7 +88,7 @@ def test_a_list_that_grows_a_float_is_all_floats() -> None:
 
 
 @rests_on_it("src/lockstep/data/column_types.py")
-def test_declared_features_refuse_what_does_not_fit() -> None:
+def test_declared_features_refuse_other_types() -> None:
     """from_dict with features raises for a string where an integer is declared, and for an integer that overflows its
     type."""
     from datasets import Dataset, Features, Value
@@ -99,7 +99,7 @@ def test_declared_features_refuse_what_does_not_fit() -> None:
 
 
 @rests_on_it("src/lockstep/data/labels.py")
-def test_names_of_classes_come_from_their_column() -> None:
+def test_class_label_columns() -> None:
     """A ClassLabel column holds integers that index its names, and None for a missing label."""
     from datasets import ClassLabel, Dataset, Features
 
@@ -118,7 +118,7 @@ def test_class_labels_become_their_numbers() -> None:
 
 
 @rests_on_it("src/lockstep/lab/import_config/dataset_calls.py")
-def test_a_split_in_order_cuts_the_test_rows_off_the_end() -> None:
+def test_an_unshuffled_split_takes_the_last_rows_for_test() -> None:
     """train_test_split without shuffling takes the test rows from the end; with a seed it is deterministic."""
     parts = rows(10).train_test_split(test_size=0.3, shuffle=False)
     assert (parts["train"][:]["x"], parts["test"][:]["x"]) == (list(range(7)), [7, 8, 9])
@@ -144,7 +144,7 @@ def test_an_arrow_file_is_mapped_with_its_rows(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/data/arrow_cache.py")
-def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
+def test_a_truncated_arrow_file_raises(tmp_path: Path) -> None:
     """Reading an Arrow stream file that ends in the middle of a batch raises."""
     table = pa.table({"x": list(range(1000))})
     sink = pa.BufferOutputStream()
@@ -170,7 +170,7 @@ def test_a_cut_arrow_file_raises(tmp_path: Path) -> None:
     "src/lockstep/tasks/text_task.py",
 )
 def test_arrow_integers_are_read_without_a_copy() -> None:
-    """np.asarray of a pyarrow integer array without nulls shares its memory; a boolean array cannot."""
+    """np.asarray of a pyarrow integer array without nulls shares its memory; that of a boolean array copies."""
     array = pa.array([1, 2, 3], pa.int64())
     assert np.asarray(array).ctypes.data == array.buffers()[1].address
     with pytest.raises(pa.ArrowInvalid):
@@ -186,10 +186,10 @@ def test_a_slice_of_an_arrow_array_shares_its_buffers() -> None:
 
 
 @rests_on_it("src/lockstep/data/arrow_cache.py")
-def test_the_bytes_of_a_slice_are_those_of_a_copy_only_after_copying() -> None:
-    """An IPC stream of a slice also has some of what follows the slice in its buffers, so it differs from that of equal
-    values; concat_tables of two parts and combine_chunks copy, also if the second part is empty, and then the bytes
-    are the same, for integers, texts, lists, structures and nulls."""
+def test_ipc_bytes_of_slices_and_copies() -> None:
+    """The IPC stream of a slice also contains some data behind the slice, so it differs from the stream of equal
+    values. concat_tables of two parts (the second may be empty) and combine_chunks copy, and then the bytes are equal:
+    for integers, strings, lists, structs and nulls."""
 
     def written(table: pa.Table) -> bytes:
         sink = pa.BufferOutputStream()
@@ -217,7 +217,7 @@ def test_the_bytes_of_a_slice_are_those_of_a_copy_only_after_copying() -> None:
     "src/lockstep/data/stream.py",
 )
 def test_list_columns_are_one_flat_array_with_offsets() -> None:
-    """For a slice of a pyarrow list array, flatten() returns the slice's values, and .values those of all rows."""
+    """For a slice of a pyarrow list array, flatten() returns the slice's values, and .values the values of all rows."""
     lists = pa.array([[1, 2], [3], [4, 5, 6]])
     part = lists.slice(1, 2)
     assert part.flatten().to_pylist() == [3, 4, 5, 6]
@@ -254,11 +254,9 @@ def test_a_stable_argsort_keeps_ties_in_order() -> None:
 
 
 @rests_on_it("src/lockstep/data/source.py", "src/lockstep/data/conversations.py", "src/lockstep/data/usable_rows.py")
-def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_map_ignores_changes_in_imported_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """map of a data set on disk returns its cached result even if a helper function in another module has changed
-    since; load_from_cache_file=False computes it again."""
+    since. load_from_cache_file=False computes it again."""
     import datasets
 
     (tmp_path / "rows.jsonl").write_text('{"a": "x"}\n')
@@ -279,7 +277,7 @@ def test_a_mapped_result_is_kept_when_a_function_of_a_module_changes(
 @rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/column_types.py")
 def test_columns_of_json_lose_digits() -> None:
     """datasets reads JSON columns with pandas' ujson_loads, which keeps about 15 digits and turns NaN into None, and
-    writes 10 digits with ujson_dumps; lockstep replaces both names, in its modules features and json, by Python's
+    writes 10 digits with ujson_dumps. lockstep replaces both names in datasets' modules features and json by Python's
     functions."""
     from datasets.features import features
     from datasets.utils import json as functions
@@ -294,8 +292,8 @@ def test_columns_of_json_lose_digits() -> None:
 
 
 @rests_on_it("src/lockstep/data/value_types.py", "src/lockstep/data/conversations.py")
-def test_a_text_in_a_column_of_json_stays_a_text_if_it_is_written_as_json() -> None:
-    """A JSON column returns the value of the JSON text that it stores: "01" in quotes stays a string."""
+def test_a_json_column_keeps_strings() -> None:
+    """A JSON column returns the value of the JSON text that it stores: a quoted "01" stays a string."""
     from datasets import Dataset, Features, Json
     from datasets.table import InMemoryTable, table_cast
 
@@ -306,9 +304,9 @@ def test_a_text_in_a_column_of_json_stays_a_text_if_it_is_written_as_json() -> N
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
-def test_arrow_takes_the_same_for_blank_as_python() -> None:
-    """pyarrow's utf8_trim_whitespace and utf8_split_whitespace cut where str.strip and str.split do, at all characters
-    up to U+3100, such as U+001C, U+0085 and U+3000; utf8_length counts code points."""
+def test_arrow_and_python_agree_on_white_space() -> None:
+    """pyarrow's utf8_trim_whitespace and utf8_split_whitespace agree with str.strip and str.split on all characters up
+    to U+3100, such as U+001C, U+0085 and U+3000. utf8_length counts code points."""
     characters = [chr(number) for number in range(0x3100)]
     column = pa.array(characters)
     trimmed = pc.equal(pc.utf8_trim_whitespace(column), "").to_pylist()
@@ -319,9 +317,9 @@ def test_arrow_takes_the_same_for_blank_as_python() -> None:
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
-def test_null_is_in_nothing_and_ands_with_false() -> None:
-    """pyarrow's is_in is False, not null, for null; `and_` of null and False is null; `unique` keeps null once;
-    list_flatten leaves out what a null of a slice points to."""
+def test_null_in_sets_and_conjunctions() -> None:
+    """pyarrow's is_in is False, not null, for null. `and_` of null and False is null. `unique` keeps one null.
+    list_flatten skips the values that a null list in a slice points to."""
     column = pa.array([1, None, 2, None])
     assert pc.is_in(column, value_set=pa.array([1])).to_pylist() == [True, False, False, False]
     assert pc.and_(pa.array([None, None]).cast(pa.bool_()), pa.array([False, True])).to_pylist() == [None, None]
@@ -334,9 +332,9 @@ def test_null_is_in_nothing_and_ands_with_false() -> None:
 
 
 @rests_on_it("src/lockstep/data/labels.py", "src/lockstep/data/splitting.py", "src/lockstep/tasks/models/retrieval.py")
-def test_truths_become_texts_and_equal_rows_stay_in_order() -> None:
-    """datasets casts booleans to the texts "true" and "false", and null to null; np.lexsort sorts by its last key
-    first, and keeps equal rows in order; np.unique returns the first place of each value."""
+def test_boolean_strings_lexsort_and_unique() -> None:
+    """datasets casts booleans to the strings "true" and "false", and null to null. np.lexsort sorts by its last key
+    first, and keeps equal rows in order. np.unique returns the first index of each value."""
     import datasets
 
     rows = datasets.Dataset.from_dict({"a": [True, False, None]}).cast_column("a", datasets.Value("string"))
@@ -347,9 +345,9 @@ def test_truths_become_texts_and_equal_rows_stay_in_order() -> None:
 
 
 @rests_on_it("src/lockstep/data/hub_rows.py", "src/lockstep/data/row_files.py")
-def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
-    """load_dataset turns JSON texts that look like ISO dates into timestamps, and table cells "NA", "None" and "null"
-    into None and "01" into 1; it reads lines of text between "\\n", "\\r" and "\\r\\n" only."""
+def test_datasets_readers_change_strings(tmp_path: Path) -> None:
+    """load_dataset turns JSON strings that look like ISO dates into timestamps, and table cells "NA", "None" and "null"
+    into None and "01" into 1. It ends lines of text only at "\n", "\r" and "\r\n"."""
     import datasets
 
     contents = {
@@ -374,9 +372,9 @@ def test_the_readers_of_datasets_change_texts(tmp_path: Path) -> None:
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/data/conversations.py",
 )
-def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
-    """concatenate_datasets with axis=1 puts columns side by side, of selected rows too, and raises for unequal
-    numbers of rows and for equal names; select_columns gives the order of its names."""
+def test_concatenating_columns() -> None:
+    """concatenate_datasets with axis=1 puts columns side by side, of selected rows too, and raises for unequal numbers
+    of rows and for equal names. select_columns orders columns by its argument."""
     from datasets import Dataset, concatenate_datasets
 
     left = Dataset.from_dict({"x": [1, 2, 3], "y": ["a", "b", "c"]})
@@ -398,10 +396,10 @@ def test_columns_side_by_side_are_of_equal_rows_and_other_names() -> None:
     "src/lockstep/tasks/answer_pairs.py",
     "src/lockstep/tasks/image_classification.py",
 )
-def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
-    """rename_columns exchanges two names; with a name that another column keeps there are two columns of that name, and
-    no error. add_column to selected rows takes a list, numpy's dtype, a list of None as the type null, or a feature,
-    and raises for another number of rows; removed and missing columns raise."""
+def test_renaming_and_adding_columns() -> None:
+    """rename_columns can exchange two names. A new name equal to that of another column gives two columns of one name,
+    without an error. add_column to selected rows takes a list, a numpy array, a list of None (type null), or a feature,
+    and raises for a wrong number of rows. Removing a missing column raises."""
     from datasets import Dataset, Value
 
     made = Dataset.from_dict({"x": [1, 2, 3], "y": ["a", "b", "c"]})
@@ -421,9 +419,9 @@ def test_columns_are_renamed_at_once_and_added_with_their_type() -> None:
     "src/lockstep/data/row_files.py", "src/lockstep/data/labels.py", "src/lockstep/tasks/image_classification.py"
 )
 def test_a_cast_keeps_numbers_or_raises() -> None:
-    """cast raises ArrowInvalid for integers that do not fit, fractions as integers, and integers beyond 2**53 as
-    floats; nulls and empty lists become every type; a structure gets missing fields as null. cast_column of whole
-    floats to int64 keeps them, and of 1.0 to a text it writes "1"."""
+    """cast raises ArrowInvalid for integers out of range, fractions as integers, and integers beyond 2**53 as floats.
+    Nulls and empty lists can be cast to every type. A struct's missing fields become null. cast_column keeps whole
+    floats as int64; 1.0 as a string becomes "1"."""
     from datasets import Dataset, Features, List, Value
 
     for value, kind in ((300, "int8"), (1.5, "int64"), (2**53 + 1, "float64")):
@@ -439,9 +437,9 @@ def test_a_cast_keeps_numbers_or_raises() -> None:
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py", "src/lockstep/data/conversations.py")
-def test_a_function_that_gives_tables_is_mapped_over_slices() -> None:
-    """map of a data set in the format arrow calls its function with tables of batch_size rows in order, takes the
-    table that it returns, and has the given features; the result has the format of the data set. A function's batch of
+def test_mapping_arrow_tables() -> None:
+    """map of a data set in the format arrow calls its function with tables of batch_size rows in order, uses the
+    returned table, and stores the features passed to it. The result has the data set's format. A returned batch of
     another type is cast, or raises."""
     from datasets import Dataset, Features, Value
 
@@ -467,10 +465,10 @@ def test_a_function_that_gives_tables_is_mapped_over_slices() -> None:
 
 
 @rests_on_it("src/lockstep/data/row_files.py")
-def test_a_written_arrow_file_has_its_features_and_another_name_is_read_anew(tmp_path: Path) -> None:
-    """ArrowWriter.write_table appends tables, and after finalize Dataset.from_file has the features, names of classes
-    and JSON too. load_dataset returns cached rows of a file that was replaced within the same modification time, and
-    reads it again under another configuration name."""
+def test_arrow_writer_and_cached_files(tmp_path: Path) -> None:
+    """ArrowWriter.write_table appends tables. After finalize, Dataset.from_file has the features, class names and JSON
+    columns included. load_dataset returns cached rows for a file that was replaced within the same modification time,
+    and reads it again under another configuration name."""
     import os
 
     import datasets
@@ -494,9 +492,9 @@ def test_a_written_arrow_file_has_its_features_and_another_name_is_read_anew(tmp
 
 
 @rests_on_it("src/lockstep/data/row_files.py", "src/lockstep/data/hub_rows.py", "src/lockstep/plain/rows.py")
-def test_errors_of_files_without_a_row(tmp_path: Path) -> None:
-    """load_dataset raises for a table with a header only, and says "corresponds to no data"; for an empty table, with
-    the reader's error as the cause."""
+def test_errors_for_files_without_rows(tmp_path: Path) -> None:
+    """load_dataset of a table that has only a header raises with "corresponds to no data"; of an empty table, with the
+    reader's error as the cause."""
     import datasets
 
     (tmp_path / "a.csv").write_text("a,b\n")
@@ -520,9 +518,9 @@ def test_errors_of_files_without_a_row(tmp_path: Path) -> None:
     "src/lockstep/data/lm_documents.py",
     "src/lockstep/data/row_files.py",
 )
-def test_declared_rows_have_all_columns_and_classes_their_numbers() -> None:
-    """from_dict of texts for a ClassLabel stores their numbers, and raises for a number beyond its names; equal names
-    raise. from_list takes its columns from the first row, so lockstep passes features and whole rows."""
+def test_class_labels_from_strings_and_columns_of_from_list() -> None:
+    """from_dict of strings for a ClassLabel stores their integers, and raises for an integer out of range; duplicate
+    class names raise. from_list takes its columns from the first row, so lockstep passes features and complete rows."""
     from datasets import ClassLabel, Dataset, Features, Value
 
     features = Features({"y": ClassLabel(names=["no", "yes"])})
@@ -543,8 +541,8 @@ def test_declared_rows_have_all_columns_and_classes_their_numbers() -> None:
     "src/lockstep/data/file_formats.py",
 )
 def test_a_table_in_memory_is_a_data_set_without_hashing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dataset of an InMemoryTable keeps the fingerprint and the features that it is given, reads nothing of the table,
-    and has the table's bytes in data.nbytes and its rows in data.num_rows."""
+    """A Dataset made of an InMemoryTable keeps the fingerprint and features passed to it and reads nothing of the
+    table. data.nbytes is the table's size, data.num_rows its number of rows."""
     from datasets import Dataset, DatasetInfo, Features, Value
     from datasets.table import InMemoryTable
 
@@ -559,8 +557,8 @@ def test_a_table_in_memory_is_a_data_set_without_hashing(monkeypatch: pytest.Mon
 
 @rests_on_it("src/lockstep/data/hub_rows.py")
 def test_the_configuration_of_a_reader_has_its_options_as_fields() -> None:
-    """CsvConfig and JsonConfig are dataclasses whose fields have the defaults of a new one; a delimiter of CsvConfig is
-    its sep, too."""
+    """CsvConfig and JsonConfig are dataclasses, whose fields of a new instance are the defaults. CsvConfig's delimiter
+    also sets its sep."""
     from dataclasses import fields
 
     from datasets.packaged_modules.csv.csv import CsvConfig

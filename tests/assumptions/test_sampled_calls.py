@@ -1,4 +1,4 @@
-"""Assumptions behind calls into libraries that a random sample of call sites found without a test."""
+"""Assumptions about library calls that had no test in a random sample of call sites."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from support.assumed import rests_on_it
 
 
 @rests_on_it("src/lockstep/data/usable_rows.py")
-def test_a_masked_index_takes_null() -> None:
-    """pyarrow's take gives null for an index that is null, if_else for a null condition, and comparisons of null are
-    null; list_value_length is null for a null list, which list_flatten of a slice skips."""
+def test_take_and_if_else_of_null() -> None:
+    """pyarrow's take returns null for a null index, if_else for a null condition; comparisons with null are null.
+    list_value_length is null for a null list, and list_flatten of a slice skips null lists."""
     texts = pa.array(["a", "b"])
     assert texts.take(pa.array(np.array([1, 0]), mask=np.array([False, True]))).to_pylist() == ["b", None]
     codes = pa.array([1, -1, None])
@@ -36,8 +36,8 @@ def test_a_masked_index_takes_null() -> None:
 
 @rests_on_it("src/lockstep/data/stream.py", "src/lockstep/data/usable_rows.py")
 def test_features_of_a_schema_keep_names_of_classes() -> None:
-    """Features.from_arrow_schema reads ClassLabel and its names from the schema's metadata, also with nested columns;
-    without metadata, and by generate_from_arrow_type, they are types of Arrow: integers, lists, structures."""
+    """Features.from_arrow_schema reads ClassLabel and its names from the schema's metadata, also for nested columns.
+    Without metadata, and by generate_from_arrow_type, features are Arrow types: integers, lists, structs."""
     import datasets
     from datasets.features.features import generate_from_arrow_type
 
@@ -50,7 +50,7 @@ def test_features_of_a_schema_keep_names_of_classes() -> None:
 
 
 @rests_on_it("src/lockstep/data/tokenizer.py")
-def test_a_tokenizer_of_characters_keeps_each() -> None:
+def test_a_character_tokenizer() -> None:
     """Split(Regex("[\\s\\S]"), "isolated") makes a token of each character, also of spaces, line breaks and characters
     of several bytes, and Fuse joins them again."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -64,18 +64,18 @@ def test_a_tokenizer_of_characters_keeps_each() -> None:
 
 
 @rests_on_it("src/lockstep/data/order.py", "src/lockstep/lab/sweep/sweep_file.py")
-def test_parts_of_an_array_and_texts_of_values() -> None:
-    """np.array_split makes the first parts longer by one; yaml.safe_dump in flow style writes a list in one line, and
-    ends a bare value with a line of "..."."""
+def test_array_split_and_flow_style_yaml() -> None:
+    """np.array_split gives the first parts one more element if the length is not divisible. yaml.safe_dump in flow
+    style writes a list in one line, and a bare value followed by a line "..."."""
     assert [len(part) for part in np.array_split(np.arange(8), 3)] == [3, 3, 2]
     texts = [yaml.safe_dump(value, default_flow_style=True, width=10**6) for value in ([1, "no", 0.5], True, None)]
     assert texts == ["[1, 'no', 0.5]\n", "true\n...\n", "null\n...\n"]
 
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
-def test_a_file_of_torch_loads_tensors_only(tmp_path: Path) -> None:
+def test_torch_load_with_weights_only(tmp_path: Path) -> None:
     """torch.load with weights_only and mmap keeps every bit and shared storages, and raises UnpicklingError for a file
-    that would run a function."""
+    that would call a function."""
     numbers = torch.tensor([float("nan"), -0.0, 1.5])
     torch.save({"a": numbers, "b": numbers[1:], "c": numbers.bfloat16()}, tmp_path / "a.bin")
     loaded = torch.load(tmp_path / "a.bin", map_location="cpu", weights_only=True, mmap=True)
@@ -89,8 +89,8 @@ def test_a_file_of_torch_loads_tensors_only(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py", "src/lockstep/tasks/models/source_files.py")
 def test_names_in_a_file_are_renamed_as_from_pretrained_does() -> None:
-    """get_model_conversion_mapping lists the WeightRenamings and WeightConverters of a model; rename_source_key returns
-    the name in the model, with or without its prefix, and the converter's pattern, or None without a converter."""
+    """get_model_conversion_mapping lists a model's WeightRenamings and WeightConverters. rename_source_key returns the
+    name in the model, for names with or without prefix, and the converter's pattern, or None without a converter."""
     from transformers import BertConfig, BertForMaskedLM, MixtralConfig, MixtralForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -125,10 +125,10 @@ def test_names_in_a_file_are_renamed_as_from_pretrained_does() -> None:
     "src/lockstep/tasks/models/repeatable.py",
     "src/lockstep/tasks/models/storage_dtype.py",
 )
-def test_tensors_with_functions_of_their_own_and_products() -> None:
-    """has_torch_function is true for a subclass of Tensor that has one, and not for tensors and parameters; addmm and
-    mm of [N, H] give the bits of transformers' Conv1D; set_deterministic_debug_mode takes what
-    get_deterministic_debug_mode returned."""
+def test_torch_function_subclasses_and_matrix_products() -> None:
+    """has_torch_function is true for a Tensor subclass with __torch_function__, and false for tensors and parameters.
+    addmm and mm of [N, H] give the bits of transformers' Conv1D. set_deterministic_debug_mode accepts the value of
+    get_deterministic_debug_mode."""
     from torch.overrides import has_torch_function, has_torch_function_unary
     from transformers.pytorch_utils import Conv1D
 
@@ -169,13 +169,13 @@ def test_the_compiler_has_the_options_of_compiled_blocks() -> None:
     "src/lockstep/strategies/engines/region.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/compiled.py",
 )
-def test_a_stance_decides_what_happens_to_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under set_stance("eager_on_recompile") a compiled function runs plainly for sizes that its code does not take,
-    and under "fail_on_recompile" it raises; with its code's sizes both run the code. A function that cannot be traced
-    whole raises a TorchDynamoException, whose text ends before "Set TORCH" after an empty line; torch.compiler.reset
-    forgets the code. The default cache folder of inductor does not depend on TORCHINDUCTOR_CACHE_DIR; PyCodeCache lists
-    its modules. dynamo's contexts are _TorchDynamoContext and OptimizeContext of eval_frame, whose __call__ takes the
-    function; DisableContext is one of them."""
+def test_compiler_stances_for_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For input sizes that a compiled function's code does not accept, set_stance("eager_on_recompile") runs it eagerly
+    and "fail_on_recompile" raises; for other sizes both run the code. A function that cannot be traced in full raises a
+    TorchDynamoException, whose text ends before an empty line and "Set TORCH". torch.compiler.reset drops the code.
+    inductor's default cache folder does not depend on TORCHINDUCTOR_CACHE_DIR; PyCodeCache lists its modules. dynamo's
+    contexts are eval_frame's _TorchDynamoContext and OptimizeContext, whose __call__ takes the function; DisableContext
+    is a subclass."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.async_compile import shutdown_compile_workers
     from torch._inductor.codecache import PyCodeCache
@@ -230,8 +230,8 @@ def test_a_stance_decides_what_happens_to_new_sizes(monkeypatch: pytest.MonkeyPa
 
 @rests_on_it("src/lockstep/launchers/processes/surviving_ranks.py")
 def test_a_failure_without_an_error_file_names_the_signal() -> None:
-    """torch elastic's ProcessFailure reads an empty error file without raising, and has the exit code, the process, and
-    a message that names the signal of a negative code."""
+    """torch elastic's ProcessFailure accepts an empty error file, and has the exit code, the process, and a message
+    that names the signal of a negative exit code."""
     from torch.distributed.elastic.multiprocessing.api import ProcessFailure
 
     failure = ProcessFailure(1, 4321, -9, os.devnull)
@@ -259,8 +259,8 @@ def test_the_state_of_accelerate_is_shared_and_can_be_set() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/modules/dataset.py")
-def test_a_loader_pins_what_can_pin_itself() -> None:
-    """The thread of DataLoader that pins memory calls a batch's own method pin_memory, and uses its result."""
+def test_loaders_call_a_batchs_pin_memory() -> None:
+    """DataLoader's pinning thread calls the batch's own method pin_memory, and uses its result."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     class Batch:
@@ -276,8 +276,8 @@ def test_a_loader_pins_what_can_pin_itself() -> None:
     "src/lockstep/launchers/processes/elastic_rendezvous.py",
 )
 def test_errors_of_a_rendezvous() -> None:
-    """RendezvousConnectionError and RendezvousStateError are RendezvousErrors and not TimeoutErrors. A store without a
-    server raises a ValueError, RuntimeError or TimeoutError."""
+    """RendezvousConnectionError and RendezvousStateError are RendezvousErrors but not TimeoutErrors. A store without a
+    server raises ValueError, RuntimeError or TimeoutError."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore

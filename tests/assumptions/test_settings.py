@@ -1,4 +1,4 @@
-"""What lockstep assumes about the libraries that read settings, pydantic and PyYAML, and about torch's store."""
+"""Assumptions about the libraries that read settings, pydantic and PyYAML, and about torch's store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.assumed import rests_on_it
 
 
 class Wrong(ValueError):
-    """An error of a validator, with a code of its own."""
+    """A validator's error with its own code."""
 
     code = "X1"
 
@@ -83,9 +83,9 @@ def errors_of(**values: Any) -> list[Any]:
     "src/lockstep/lab/sweep/sweep_file.py",
     "src/lockstep/track/report/history.py",
 )
-def test_an_error_has_a_type_its_bounds_and_the_place(values: dict[str, Any], kind: str, context: Any) -> None:
-    """pydantic's errors name the kind of fault, its bounds in `ctx`, the input as it was written, and the path of the
-    key; the message of a bound contains "should be "."""
+def test_contents_of_validation_errors(values: dict[str, Any], kind: str, context: Any) -> None:
+    """pydantic's errors have a type, the bounds in `ctx`, the input unchanged, and the path of the key. The message
+    about a bound contains "should be "."""
     (error,) = errors_of(**values)
     ((key, value),) = values.items()
     assert (error["type"], error.get("ctx") or {}, error["loc"]) == (kind, context, ("section", key))
@@ -94,9 +94,9 @@ def test_an_error_has_a_type_its_bounds_and_the_place(values: dict[str, Any], ki
 
 
 @rests_on_it("src/lockstep/config/error_messages.py")
-def test_a_missing_item_of_a_pair_has_its_index_and_a_missing_key_its_name() -> None:
-    """A missing key and a missing item of a tuple are both of the type `missing`; the last part of the path is a number
-    for the item only."""
+def test_paths_of_missing_items_and_keys() -> None:
+    """A missing key and a missing item of a tuple both have the type `missing`. The last part of the path is a number
+    only for the item."""
     (item,) = errors_of(betas=[1.0])
     assert (item["type"], item["loc"]) == ("missing", ("section", "betas", 1))
     with pytest.raises(ValidationError) as caught:
@@ -106,8 +106,8 @@ def test_a_missing_item_of_a_pair_has_its_index_and_a_missing_key_its_name() -> 
 
 
 @rests_on_it("src/lockstep/config/error_messages.py")
-def test_every_member_of_a_union_has_an_error_with_its_type_in_the_path() -> None:
-    """A value that fits no member of a union gives an error for each member, whose path ends in the member's type."""
+def test_errors_of_unions() -> None:
+    """A value that fits no member of a union gives one error per member, whose path ends in the member's type."""
     assert [error["loc"] for error in errors_of(paths=1)] == [
         ("section", "paths", "str"),
         ("section", "paths", "list[str]"),
@@ -115,8 +115,8 @@ def test_every_member_of_a_union_has_an_error_with_its_type_in_the_path() -> Non
 
 
 @rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/config/errors.py")
-def test_the_error_of_a_validator_is_held_as_it_is() -> None:
-    """A ValueError of a validator becomes a `value_error` whose `ctx` holds the very exception."""
+def test_errors_of_validators_are_in_ctx() -> None:
+    """A ValueError raised by a validator becomes a `value_error` whose `ctx` holds that exception."""
     (error,) = errors_of(word="wrong")
     assert error["type"] == "value_error"
     assert error["ctx"]["error"].code == "X1"
@@ -149,9 +149,9 @@ def test_the_error_of_a_validator_is_held_as_it_is() -> None:
     "src/lockstep/tasks/question_answering.py",
     "src/lockstep/tasks/reward.py",
 )
-def test_what_was_set_is_told_from_defaults_also_in_a_copy() -> None:
-    """`model_fields_set` holds the keys that were given, also those whose value equals the default; `model_copy` adds
-    what it updates, and does not validate it."""
+def test_model_fields_set_survives_copies() -> None:
+    """`model_fields_set` holds the keys that were passed, also those whose value equals the default. `model_copy` adds
+    the updated keys, and does not validate."""
     section = Section(size=1, name="one")
     assert section.model_fields_set == {"size", "name"}
     changed = section.model_copy(update={"share": "unchecked"})
@@ -160,15 +160,15 @@ def test_what_was_set_is_told_from_defaults_also_in_a_copy() -> None:
 
 
 @rests_on_it("src/lockstep/config/error_messages.py")
-def test_yaml_reads_base_60_octals_and_words_as_1_1_has_them() -> None:
-    """PyYAML follows YAML 1.1: `1:4` is 64, `010` is 8, `on` and `no` are booleans, `1e-4` is a text, `1.0e-4` a
+def test_yaml_1_1_scalars() -> None:
+    """PyYAML follows YAML 1.1: `1:4` is 64, `010` is 8, `on` and `no` are booleans, `1e-4` is a string, `1.0e-4` a
     number."""
     read = yaml.safe_load("[1:4, 010, on, no, 1e-4, 1.0e-4, 1_000]")
     assert read == [64, 8, True, False, "1e-4", 1e-4, 1000]
 
 
 @rests_on_it("src/lockstep/config/error_messages.py")
-def test_yaml_takes_the_last_of_equal_keys_and_follows_recursive_aliases() -> None:
+def test_yaml_duplicate_keys_and_recursive_aliases() -> None:
     """PyYAML silently keeps the last of duplicate keys, and builds a list that contains itself."""
     assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
     (inner,) = own = yaml.safe_load("&a [*a]")
@@ -183,8 +183,8 @@ def test_yaml_takes_the_last_of_equal_keys_and_follows_recursive_aliases() -> No
     "src/lockstep/lab/sweep/sweep_file.py",
     "src/lockstep/track/report/history.py",
 )
-def test_yaml_errors_are_of_one_class_but_for_values_that_cannot_be_built() -> None:
-    """PyYAML's errors of form are YAMLErrors with a line; a date that does not exist is a bare ValueError."""
+def test_yaml_errors() -> None:
+    """PyYAML's syntax errors are YAMLErrors with a line; a date that does not exist raises a plain ValueError."""
     with pytest.raises(yaml.YAMLError) as caught:
         yaml.safe_load("a: 1\nb: [")
     assert caught.value.problem_mark.line == 1  # type: ignore[attr-defined]
@@ -193,14 +193,14 @@ def test_yaml_errors_are_of_one_class_but_for_values_that_cannot_be_built() -> N
 
 
 @rests_on_it("src/lockstep/config/key_aliases.py")
-def test_libyaml_reads_what_the_slow_loader_reads() -> None:
-    """`yaml.CSafeLoader` is there in the wheels, and gives the same values as `SafeLoader`."""
+def test_libyaml_agrees_with_the_python_loader() -> None:
+    """The wheels include `yaml.CSafeLoader`, which gives the same values as `SafeLoader`."""
     text = "a: [1, 2.5, on, ~, 'x']\nb: |\n  two\n  lines\n"
     assert yaml.load(text, Loader=yaml.CSafeLoader) == yaml.safe_load(text)
 
 
 class Sizes(BaseModel):
-    """Keys of several kinds, and others that a plug-in may have."""
+    """Keys of several types, plus extra keys as plug-ins may have."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     some: str | bool | int | float | None = None
@@ -220,10 +220,10 @@ class Sizes(BaseModel):
     "src/lockstep/track/json_output.py",
     "src/lockstep/track/trackers.py",
 )
-def test_a_member_of_a_union_keeps_the_type_of_its_value() -> None:
-    """A union takes the member whose type is the value's: a text of digits stays a text, 1 an integer, 1.0 a float and
-    true a truth. An int alone takes "1" and 1.0, refuses 1.5, and makes 1 of true, which lockstep refuses; infinity and
-    NaN are refused by allow_inf_nan=False."""
+def test_unions_keep_the_type_of_a_value() -> None:
+    """A union chooses the member with the value's type: a string of digits stays a string, 1 an integer, 1.0 a float
+    and true a boolean. A plain int field accepts "1" and 1.0, rejects 1.5, and converts true to 1, which lockstep
+    refuses. allow_inf_nan=False rejects infinity and NaN."""
     for value in ("1", 1, 1.0, True, None):
         made = Sizes(some=value).some
         assert (made, type(made)) == (value, type(value))
@@ -247,9 +247,10 @@ def test_a_member_of_a_union_keeps_the_type_of_its_value() -> None:
     "src/lockstep/tasks/objectives/objective.py",
     "src/lockstep/tasks/preference.py",
 )
-def test_a_validator_of_all_keys_runs_first_and_can_raise_an_error_of_pydantics() -> None:
-    """field_validator("*", mode="before") runs for each given key with its name in info.field_name, in subclasses too;
-    a PydanticKnownError becomes an error of its type; a model validator before all others sees the bare mapping."""
+def test_validators_for_all_keys() -> None:
+    """field_validator("*", mode="before") runs for each passed key, with its name in info.field_name, in subclasses
+    too. A PydanticKnownError becomes an error of its type. A model validator in mode before receives the raw
+    mapping."""
     names = []
 
     class First(BaseModel):
@@ -291,10 +292,10 @@ def test_a_validator_of_all_keys_runs_first_and_can_raise_an_error_of_pydantics(
     "src/lockstep/tasks/answer_pairs.py",
     "src/lockstep/tasks/objectives/objective.py",
 )
-def test_fields_of_a_model_say_their_default_and_others_are_extra() -> None:
+def test_model_fields_and_extra_keys() -> None:
     """model_fields of a class has its keys in order, with annotation, is_required and get_default, which calls a
-    factory; keys of a plug-in are in __pydantic_extra__ and in model_fields_set; a frozen model raises a
-    ValidationError at assignment."""
+    default factory. Extra keys are in __pydantic_extra__ and in model_fields_set. Assigning to a frozen model raises a
+    ValidationError."""
     fields = Sizes.model_fields
     assert list(fields) == ["some", "least", "count", "rate", "pair", "section"]
     assert (fields["count"].annotation, fields["count"].is_required()) == (int, False)
@@ -327,9 +328,9 @@ def test_fields_of_a_model_say_their_default_and_others_are_extra() -> None:
     "src/lockstep/track/json_output.py",
     "src/lockstep/track/tracker.py",
 )
-def test_a_dump_is_of_all_keys_and_for_json_of_lists() -> None:
-    """model_dump has all keys, extra ones last; with mode="json" tuples are lists; exclude leaves out keys; a
-    model_serializer in mode wrap gets the usual result; model_json_schema has properties and, by name, $defs."""
+def test_model_dump_and_json_schema() -> None:
+    """model_dump has all keys, extra ones last. With mode="json" tuples become lists. exclude leaves out keys. A
+    model_serializer in mode wrap receives the default result. model_json_schema has properties and, by name, $defs."""
 
     class Given(Sizes):
         @model_serializer(mode="wrap")
@@ -352,10 +353,10 @@ def test_a_dump_is_of_all_keys_and_for_json_of_lists() -> None:
 
 
 @rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/config/key_aliases.py")
-def test_a_loader_of_yaml_is_asked_for_each_node() -> None:
-    """A subclass of SafeLoader sees each node in compose_node, aliases as events of their own, and builds it in
-    construct_object; resolvers of a subclass are its own; get_single_node and construct_document read a text in two
-    steps, and a merge key is resolved in the second; a MarkedYAMLError has its problem and mark."""
+def test_a_yaml_loader_subclass_sees_each_node() -> None:
+    """A subclass of SafeLoader sees each node in compose_node, aliases as separate events, and builds it in
+    construct_object. Its resolvers are its own. get_single_node and construct_document read a text in two steps; the
+    second resolves merge keys. A MarkedYAMLError has its problem and mark."""
     events, built = [], []
 
     class Loader(yaml.SafeLoader):
@@ -391,9 +392,9 @@ def test_a_loader_of_yaml_is_asked_for_each_node() -> None:
 
 
 @rests_on_it("src/lockstep/config/error_messages.py", "src/lockstep/lab/sweep/sweep_file.py")
-def test_what_yaml_writes_it_reads_again() -> None:
-    """safe_dump writes texts that look like something else between quotes, floats so that they are floats again, and
-    refuses objects of other classes; with allow_unicode letters stay as they are, else they are escaped."""
+def test_yaml_round_trips() -> None:
+    """safe_dump quotes strings that look like another type, writes floats so that they are read as floats, and refuses
+    objects of other classes. It writes letters unchanged with allow_unicode, and escapes them without."""
     values = [
         "no",
         "1",
@@ -422,8 +423,8 @@ def test_what_yaml_writes_it_reads_again() -> None:
 
 @rests_on_it("src/lockstep/config/plugins.py")
 def test_versions_are_compared_by_their_parts() -> None:
-    """packaging compares 2.9 and 2.13 as versions, a local part counts as later, and a Requirement has a name, extras,
-    a marker that can be evaluated, and a specifier of operators and versions."""
+    """packaging compares 2.9 and 2.13 as versions; a version with a local part is later. A Requirement has a name,
+    extras, a marker that can be evaluated, and a specifier of operators and versions."""
     assert Version("2.9") < Version("2.13") < Version("2.13+cpu") < Version("2.13.1")
     assert Version("2.14.0rc1") < Version("2.14")
     needed = Requirement("torch[a]>=2.11,<2.14; python_version >= '3.0'")
@@ -442,8 +443,8 @@ def store() -> dist.TCPStore:
 
 
 @rests_on_it("src/lockstep/distributed/rendezvous.py", "src/lockstep/distributed/membership.py")
-def test_compare_set_returns_what_stands_afterwards(store: dist.TCPStore) -> None:
-    """`compare_set` with an empty expectation sets a key that is missing, and returns the value afterwards: the first
+def test_compare_set_returns_the_value_afterwards(store: dist.TCPStore) -> None:
+    """`compare_set` that expects the empty string sets a missing key, and returns the value afterwards: the first
     caller's, for every caller."""
     assert store.compare_set("first", "", "mine") == b"mine"
     assert store.compare_set("first", "", "theirs") == b"mine"
@@ -452,16 +453,16 @@ def test_compare_set_returns_what_stands_afterwards(store: dist.TCPStore) -> Non
 
 
 @rests_on_it("src/lockstep/distributed/rendezvous.py")
-def test_compare_set_of_a_missing_key_returns_the_expectation_and_sets_nothing(store: dist.TCPStore) -> None:
-    """`compare_set` of a key that is missing, with another expectation than the empty one, sets nothing and returns the
-    expectation; it does not fail."""
+def test_compare_set_of_a_missing_key_sets_nothing(store: dist.TCPStore) -> None:
+    """`compare_set` of a missing key with a nonempty expected value sets nothing, returns the expected value, and does
+    not raise."""
     assert store.compare_set("nobody", "something", "mine") == b"something"
     assert not store.check(["nobody"])
 
 
 @rests_on_it("src/lockstep/distributed/membership.py", "src/lockstep/launchers/processes/elastic_rendezvous.py")
-def test_a_check_does_not_wait_and_is_of_all_keys(store: dist.TCPStore) -> None:
-    """`check` returns at once, and is true only if every key is there; of no keys it is true."""
+def test_check_does_not_wait(store: dist.TCPStore) -> None:
+    """`check` returns at once whether all keys exist; for an empty list it returns True."""
     store.set("here", "1")
     assert store.check(["here"])
     assert not store.check(["here", "missing"])
@@ -469,7 +470,7 @@ def test_a_check_does_not_wait_and_is_of_all_keys(store: dist.TCPStore) -> None:
 
 
 @rests_on_it("src/lockstep/launchers/processes/elastic_rendezvous.py", "src/lockstep/distributed/rendezvous.py")
-def test_a_counter_is_a_text_that_adding_nothing_makes(store: dist.TCPStore) -> None:
+def test_add_creates_a_counter(store: dist.TCPStore) -> None:
     """`add` of 0 makes a missing counter and returns 0; a counter is stored as decimal text."""
     assert store.add("count", 0) == 0
     assert store.check(["count"])
@@ -478,7 +479,7 @@ def test_a_counter_is_a_text_that_adding_nothing_makes(store: dist.TCPStore) -> 
 
 
 @rests_on_it("src/lockstep/distributed/rendezvous.py")
-def test_many_values_come_in_the_order_of_the_keys(store: dist.TCPStore) -> None:
+def test_multi_get_keeps_the_order_of_keys(store: dist.TCPStore) -> None:
     """`multi_get` returns values in the order of its keys, byte for byte, also through a prefix."""
     below = dist.PrefixStore("a", store)
     below.multi_set(["x", "y"], [b"\x00\xff", b""])
@@ -487,16 +488,17 @@ def test_many_values_come_in_the_order_of_the_keys(store: dist.TCPStore) -> None
 
 
 @rests_on_it("src/lockstep/distributed/rendezvous.py", "src/lockstep/distributed/membership.py")
-def test_a_key_that_never_comes_is_an_error_of_its_kind(store: dist.TCPStore) -> None:
-    """`get` of a missing key raises DistStoreError after the store's timeout, not a bare RuntimeError."""
+def test_get_of_a_missing_key_times_out(store: dist.TCPStore) -> None:
+    """`get` of a missing key raises DistStoreError, not a plain RuntimeError, after the store's timeout."""
     with pytest.raises(dist.DistStoreError):
         store.get("never")
 
 
 @rests_on_it("src/lockstep/distributed/rendezvous.py", "src/lockstep/distributed/hang_watchdog.py")
-def test_a_store_takes_a_socket_that_listens_and_has_clones() -> None:
-    """A master TCPStore with wait_for_workers False serves on the socket in master_listen_fd at once, and `port` is its
-    port; a clone of a PrefixStore is another connection with the same prefix; a text is stored as its bytes."""
+def test_a_store_serves_on_a_listening_socket() -> None:
+    """A master TCPStore with wait_for_workers False serves on the socket in master_listen_fd at once, and `port` is
+    that socket's port. A clone of a PrefixStore is another connection with the same prefix. A string is stored as its
+    bytes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         file = listener.detach()

@@ -1,4 +1,4 @@
-"""What lockstep assumes about model_signing, which signs attestations."""
+"""Assumptions about model_signing, which signs attestations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.extras
 
 
 def key_pair(folder: Path, name: str) -> tuple[str, str]:
-    """A new key on the curve P-256: files of the private and the public half, in PEM format."""
+    """Create a key pair on the curve P-256 and return the paths of private and public key, in PEM format."""
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -27,10 +27,10 @@ def key_pair(folder: Path, name: str) -> tuple[str, str]:
 
 
 @rests_on_it("src/lockstep/proof/attest.py")
-def test_a_signature_is_of_names_and_bytes_of_a_folder(tmp_path: Path) -> None:
-    """signing.Config().use_elliptic_key_signer(private_key=FILE).sign(FOLDER, FILE) signs without a network; verify
-    raises for a changed, an added, a renamed or a missing file, for another key, and for a damaged signature; a
-    signature outside the folder is no part of it, and signing again writes over it."""
+def test_a_signature_covers_names_and_bytes_of_a_folder(tmp_path: Path) -> None:
+    """signing.Config().use_elliptic_key_signer(private_key=FILE).sign(FOLDER, FILE) signs without a network. verify
+    raises for a changed, an added, a renamed or a missing file, for another key, and for a damaged signature. The
+    signature is stored outside the folder and not covered; signing again overwrites it."""
     pytest.importorskip("model_signing", reason="needs the extra signing")
     from model_signing import signing, verifying
 

@@ -1,4 +1,4 @@
-"""What `lockstep plan --simulate` assumes about tensors without data, fake process groups and counts of FLOP."""
+"""Assumptions of `lockstep plan --simulate` about fake tensors, fake process groups and FLOP counts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Recorded(TorchDispatchMode):
 
 
 @rests_on_it("packages/lockstep-plan/src/lockstep_plan/simulated.py")
-def test_tensors_without_data_have_storages_with_sizes_and_can_mix() -> None:
-    """Under FakeTensorMode a new tensor has no data, but a storage of its own with size and `_cdata`, which views
-    share; allow_non_fake_inputs lets it meet real tensors; unset_fake_temporarily and _disable_current_modes make real
-    ones; item() is the operation _local_scalar_dense, which a mode above answers."""
+def test_fake_tensors_and_their_storages() -> None:
+    """Under FakeTensorMode a new tensor has no data, but its own storage with size and `_cdata`, which views share.
+    allow_non_fake_inputs lets it be used together with real tensors. unset_fake_temporarily and _disable_current_modes
+    create real tensors. item() is the operation _local_scalar_dense, whose result an outer mode can supply."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
     class Answers(TorchDispatchMode):
@@ -57,8 +57,8 @@ def test_tensors_without_data_have_storages_with_sizes_and_can_mix() -> None:
 
 @rests_on_it("packages/lockstep-plan/src/lockstep_plan/simulated.py")
 def test_storages_are_resized_through_the_method_of_their_class() -> None:
-    """A storage is resized by UntypedStorage.resize_, looked up at the call, also under FakeTensorMode; weakref sees a
-    storage end with its last tensor."""
+    """A storage is resized by UntypedStorage.resize_, looked up at the call, also under FakeTensorMode. A weakref
+    notices when a storage is freed with its last tensor."""
     import gc
     import weakref
 
@@ -91,9 +91,9 @@ def test_storages_are_resized_through_the_method_of_their_class() -> None:
 @rests_on_it("packages/lockstep-plan/src/lockstep_plan/simulated.py")
 def test_flop_are_counted_by_operation() -> None:
     """flop_registry has a function for matrix products, batched ones, convolutions and attention, called with the
-    operation's arguments and out_val, and none for sums; sdpa_flop_count is 4 * B * H * T * S * D. It has none for
-    attention on CPUs, whose operations begin with _scaled_dot_product_flash_attention_for_cpu, the backward with three
-    tensors at places 1 to 3."""
+    operation's arguments and out_val, but none for sums. sdpa_flop_count is 4 * B * H * T * S * D. It has none for
+    attention on CPUs: operations that begin with _scaled_dot_product_flash_attention_for_cpu, whose backward has the
+    three tensors as arguments 1 to 3."""
     from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
     def flop(func: Any, *args: Any) -> int:
@@ -119,9 +119,9 @@ def test_flop_are_counted_by_operation() -> None:
     "packages/lockstep-plan/src/lockstep_plan/simulated.py", "packages/lockstep-plan/src/lockstep_plan/fake_world.py"
 )
 def test_a_fake_group_sends_nothing_and_shows_its_collectives() -> None:
-    """With the backend fake and a FakeStore, one process is any rank of any size, and a collective returns at once; a
-    mode sees each as an operation of c10d with this name, and the group among its arguments, which
-    ProcessGroup.unbox takes; of all_to_all_single the second tensor is the input."""
+    """With the backend fake and a FakeStore, one process can be any rank of any world size, and a collective returns at
+    once. A dispatch mode sees each collective as an operation of c10d with this name and the group among its arguments,
+    which ProcessGroup.unbox takes; the input of all_to_all_single is the second tensor."""
     import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -157,7 +157,7 @@ def test_a_fake_group_sends_nothing_and_shows_its_collectives() -> None:
 
 
 @rests_on_it("packages/lockstep-plan/src/lockstep_plan/simulated.py")
-def test_deepspeed_compares_executed_modules_by_a_function_of_this_name() -> None:
+def test_deepspeed_compares_modules_between_ranks() -> None:
     """DeepSpeed's partitioned_param_coordinator calls assert_ints_same_as_other_ranks, looked up in its module."""
     pytest.importorskip("deepspeed")
     import inspect
@@ -177,12 +177,13 @@ def test_deepspeed_compares_executed_modules_by_a_function_of_this_name() -> Non
     "src/lockstep/distributed/sharded.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py",
 )
-def test_meshes_have_groups_by_name_and_known_shards_need_no_messages() -> None:
-    """A mesh of several dimensions numbers ranks with the last one fastest; mesh[names] is a part of it, get_group and
-    get_local_rank take a name, and get_coordinate has this rank's place. distribute_tensor with src_data_rank=None and
-    DTensor.from_local with run_check=False, shape and stride send nothing; the former cuts as torch.chunk does, and the
-    last ranks may have nothing. parallelize_module takes patterns of names: ColwiseParallel cuts the rows of a Linear's
-    weight and its bias, RowwiseParallel the columns of the weight and no bias."""
+def test_meshes_and_sharding_without_communication() -> None:
+    """A mesh of several dimensions numbers ranks with the last dimension fastest. mesh[names] is a submesh, get_group
+    and get_local_rank take a name, and get_coordinate returns this rank's position. distribute_tensor with
+    src_data_rank=None and DTensor.from_local with run_check=False, shape and stride do not communicate; the former cuts
+    as torch.chunk does, so that the last ranks may have nothing. parallelize_module takes patterns of names:
+    ColwiseParallel shards the rows of a Linear's weight and its bias, RowwiseParallel the columns of the weight and not
+    the bias."""
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,4 +1,4 @@
-"""What lockstep assumes about SLURM, tested on two nodes: variables of tasks, output of its programs, requeueing."""
+"""Assumptions about SLURM, tested on two nodes: variables of tasks, output of its programs, requeueing."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def asked(cluster: slurm_cluster.Cluster, *words: str) -> subprocess.CompletedPr
 
 
 @rests_on_it("src/lockstep/launchers/processes/srun.py", "src/lockstep/distributed/event_log.py")
-def test_a_task_of_srun_has_its_variables(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """Each task of srun has variables for its rank, node and local rank, and for the step's size, nodes and tasks per
-    node; the batch script has SLURM_PROCID, but no SLURM_STEP_ID."""
+def test_environment_variables_of_srun_tasks(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """Each task of srun has variables for its rank, node and local rank, and for the step's number of tasks, nodes and
+    tasks per node. The batch script has SLURM_PROCID, but no SLURM_STEP_ID."""
     shown = " ".join(f"{name}=${name}" for name in VARIABLES)
     script = f"echo script SLURM_PROCID=$SLURM_PROCID ${{SLURM_STEP_ID-none}}\nsrun -n 3 bash -c 'echo task {shown}'"
     job = submitted(cluster, tmp_path, script, "--nodes=2", "--ntasks=3")
@@ -73,9 +73,9 @@ def test_a_task_of_srun_has_its_variables(cluster: slurm_cluster.Cluster, tmp_pa
 
 
 @rests_on_it("src/lockstep/launchers/slurm.py", "src/lockstep/launchers/processes/srun.py")
-def test_a_requeued_job_keeps_its_number(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """`scontrol requeue` in a job's script queues the job again under the same number, ends the script, and increments
-    Restarts; SLURM_RESTART_COUNT is 1 in the second run. squeue prints RUNNING and the nodes, and scontrol -o one line
+def test_a_requeued_job_keeps_its_id(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """`scontrol requeue` in a job's script queues the job again under the same id, ends the script, and increments
+    Restarts. SLURM_RESTART_COUNT is 1 in the second run. squeue prints RUNNING and the nodes, and scontrol -o one line
     of NAME=VALUE."""
     script = (
         f"cd {tmp_path}\necho ${{SLURM_RESTART_COUNT-0}} >> counts\n"
@@ -96,7 +96,7 @@ def test_a_requeued_job_keeps_its_number(cluster: slurm_cluster.Cluster, tmp_pat
 
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
-def test_leave_to_requeue_can_be_taken_back(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+def test_requeueing_can_be_turned_off(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
     """After `scontrol update Requeue=0` for a running job, `scontrol requeue` fails, and the script goes on."""
     script = f"cd {tmp_path}\nuntil [ -e go ]; do sleep 0.2; done\nscontrol requeue $SLURM_JOB_ID && sleep 60\nexit 75"
     job = submitted(cluster, tmp_path, script, "--requeue")
@@ -108,7 +108,7 @@ def test_leave_to_requeue_can_be_taken_back(cluster: slurm_cluster.Cluster, tmp_
 
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
-def test_a_job_that_slurm_does_not_know_is_named(cluster: slurm_cluster.Cluster) -> None:
+def test_error_for_an_unknown_job(cluster: slurm_cluster.Cluster) -> None:
     """For an unknown job, scontrol prints "Invalid job id" and exits with a nonzero status."""
     done = asked(cluster, "scontrol", "-o", "show", "job", "1")
     assert done.returncode != 0
@@ -117,13 +117,13 @@ def test_a_job_that_slurm_does_not_know_is_named(cluster: slurm_cluster.Cluster)
 
 @rests_on_it("src/lockstep/launchers/processes/srun.py")
 def test_lists_of_nodes(cluster: slurm_cluster.Cluster) -> None:
-    """A node list has names, and in brackets numbers with leading zeros, in node order."""
+    """A node list has names, with numbers in brackets that may have leading zeros, in node order."""
     done = asked(cluster, "scontrol", "show", "hostnames", "gpu[01-03,07],login,a[9-11]")
     assert done.stdout.split() == ["gpu01", "gpu02", "gpu03", "gpu07", "login", "a9", "a10", "a11"]
 
 
 @rests_on_it("src/lockstep/launchers/slurm.py")
-def test_a_script_is_tried_without_being_queued(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+def test_sbatch_test_only_queues_nothing(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
     """`sbatch --test-only` reads a script from standard input, fails if no node can run it, and queues nothing."""
     environment, tried = os.environ | cluster.variables, []
     for cpus in (1, 999):
@@ -139,10 +139,11 @@ def test_a_script_is_tried_without_being_queued(cluster: slurm_cluster.Cluster, 
 
 @pytest.mark.long  # half a minute
 @rests_on_it("src/lockstep/launchers/slurm.py")
-def test_an_array_task_has_its_variables_and_quoted_options(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
-    """Each task of an array has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID, and is job ID_TASK for scontrol. In #SBATCH
-    lines double quotes keep spaces, `%%` in --output is a percent sign and %A_%a are the job and the task, --chdir is
-    where the script runs. With --signal=TERM@SECONDS only the steps get SIGTERM, not the script."""
+def test_array_tasks_and_sbatch_options(cluster: slurm_cluster.Cluster, tmp_path: Path) -> None:
+    """Each task of an array has SLURM_ARRAY_JOB_ID and SLURM_ARRAY_TASK_ID, and scontrol knows it as JOB_TASK. In
+    #SBATCH lines double quotes keep spaces, `%%` in --output is a percent sign, %A_%a are the job and the task, and
+    --chdir sets the script's working directory. With --signal=TERM@SECONDS only the steps receive SIGTERM, not the
+    script."""
     folder = tmp_path / "a 50%b"
     folder.mkdir()
     output = f"{folder}/slurm-%A_%a.out".replace("50%b", "50%%b")

@@ -1,4 +1,4 @@
-"""What lockstep assumes about obstore, tested with moto's S3 server."""
+"""Assumptions about obstore, tested with moto's S3 server."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_the_head_of_an_object(bucket: Any) -> None:
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_a_listing_is_of_a_folder_and_of_all_below(bucket: Any) -> None:
-    """list with the prefix `a/` yields chunks of objects in that folder and below, and none of a folder whose name only
-    starts with the same letters; the prefix None lists the whole bucket."""
+def test_listing_a_folder_recursively(bucket: Any) -> None:
+    """list with the prefix `a/` yields chunks of objects in that folder and below, but not in other folders whose names
+    start with the same letters. The prefix None lists the whole bucket."""
     for name in ("a/1", "a/deep/2", "ab/3"):
         obstore.put(bucket, name, b"x", use_multipart=False)
 
@@ -73,8 +73,8 @@ def test_a_listing_is_of_a_folder_and_of_all_below(bucket: Any) -> None:
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_a_range_ends_before_its_second_number(bucket: Any, tmp_path: Path) -> None:
-    """get with range (start, stop) returns the bytes start to stop - 1, has a length, and can be written to a file;
-    if_match with an older tag raises PreconditionError."""
+    """get with range (start, stop) returns the bytes start to stop - 1, with their length, and can be written to a
+    file. if_match with an older tag raises PreconditionError."""
     obstore.put(bucket, "r", b"0123456789", use_multipart=False)
     tag = obstore.head(bucket, "r")["e_tag"]
     block = obstore.get(bucket, "r", options={"range": (2, 5), "if_match": tag}).bytes()
@@ -88,9 +88,9 @@ def test_a_range_ends_before_its_second_number(bucket: Any, tmp_path: Path) -> N
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_tags_of_uploads_are_those_of_their_parts(bucket: Any, tmp_path: Path) -> None:
-    """put of a file with chunk_size gives the object S3's multipart tag, the MD5 of its parts' MD5s and their number,
-    or the MD5 of the whole if it fits in one part."""
+def test_etags_of_uploads(bucket: Any, tmp_path: Path) -> None:
+    """put of a file with chunk_size gives the object S3's multipart tag (the MD5 of its parts' MD5s, and the number of
+    parts), or the MD5 of the file if it fits in one part."""
     part = 5 * 2**20
     for size, count in ((part + 7, 2), (100, 1)):
         content = bytes(range(256)) * (size // 256 + 1)
@@ -104,8 +104,8 @@ def test_tags_of_uploads_are_those_of_their_parts(bucket: Any, tmp_path: Path) -
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_deleting_what_is_not_there(bucket: Any) -> None:
-    """delete removes an object, and raises nothing but FileNotFoundError for a missing one."""
+def test_deleting_objects(bucket: Any) -> None:
+    """delete removes an object. For a missing object it raises FileNotFoundError or nothing."""
     obstore.put(bucket, "gone", b"x", use_multipart=False)
     for _ in range(2):
         try:
@@ -118,8 +118,8 @@ def test_deleting_what_is_not_there(bucket: Any) -> None:
 
 @pytest.mark.parametrize(("status", "kinds"), [(403, {"PermissionDeniedError"}), (401, {"UnauthenticatedError"})])
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_refusals_have_classes(server: Store, bucket: Any, status: int, kinds: set[str]) -> None:
-    """401 and 403 raise UnauthenticatedError and PermissionDeniedError, or an error that names the status."""
+def test_errors_for_refused_requests(server: Store, bucket: Any, status: int, kinds: set[str]) -> None:
+    """Status 401 and 403 raise UnauthenticatedError and PermissionDeniedError, or an error that names the status."""
     server.fault = lambda asked: status
     with pytest.raises(Exception) as caught:
         obstore.get(bucket, "x").bytes()
@@ -127,8 +127,8 @@ def test_refusals_have_classes(server: Store, bucket: Any, status: int, kinds: s
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_a_store_that_is_ill_is_named_by_its_status(server: Store, bucket: Any) -> None:
-    """A request that is always answered 503 raises an error that names the status, within the time limit of the
+def test_error_for_a_failing_server(server: Store, bucket: Any) -> None:
+    """If every response has status 503, the request raises an error that names the status, within the time limit of the
     retries."""
     server.fault = lambda asked: 503
     before = len(server.asked)
@@ -138,15 +138,15 @@ def test_a_store_that_is_ill_is_named_by_its_status(server: Store, bucket: Any) 
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_a_bucket_that_is_not_there_is_named(server: Store) -> None:
-    """The error about a bucket that does not exist contains NoSuchBucket, or says that it does not exist."""
+def test_error_for_a_missing_bucket(server: Store) -> None:
+    """The error for a bucket that does not exist contains NoSuchBucket, or says that it does not exist."""
     with pytest.raises(Exception, match=r"NoSuchBucket|specified bucket does not exist"):
         obstore.put(opened(server, "absent"), "x", b"1", use_multipart=False)
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
 def test_unknown_options_are_refused(server: Store) -> None:
-    """obstore raises for unknown client and retry options, and knows all those that lockstep passes."""
+    """obstore raises for unknown client and retry options, and accepts all those that lockstep passes."""
     from obstore import store
 
     with pytest.raises(Exception) as caught:
@@ -155,7 +155,7 @@ def test_unknown_options_are_refused(server: Store) -> None:
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_credentials_of_boto3_are_taken(server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_boto3_are_used(server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store with Boto3CredentialProvider signs requests with the session's credentials."""
     boto3 = pytest.importorskip("boto3")
     from obstore import store
@@ -171,10 +171,10 @@ def test_credentials_of_boto3_are_taken(server: Store, monkeypatch: pytest.Monke
 
 
 @rests_on_it("src/lockstep/data/object_store.py")
-def test_azure_s_account_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AzureStore takes a container's name and the options that S3Store takes, reads AZURE_STORAGE_ACCOUNT_NAME,
-    AZURE_STORAGE_ACCOUNT_KEY and AZURE_STORAGE_ENDPOINT, signs requests with that key, and refuses to be made without
-    an account."""
+def test_azures_account_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AzureStore takes a container's name and the options that S3Store takes. It reads AZURE_STORAGE_ACCOUNT_NAME,
+    AZURE_STORAGE_ACCOUNT_KEY and AZURE_STORAGE_ENDPOINT, signs requests with that key, and raises without an
+    account."""
     from obstore import store
 
     options: Any = {"client_options": {"timeout": timedelta(seconds=10), "allow_http": True}, "retry_config": RETRY}

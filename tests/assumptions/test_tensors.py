@@ -1,4 +1,4 @@
-"""What lockstep assumes about tensors, modules and hooks of torch: ties, empty inputs, dtypes, order, errors."""
+"""Assumptions about tensors, modules and hooks of torch: ties, empty inputs, dtypes, order, errors."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from support.assumed import rests_on_it
     "src/lockstep/tasks/per_token.py",
     "src/lockstep/tasks/token_classification.py",
 )
-def test_the_first_of_equal_numbers_is_the_greatest() -> None:
-    """On a CPU argmax and max along a dimension give the first place of equal numbers, also of -inf, at odd sizes, in
-    bfloat16 and float32; a NaN is greater than all; topk is in descending order."""
+def test_argmax_and_max_return_the_first_of_equal_values() -> None:
+    """On a CPU argmax and max along a dimension return the first index of equal values, also of -inf, at odd sizes, in
+    bfloat16 and float32. A NaN counts as the greatest value. topk is in descending order."""
     for dtype in (torch.float32, torch.bfloat16):
         for size in (1, 7, 70, 1003):
             rows = torch.zeros(3, size, dtype=dtype)
@@ -47,10 +47,10 @@ def test_the_first_of_equal_numbers_is_the_greatest() -> None:
     "src/lockstep/plain/losses.py",
     "src/lockstep/tasks/embedding.py",
 )
-def test_losses_of_extreme_and_of_no_logits_are_finite() -> None:
-    """logsigmoid, binary_cross_entropy_with_logits and logsumexp do not overflow; cross_entropy of no rows is 0, or no
-    number with reduction none, and one_hot of none has its columns; cross_entropy with a score of -inf is finite if the
-    target's is; normalize of a zero vector is zero, with a finite gradient."""
+def test_losses_of_extreme_and_empty_logits() -> None:
+    """logsigmoid, binary_cross_entropy_with_logits and logsumexp do not overflow. cross_entropy of no rows is 0, or
+    empty with reduction none; one_hot of an empty tensor has its columns. cross_entropy with a score of -inf is finite
+    if the target's score is. normalize of a zero vector is zero, with a finite gradient."""
     assert functional.logsigmoid(torch.tensor([-1e4, 1e4])).tolist() == [-1e4, 0.0]
     pairs = torch.tensor([1e4, -1e4]), torch.tensor([0.0, 1.0])
     assert functional.binary_cross_entropy_with_logits(*pairs, reduction="none").tolist() == [1e4, 1e4]
@@ -87,10 +87,10 @@ def test_losses_of_extreme_and_of_no_logits_are_finite() -> None:
     "src/lockstep/tasks/models/storage_dtype.py",
     "src/lockstep/tasks/token_classification.py",
 )
-def test_what_autocast_leaves_alone() -> None:
-    """Under autocast on a CPU a product is bfloat16, of float64 it stays float64, and within autocast(enabled=False) it
-    stays float32; softmax, logsumexp and logsigmoid of bfloat16 stay bfloat16, so lockstep casts logits first;
-    is_autocast_enabled and get_autocast_dtype take the device's type."""
+def test_operations_outside_autocast() -> None:
+    """Under autocast on a CPU a matrix product is bfloat16; of float64 it stays float64, and within
+    autocast(enabled=False) float32. softmax, logsumexp and logsigmoid of bfloat16 stay bfloat16, so lockstep casts
+    logits first. is_autocast_enabled and get_autocast_dtype take the device type."""
     square = torch.ones(2, 2)
     assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (False, torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,9 +111,10 @@ def test_what_autocast_leaves_alone() -> None:
     "src/lockstep/data/batch.py",
     "src/lockstep/tasks/models/storage_dtype.py",
 )
-def test_a_view_knows_its_base() -> None:
-    """_base of a view, also of a view of it, is the first tensor, and None of a copy; bool() of a mask of integers is
-    another object; int64 numbers seen as float64 and back keep their bits; diff with prepend has as many numbers."""
+def test_views_bool_masks_and_diff() -> None:
+    """_base of a view, also of a view of a view, is the original tensor; of a copy it is None. bool() of an integer
+    mask returns another object. int64 values viewed as float64 and back keep their bits. diff with prepend keeps the
+    length."""
     whole = torch.ones(6)
     assert whole[:2]._base is whole
     assert whole.view(2, 3)[:1]._base is whole
@@ -138,9 +139,9 @@ def test_a_view_knows_its_base() -> None:
     "src/lockstep/tasks/models/unpadded.py",
     "src/lockstep/tasks/modules/loss_probe.py",
 )
-def test_hooks_that_are_registered_within_a_forward_run_last_and_can_end() -> None:
-    """A hook that a pre-hook of the whole registers on a part runs in the same forward, after earlier hooks, and can
-    remove itself; a forward set on the object is what a call runs, with the hooks around it."""
+def test_hooks_registered_during_a_forward() -> None:
+    """A hook that a model's pre-hook registers on a submodule runs in the same forward, after earlier hooks, and can
+    remove itself. A forward set on the object is what a call runs, with the hooks around it."""
     order: list[str] = []
     part = nn.Linear(2, 2)
     whole = nn.Sequential(part)
@@ -162,9 +163,9 @@ def test_hooks_that_are_registered_within_a_forward_run_last_and_can_end() -> No
 
 
 @rests_on_it("src/lockstep/tasks/models/repeatable.py")
-def test_an_operation_of_ones_own_has_a_gradient_and_an_embedding_a_kernel() -> None:
-    """A custom_op has the gradient of register_autograd, and on the meta device the shape of register_fake;
-    embedding_dense_backward gives the bits of an embedding's gradient, with the row of padding zero."""
+def test_custom_operations_and_embedding_backward() -> None:
+    """A custom_op has the gradient of register_autograd, and on the meta device the shape of register_fake.
+    embedding_dense_backward gives the bits of an embedding's gradient, with the padding row zero."""
 
     @torch.library.custom_op("lockstep_witness::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def test_an_operation_of_ones_own_has_a_gradient_and_an_embedding_a_kernel() -> 
 
 @rests_on_it("src/lockstep/tasks/models/config_checks.py")
 def test_a_profile_names_operations_of_forward_and_backward() -> None:
-    """key_averages of a profile of the CPU names each operation that ran, as aten::NAME, in backward too."""
+    """key_averages of a CPU profile names each operation of forward and backward as aten::NAME."""
     weight = torch.ones(2, 2, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.linalg.cholesky(weight @ weight.T + torch.eye(2)).sum().backward()
@@ -201,9 +202,9 @@ def test_a_profile_names_operations_of_forward_and_backward() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/unpadded.py")
-def test_a_function_hands_over_to_the_class_of_a_tensor() -> None:
+def test_handle_torch_function_calls_the_subclass() -> None:
     """handle_torch_function calls __torch_function__ of the subclass among the relevant arguments, with the function,
-    all arguments and keywords, and returns what that returns."""
+    all arguments and keywords, and returns its result."""
     from torch.overrides import handle_torch_function
 
     class Own(Tensor):
@@ -235,9 +236,9 @@ def test_a_function_hands_over_to_the_class_of_a_tensor() -> None:
     "src/lockstep/tasks/modules/loss_probe.py",
 )
 def test_loading_weights_needs_all_names_and_shapes_and_keeps_dtypes() -> None:
-    """load_state_dict raises RuntimeError for a missing, an additional and a differently shaped weight; with strict
-    False only for the shape. It converts to the parameter's dtype. Buffers that are not persistent are in no
-    state_dict; named_parameters has a shared parameter once, or with remove_duplicate=False under each name."""
+    """load_state_dict raises RuntimeError for a missing weight, an additional weight and another shape; with strict
+    False only for the shape. It converts to the parameter's dtype. Non-persistent buffers are not in state_dict.
+    named_parameters lists a shared parameter once, or with remove_duplicate=False under each name."""
     layer = nn.Linear(1, 1)
     one, whole = torch.ones(1, 1), {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
     for wrong in ({"weight": one}, whole | {"z": one}, whole | {"weight": torch.ones(2, 1)}):
@@ -256,9 +257,9 @@ def test_loading_weights_needs_all_names_and_shapes_and_keeps_dtypes() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/modules/wrapped_module.py")
-def test_a_module_can_become_of_a_class_of_its_own() -> None:
-    """An nn.Module's __class__ can be replaced by a subclass made with type; frombuffer sees a bytearray's bytes, and
-    refuses an empty one."""
+def test_replacing_a_modules_class_and_viewing_bytes() -> None:
+    """An nn.Module's __class__ can be replaced by a subclass made with type(). frombuffer views a bytearray's bytes,
+    and refuses an empty one."""
     layer = nn.Linear(1, 1)
     layer.__class__ = type("Linear", (nn.Linear,), {"forward": lambda self, x: x + 1})
     assert (layer(torch.ones(1)).item(), len([*layer.parameters()])) == (2.0, 2)
@@ -273,9 +274,9 @@ def test_a_module_can_become_of_a_class_of_its_own() -> None:
     "src/lockstep/data/host_facts.py",
     "src/lockstep/tasks/embedding.py",
 )
-def test_rows_are_put_at_distinct_places_and_sums_added_at_equal_ones() -> None:
-    """index_copy_ writes rows to their places in any order, and scatter_add_ adds one number per row; index_select and
-    nonzero are in order; torch.dropout with share 0 draws, but changes nothing."""
+def test_indexed_copies_and_sums() -> None:
+    """index_copy_ writes rows to their indices in any order, and scatter_add_ adds one value per row. index_select and
+    nonzero keep the order. torch.dropout with probability 0 draws random numbers, but changes nothing."""
     rows = torch.arange(6.0).view(3, 2)
     assert torch.zeros(4, 2).index_copy_(0, torch.tensor([3, 0, 1]), rows).tolist() == [[2, 3], [4, 5], [0, 0], [0, 1]]
     added = torch.ones(2, 3).scatter_add_(1, torch.tensor([[2], [0]]), torch.full((2, 1), -1.0))

@@ -1,4 +1,4 @@
-"""What lockstep assumes about rich, jinja2, shtab and the chat templates of transformers."""
+"""Assumptions about rich, jinja2, shtab and the chat templates of transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.assumed import rests_on_it
 
 
 class Screen(io.StringIO):
-    """A terminal that records what is written to it."""
+    """A stream that claims to be a terminal and records what is written."""
 
     def isatty(self) -> bool:
         return True
@@ -28,10 +28,10 @@ def plain(text: str) -> str:
 
 
 @rests_on_it("src/lockstep/track/console.py")
-def test_a_console_of_rich_prints_a_text_as_it_is_and_changes_a_string() -> None:
-    """With soft_wrap a console breaks no line, on a terminal of 20 columns either. A Text is printed as it is, joined
-    ones too; a str is not, even after markup.escape: `FILE:100:` gets an emoji, a backslash at the end another, and
-    the one of `\\[1` is lost. A quiet console writes nothing, and `quiet` can be changed later."""
+def test_rich_prints_text_unchanged_but_not_strings() -> None:
+    r"""With soft_wrap, a console breaks no line, also on a terminal of 20 columns. It prints a Text, also a joined one,
+    unchanged. It changes a str even after markup.escape: `FILE:100:` becomes an emoji, a backslash at the end is
+    doubled, and the one of `\[1` is lost. A quiet console writes nothing, and `quiet` can be changed later."""
     from rich.console import Console
     from rich.markup import escape
     from rich.text import Text
@@ -59,10 +59,10 @@ def test_a_console_of_rich_prints_a_text_as_it_is_and_changes_a_string() -> None
 
 
 @rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
-def test_a_live_display_puts_its_proxy_in_place_of_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A started Live display replaces sys.stdout by a proxy whose `rich_proxied_file` is the stream before it, writes
-    to the `rich_proxied_file` of its console's file, and gives the stream back at the end; get_renderable is called at
-    each refresh; show_cursor(True) shows the cursor again."""
+def test_a_live_display_replaces_the_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A started Live display replaces sys.stdout by a proxy whose `rich_proxied_file` is the original stream, writes to
+    the `rich_proxied_file` of its console's file, and restores the stream at the end. It calls get_renderable at each
+    refresh. show_cursor(True) shows the cursor again."""
     from rich.console import Console
     from rich.live import Live
 
@@ -95,10 +95,10 @@ def test_a_live_display_puts_its_proxy_in_place_of_the_streams(monkeypatch: pyte
 
 
 @rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
-def test_a_progress_draws_what_get_renderables_yields_and_cells_are_columns() -> None:
-    """A Progress draws what its get_renderables yields, below its tasks'; a wide character has two cells, and
-    set_cell_size pads or cuts to a number of them; Constrain and overflow="ellipsis" keep a text in one line of the
-    width; Measurement tells how wide a table would be without a limit."""
+def test_progress_renderables_and_cell_widths() -> None:
+    """A Progress draws what its get_renderables yields, below its tasks. A wide character has two cells, and
+    set_cell_size pads or cuts to a number of cells. Constrain and overflow="ellipsis" keep a text in one line of the
+    given width. Measurement returns how wide a table would be without a limit."""
     from rich.cells import cell_len, set_cell_size
     from rich.console import Console
     from rich.constrain import Constrain
@@ -130,10 +130,10 @@ def test_a_progress_draws_what_get_renderables_yields_and_cells_are_columns() ->
 
 
 @rests_on_it("src/lockstep/track/console.py", "src/lockstep/track/busy.py")
-def test_parts_of_a_line_are_drawn_without_a_terminal() -> None:
-    """Table.grid puts Spinner.render's text, a label and a ProgressBar in one line; columns of a Progress show
-    description without markup, bar, "3/10", "30%" and the time left, which is unknown at first; a title and a heading
-    of a Table are markup, and a heading stays as it is in columns[i].header."""
+def test_tables_and_progress_columns_without_a_terminal() -> None:
+    """Table.grid puts Spinner.render's text, a label and a ProgressBar in one line. Columns of a Progress show
+    description without markup, bar, "3/10", "30%" and the time left, which is unknown at first. Title and headings of a
+    Table are markup; columns[i].header is unchanged."""
     from rich import progress
     from rich.console import Console
     from rich.progress_bar import ProgressBar
@@ -164,7 +164,7 @@ def test_parts_of_a_line_are_drawn_without_a_terminal() -> None:
 
 @rests_on_it("src/lockstep/lab/event_stream.py")
 def test_a_display_of_a_notebook_can_be_updated() -> None:
-    """display of IPython takes display_id, and its handle has `update`; outside of IPython get_ipython is None."""
+    """IPython's display takes display_id, and its handle has `update`. Outside IPython get_ipython returns None."""
     display: Any = pytest.importorskip("IPython.display")
     import IPython
 
@@ -175,9 +175,9 @@ def test_a_display_of_a_notebook_can_be_updated() -> None:
 
 @rests_on_it("src/lockstep/track/report/report.py", "packages/lockstep-trace/src/lockstep_trace/report.py")
 def test_jinja_escapes_what_finalize_returns_and_raises_for_unknown_names() -> None:
-    """With autoescape, jinja2 escapes a value after `finalize` has changed it, in attributes too, and leaves a text
-    that is marked safe; StrictUndefined raises UndefinedError for an unknown name or attribute; trim_blocks and
-    lstrip_blocks leave no line of a block tag."""
+    """With autoescape, jinja2 escapes a value after `finalize`, in attributes too, but not a string marked safe.
+    StrictUndefined raises UndefinedError for an unknown name or attribute. trim_blocks and lstrip_blocks leave no line
+    of a block tag."""
     from jinja2 import DictLoader, Environment, StrictUndefined, UndefinedError
 
     pages = Environment(
@@ -213,9 +213,9 @@ def rendered(template: str, messages: list[dict] | None = None, **variables: Any
     "src/lockstep/data/conversations.py", "src/lockstep/data/tokenizer.py", "src/lockstep/tasks/answer_pairs.py"
 )
 def test_chat_templates_run_in_a_sandbox_and_have_these_names() -> None:
-    """Chat templates run in jinja2's immutable sandbox, which raises for a changed message or an attribute with
-    underscores; they trim blocks, know break and continue, raise_exception, strftime_now, and a tojson that escapes
-    neither HTML nor letters; an unknown name is empty."""
+    """Chat templates run in jinja2's immutable sandbox, which raises if a template modifies a message or reads an
+    attribute with underscores. They trim blocks, and have break and continue, raise_exception, strftime_now, and a
+    tojson that escapes neither HTML nor letters. An unknown name is empty."""
     from jinja2.exceptions import SecurityError, TemplateError
 
     assert rendered("{% for m in messages %}\n  {{ m.content }}{% break %}\n{% endfor %}\n").strip() == "hi"
@@ -234,9 +234,9 @@ def test_chat_templates_run_in_a_sandbox_and_have_these_names() -> None:
 
 
 @rests_on_it("src/lockstep/data/conversations.py")
-def test_generation_blocks_change_no_text_also_in_loops_and_within_conditions() -> None:
-    """`{% generation %}` renders its body, once for each turn of a loop, with set variables of the scope outside; the
-    text is that of the template without the marks, and spans come only with return_assistant_tokens_mask."""
+def test_generation_blocks_do_not_change_the_text() -> None:
+    """`{% generation %}` renders its body, once for each turn of a loop, with variables set outside it. The text equals
+    that of the template without the blocks. Spans are returned only with return_assistant_tokens_mask."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     body = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}MARK{{ m.content }}|KRAM{% else %}"
@@ -252,8 +252,8 @@ def test_generation_blocks_change_no_text_also_in_loops_and_within_conditions() 
 
 
 @rests_on_it("src/lockstep/commands/completion.py")
-def test_shtab_completes_paths_where_an_action_says_so() -> None:
-    """shtab's script has the options of subparsers that have a help text; an action whose `complete` is FILE or
+def test_shtab_completes_options_and_paths() -> None:
+    """shtab's script has the options of subparsers that have a help text. An action whose `complete` is FILE or
     DIRECTORY completes paths."""
     shtab = pytest.importorskip("shtab", reason="needs the extra completion")
     parser = argparse.ArgumentParser(prog="lockstep")
@@ -268,8 +268,8 @@ def test_shtab_completes_paths_where_an_action_says_so() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/report.py")
-def test_pages_of_a_package_are_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PackageLoader(PACKAGE, FOLDER) loads templates from a folder of an installed package, by their names there."""
+def test_templates_of_a_package_are_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PackageLoader(PACKAGE, FOLDER) loads templates by name from a folder of an installed package."""
     from jinja2 import Environment, PackageLoader
 
     (tmp_path / "package_of_pages/pages").mkdir(parents=True)
@@ -280,8 +280,8 @@ def test_pages_of_a_package_are_loaded_by_its_name(tmp_path: Path, monkeypatch: 
 
 
 @rests_on_it("src/lockstep/training/rank.py", "src/lockstep/checkpoint/hub_push.py")
-def test_libraries_are_silent_after_their_switch() -> None:
-    """After set_verbosity_error, loggers of transformers and of huggingface_hub let errors pass and no warnings."""
+def test_libraries_log_only_errors_after_their_switch() -> None:
+    """After set_verbosity_error, the loggers of transformers and of huggingface_hub log errors and no warnings."""
     from huggingface_hub.utils import logging as of_the_hub
     from transformers import logging as of_transformers
 

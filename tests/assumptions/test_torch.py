@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch."""
+"""Assumptions about torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ COUNTS = {  # optimizer, options -> whether a step with zero gradients changes l
 @pytest.mark.parametrize("kind", COUNTS)
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py")
 def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> None:
-    """get_optimizer_state_dict of a new optimizer makes a step with zero gradients and learning rate 0; AdamW, NAdam,
-    RAdam, Adamax and SGD with dampening count that step, SGD with momentum, RMSprop and Adagrad do not."""
+    """get_optimizer_state_dict of a new optimizer makes a step with zero gradients and learning rate 0. AdamW, NAdam,
+    RAdam, Adamax and SGD with dampening count that step; SGD with momentum, RMSprop and Adagrad do not."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     options, counts = COUNTS[kind]
@@ -60,8 +60,8 @@ def test_state_made_by_the_checkpoint_helpers_counts_as_a_step(kind: str) -> Non
     "src/lockstep/tasks/models/small_models.py",
     "src/lockstep/tasks/modules/loss_probe.py",
 )
-def test_manual_seed_alone_decides_dropout() -> None:
-    """Dropout draws from torch's default generator alone; the same seed gives the same mask."""
+def test_manual_seed_determines_dropout() -> None:
+    """Dropout draws only from torch's default generator; the same seed gives the same mask."""
     random.seed(1)
     np.random.seed(1)
     masks = []
@@ -73,7 +73,7 @@ def test_manual_seed_alone_decides_dropout() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction_tree.py")
-def test_foreach_is_the_same_as_one_by_one() -> None:
+def test_foreach_has_the_bits_of_single_operations() -> None:
     """torch._foreach_add_ and _foreach_mul_ give the bits of add_ and mul_ on each tensor, at odd sizes too."""
     sizes = (1, 3, 17, 1023)
     left, right = [torch.randn(n) for n in sizes], [torch.randn(n) for n in sizes]
@@ -84,8 +84,8 @@ def test_foreach_is_the_same_as_one_by_one() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py")
-def test_an_optimizer_moves_an_element_alike_in_any_cut() -> None:
-    """AdamW updates each element as in the whole tensor if the tensor is cut anywhere into rows of 16 numbers."""
+def test_adamw_updates_slices_like_the_whole_tensor() -> None:
+    """AdamW updates each element as in the whole tensor if the tensor is split anywhere into rows of 16 elements."""
     torch.manual_seed(0)
     whole, gradient = torch.randn(160), torch.randn(160)
 
@@ -125,7 +125,7 @@ def test_unique_is_sorted_and_index_add_is_in_order() -> None:
     "src/lockstep/tasks/modules/loss_probe.py",
     "src/lockstep/tasks/question_answering.py",
 )
-def test_no_targets_are_a_sum_of_zero() -> None:
+def test_cross_entropy_without_targets() -> None:
     """cross_entropy with only -100 labels is 0 with reduction="sum" and NaN with "mean"; its gradient is 0."""
     logits = torch.randn(4, 8, requires_grad=True)
     labels = torch.full((4,), -100)
@@ -139,8 +139,8 @@ def test_no_targets_are_a_sum_of_zero() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
 @rests_on_it("src/lockstep/tasks/models/padding.py", "src/lockstep/tasks/models/masks.py")
-def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
-    """A key that the mask hides changes no bit of the attention output, whatever finite numbers it holds."""
+def test_masked_keys_do_not_affect_attention(kind: torch.dtype) -> None:
+    """A masked key changes no bit of the attention output, whatever finite values it holds."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     shown = torch.ones(1, 1, 6, 6, dtype=torch.bool)
@@ -153,8 +153,8 @@ def test_hidden_keys_have_no_say(kind: torch.dtype) -> None:
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
 def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
-    """torch.distributed.checkpoint raises for a requested name that the checkpoint lacks, ignores names that are not
-    requested, and casts to the dtype of the tensor that it loads into."""
+    """torch.distributed.checkpoint raises if the checkpoint lacks a requested name, ignores names that are not
+    requested, and casts to the dtype of the target tensor."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -169,8 +169,8 @@ def test_a_checkpoint_loads_by_name_and_widens(tmp_path: Path) -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_load_state_dict_takes_the_saved_options() -> None:
-    """Optimizer.load_state_dict replaces lr, foreach and fused of the new optimizer by the saved ones, and casts
-    moments, but not `step`, to the parameter's dtype."""
+    """Optimizer.load_state_dict overwrites lr, foreach and fused of the new optimizer, and casts moments, but not
+    `step`, to the parameter's dtype."""
     first = torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.1, fused=True)
     first.param_groups[0]["params"][0].grad = torch.ones(4)
     first.step()
@@ -183,7 +183,7 @@ def test_load_state_dict_takes_the_saved_options() -> None:
 
 
 @rests_on_it("src/lockstep/training/data_loader.py", "src/lockstep/distributed/randomness.py")
-def test_a_loader_draws_from_the_generator_of_all() -> None:
+def test_a_loader_draws_from_the_default_generator() -> None:
     """Each iter() of a DataLoader draws from torch's default generator, even without workers and shuffling."""
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -193,7 +193,7 @@ def test_a_loader_draws_from_the_generator_of_all() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/update.py")
 def test_foreach_norm_is_summed_in_double() -> None:
-    """torch._foreach_norm with dtype float64 sums squares in float64: small numbers next to a large one count."""
+    """torch._foreach_norm with dtype float64 sums squares in float64: small values next to a large one count."""
     (norm,) = torch._foreach_norm([torch.tensor([1e4, *[1e-2] * 1000])], 2, torch.float64)
     wide = torch.tensor([1e4, *[1e-2] * 1000]).double().square().sum().sqrt()
     assert norm.dtype == torch.float64
@@ -201,9 +201,9 @@ def test_foreach_norm_is_summed_in_double() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
-def test_a_gloo_group_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch creates a gloo group by calling ProcessGroupGloo of distributed_c10d with store, rank, size, `timeout`, and
-    keywords that are options of the group (`enable_reconfigure` from 2.14 on), and tests the result with isinstance."""
+def test_torch_creates_gloo_groups_by_calling_process_group_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch creates a gloo group by calling distributed_c10d's ProcessGroupGloo with store, rank, size, `timeout`, and
+    the group's options as keywords (`enable_reconfigure` from 2.14 on), and tests the result with isinstance."""
     module: Any = torch.distributed.distributed_c10d
     original, calls = module.ProcessGroupGloo, []
 
@@ -228,9 +228,9 @@ def test_a_gloo_group_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
-def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.distributed pickles each object that it sends by `_pickler` and unpickles it by `_unpickler` of
-    distributed_c10d, looked up at each call."""
+def test_objects_are_sent_with_the_modules_pickler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.distributed pickles each object that it sends by distributed_c10d's `_pickler` and unpickles it by
+    `_unpickler`, looked up at each call."""
     import pickle
 
     module: Any = torch.distributed.distributed_c10d
@@ -261,8 +261,8 @@ def test_objects_between_ranks_pass_the_picklers_of_the_module(monkeypatch: pyte
 
 @rests_on_it("src/lockstep/distributed/torch_internals.py")
 def test_variable_length_attention_does_not_choose_cudnn() -> None:
-    """torch.nn.attention.varlen asks `_should_use_cudnn` whether cuDNN's kernel runs. Up to torch 2.13 the answer is
-    no; 2.14 asks by way of `_can_use_cudnn`, and its answer is yes for devices of capability 9 and 10."""
+    """torch.nn.attention.varlen calls `_should_use_cudnn` to choose cuDNN's kernel. Up to torch 2.13 it returns False.
+    In 2.14 it calls `_can_use_cudnn`, and returns True for devices of capability 9 and 10."""
     from torch.nn.attention import varlen
 
     assert inspect.signature(varlen._should_use_cudnn).parameters.keys() == {"device_index"}
@@ -278,9 +278,9 @@ def test_variable_length_attention_does_not_choose_cudnn() -> None:
 
 @rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/world.py")
 def test_switches_of_kernels_on_a_cpu() -> None:
-    """mkldnn.set_flags(False) turns mkldnn off and returns the flags before, which it takes again; enable_flash_sdp
-    holds on a CPU, too: without it scaled_dot_product_attention takes the plain way (0 of _fused_sdp_choice) instead of
-    flash (1); set_fastpath_enabled(False) keeps TransformerEncoderLayer in evaluation from its own fused kernel."""
+    """mkldnn.set_flags(False) turns mkldnn off and returns the old flags, which it accepts again. enable_flash_sdp also
+    applies on a CPU: when off, scaled_dot_product_attention uses the math backend (0 of _fused_sdp_choice) in place of
+    flash (1). set_fastpath_enabled(False) turns off TransformerEncoderLayer's fused kernel in evaluation."""
     flags = torch.backends.mkldnn.set_flags(False)
     try:
         assert not torch.backends.mkldnn.enabled
@@ -309,9 +309,9 @@ def test_switches_of_kernels_on_a_cpu() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/consistency_check.py")
-def test_names_of_processors() -> None:
-    """get_cpu_capability is one of these words, of which DEFAULT and others name other kernels; get_capabilities of
-    torch.cpu has avx2 and fma3 as bool on x86; numpy's show_config lists the instructions that it uses as "found"."""
+def test_names_of_cpu_capabilities() -> None:
+    """get_cpu_capability returns one of these words; DEFAULT and others name other kernels. torch.cpu.get_capabilities
+    has avx2 and fma3 as bool on x86. numpy's show_config lists the instruction sets in use as "found"."""
     import platform
 
     assert torch.backends.cpu.get_cpu_capability() in (
@@ -333,8 +333,8 @@ def test_names_of_processors() -> None:
 
 @rests_on_it("src/lockstep/distributed/portable.py")
 def test_an_array_over_a_tensor_leaves_its_storage_resizable() -> None:
-    """np.from_dlpack of a detached tensor shares its memory (read-only before numpy 2.1), and its storage can be
-    resized later; Tensor.numpy makes the storage one that cannot."""
+    """np.from_dlpack of a detached tensor shares its memory (read-only before numpy 2.1) and leaves its storage
+    resizable. After Tensor.numpy the storage cannot be resized."""
     tensor = torch.ones(4)
     array = np.from_dlpack(tensor.detach())  # type: ignore[arg-type]
     tensor[0] = 5
@@ -346,11 +346,11 @@ def test_an_array_over_a_tensor_leaves_its_storage_resizable() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/portable.py")
-def test_functions_that_portable_ones_are_made_of() -> None:
-    """np.sqrt rounds as IEEE 754 does; frexp gives a mantissa of at least 1/2 and below 1, also for denormal numbers,
-    and keeps 0, inf and NaN; exp2 of the imaginary x / log 2 is cos x + i sin x; gelu is x (1 + erf(x / sqrt 2)) / 2
-    unless told otherwise; np.matmul writes into a slice that is its `out`; an operation's overloads are named, the
-    first one "default"."""
+def test_functions_used_by_portable_kernels() -> None:
+    """np.sqrt rounds as IEEE 754 does. frexp gives a mantissa of at least 1/2 and below 1, also for denormal numbers,
+    and keeps 0, inf and NaN. exp2 of the imaginary number x / log 2 is cos x + i sin x. gelu is x (1 + erf(x / sqrt 2))
+    / 2 by default. np.matmul can write into a slice passed as `out`. An operation's overloads have names, the first one
+    "default"."""
     from decimal import Context, Decimal
 
     numbers = np.array([2.0, 3.0, 1e-300, 7.7, 5e-324])
@@ -373,8 +373,8 @@ def test_functions_that_portable_ones_are_made_of() -> None:
 
 @rests_on_it("src/lockstep/distributed/randomness.py")
 def test_masks_of_dropout_are_drawn_by_one_operation(recwarn: pytest.WarningsRecorder) -> None:
-    """Dropout and attention on a CPU draw their masks by `bernoulli_.float`, with the probability to keep and no
-    generator; a kernel registered for it is called instead, until its library is dropped."""
+    """Dropout and attention on a CPU draw their masks by `bernoulli_.float`, with the probability to keep and without a
+    generator. A kernel registered for it is called instead, until its library is destroyed."""
     calls: list[Any] = []
 
     def bernoulli(tensor: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -394,10 +394,10 @@ def test_masks_of_dropout_are_drawn_by_one_operation(recwarn: pytest.WarningsRec
 
 
 @rests_on_it("src/lockstep/distributed/randomness.py")
-def test_generators_give_these_numbers() -> None:
+def test_random_numbers_of_generators() -> None:
     """SFC64 gives the same 64-bit numbers for a seed in every version of numpy. randint up to 2**63 - 1 without a
-    generator draws from torch's default one; default_generator.manual_seed seeds a CPU as manual_seed does; np.random
-    refuses seeds from 2**32 on. lt of int32 writes 1 and 0 into an `out` of floats."""
+    generator draws from torch's default one. default_generator.manual_seed seeds a CPU as manual_seed does. np.random
+    refuses seeds from 2**32 on. lt of int32 writes 1 and 0 into a float `out`."""
     assert np.random.SFC64(12345).random_raw(3).tolist() == [
         *(3527068094297800258, 5648030432468382359, 9063957079744815110),
     ]
@@ -419,8 +419,8 @@ def test_generators_give_these_numbers() -> None:
 
 @rests_on_it("src/lockstep/distributed/world.py", "src/lockstep/strategies/engines/region.py")
 def test_deterministic_algorithms_fill_new_tensors() -> None:
-    """Under use_deterministic_algorithms torch.empty fills with NaN, and not if fill_uninitialized_memory is False;
-    set_deterministic_debug_mode("default") turns the switch off, and cudnn.deterministic stays as it was."""
+    """Under use_deterministic_algorithms torch.empty fills with NaN, unless fill_uninitialized_memory is False.
+    set_deterministic_debug_mode("default") turns determinism off and leaves cudnn.deterministic unchanged."""
     before = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic  # type: ignore[attr-defined]
     filled = []
     try:
@@ -441,10 +441,10 @@ def test_deterministic_algorithms_fill_new_tensors() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/step_timer.py")
-def test_a_profile_is_ready_after_its_steps_or_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A profile with a schedule calls on_trace_ready once, after `active` steps or in stop() if some were recorded;
-    key_averages has the counts of all active steps with acc_events, times in microseconds, and rows named
-    ProfilerStep*; a trace named .gz is compressed."""
+def test_when_a_profile_with_a_schedule_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile with a schedule calls on_trace_ready once: after `active` steps, or in stop() if fewer were recorded.
+    key_averages with acc_events has the counts of all active steps, times in microseconds, and rows named
+    ProfilerStep*. A trace whose name ends in .gz is compressed."""
     from torch.profiler import ProfilerActivity, profile, schedule
 
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")

@@ -1,4 +1,4 @@
-"""What lockstep assumes about single functions of torch, torch's checkpoints and glibc."""
+"""Assumptions about single functions of torch, torch's checkpoints and glibc."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.assumed import rests_on_it
 
 
 @rests_on_it("src/lockstep/distributed/portable.py")
-def test_functions_of_float64_are_near_the_exact_ones() -> None:
-    """expm1 and log1p of float64 keep their digits near 0 and are within 4 units in the last place of math's; of NaN,
-    infinities and -1 they are what mathematics has. frexp's mantissa is in [0.5, 1); exp2 of a complex number with the
-    real part 0 is cos + i sin."""
+def test_accuracy_of_float64_functions() -> None:
+    """expm1 and log1p of float64 keep their digits near 0, are within 4 units in the last place of Python's math, and
+    have the mathematical results for NaN, infinities and -1. frexp's mantissa is in [0.5, 1). exp2 of a complex number
+    with real part 0 is cos + i sin."""
     numbers = torch.cat([torch.linspace(-0.9, 40, 101), torch.tensor([1e-12, -1e-12, 0.0])]).double()
     for function, exact in ((torch.expm1, math.expm1), (torch.log1p, math.log1p)):
         for number, result in zip(numbers.tolist(), function(numbers).tolist(), strict=True):
@@ -36,9 +36,10 @@ def test_functions_of_float64_are_near_the_exact_ones() -> None:
 
 
 @rests_on_it("src/lockstep/distributed/portable.py")
-def test_powers_of_minus_a_half_and_minus_one_have_their_own_functions() -> None:
-    """rsqrt and reciprocal of float32 are within one unit of the rounded exact values, also for tensors whose length is
-    no multiple of a vector's, and give infinity for 0; the bits do not depend on where in a tensor a number lies."""
+def test_accuracy_of_rsqrt_and_reciprocal() -> None:
+    """rsqrt and reciprocal of float32 are within one unit in the last place of the exact values, also for tensors whose
+    length is no multiple of the vector width, and infinity for 0. The bits do not depend on an element's position in
+    the tensor."""
     numbers = torch.linspace(0.01, 50, 1003)
     for function, exact in ((torch.rsqrt, lambda x: x**-0.5), (torch.reciprocal, lambda x: 1 / x)):
         rounded = exact(numbers.double()).float()
@@ -49,8 +50,7 @@ def test_powers_of_minus_a_half_and_minus_one_have_their_own_functions() -> None
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fingerprint.py")
 def test_a_product_with_ones_sums_columns_in_float64() -> None:
-    """torch.mv of a transposed view and a slice of ones is the sums of the columns, in float64, without rounding of
-    integers below 2**53."""
+    """torch.mv of a transposed view and a slice of ones sums columns in float64, exactly for integers below 2**53."""
     rows = torch.arange(35, dtype=torch.float64).view(5, 7) + 2**40
     ones = torch.ones(9, dtype=torch.float64)
     sums = torch.mv(rows.t(), ones[:5])
@@ -59,9 +59,9 @@ def test_a_product_with_ones_sums_columns_in_float64() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py")
-def test_a_correlation_is_of_rows_and_nan_without_spread() -> None:
-    """torch.corrcoef takes variables in rows: [0, 1] is the correlation of the first two, at most 1 in size; with a
-    constant row it is NaN, which no comparison holds for."""
+def test_corrcoef_of_rows() -> None:
+    """torch.corrcoef takes variables in rows: [0, 1] is the correlation of the first two, at most 1 in absolute value.
+    With a constant row it is NaN, for which no comparison is true."""
     a = torch.tensor([1.0, 2.0, 3.0, 4.0])
     table = torch.corrcoef(torch.stack([a, -2 * a + 1]))
     assert table.shape == (2, 2)
@@ -75,9 +75,9 @@ def test_a_correlation_is_of_rows_and_nan_without_spread() -> None:
 
 
 @rests_on_it("src/lockstep/checkpoint/shard_files.py")
-def test_a_folder_of_checkpoints_needs_no_beginning(tmp_path: Path) -> None:
-    """A FileSystem of torch.distributed.checkpoint whose subclass does not call `__init__` reads, and its own `ls` says
-    which files HuggingFaceStorageReader reads: others of the folder are left alone."""
+def test_a_checkpoint_file_system_without_init(tmp_path: Path) -> None:
+    """A subclass of torch.distributed.checkpoint's FileSystem that does not call `__init__` can read. Its `ls`
+    determines the files that HuggingFaceStorageReader reads; other files of the folder are ignored."""
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -103,8 +103,8 @@ def test_a_folder_of_checkpoints_needs_no_beginning(tmp_path: Path) -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/workers.py",
 )
 def test_the_state_of_a_generator_is_a_copy() -> None:
-    """get_state of torch's generators and of numpy.random is a copy: after draws and another seed, set_state goes on as
-    if there had been none."""
+    """get_state of torch's generators and of numpy.random returns a copy: set_state restores it after draws and another
+    seed."""
     generator = torch.Generator().manual_seed(5)
     torch.randn(3, generator=generator)
     before = generator.get_state()
@@ -122,8 +122,8 @@ def test_the_state_of_a_generator_is_a_copy() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 @rests_on_it("src/lockstep/distributed/system_metrics.py")
 def test_glibc_has_switches_of_its_allocator() -> None:
-    """glibc's mallopt and malloc_trim are functions of the process: mallopt with M_MMAP_THRESHOLD (-3) and
-    M_TRIM_THRESHOLD (-1) returns 1 where it takes a value, malloc_trim 0 or 1; a missing name is an AttributeError."""
+    """mallopt and malloc_trim can be called as functions of the process: mallopt with M_MMAP_THRESHOLD (-3) and
+    M_TRIM_THRESHOLD (-1) returns 1 on success, malloc_trim 0 or 1. A missing function raises AttributeError."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         pytest.skip("not glibc")
@@ -134,9 +134,9 @@ def test_glibc_has_switches_of_its_allocator() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/zero_steps.py")
-def test_a_parameter_is_the_memory_that_it_is_made_of() -> None:
-    """nn.Parameter of a detached tensor, a slice too, shares its memory: an update of one is seen in the other. A new
-    `data` of the parameter ends that."""
+def test_a_parameter_shares_the_memory_of_its_tensor() -> None:
+    """nn.Parameter of a detached tensor, also of a slice, shares its memory: an update of one is visible in the other.
+    Assigning the parameter's `data` ends that."""
     flat = torch.zeros(6)
     parameter = torch.nn.Parameter(flat[2:4].detach())
     assert parameter.data_ptr() == flat[2:].data_ptr()

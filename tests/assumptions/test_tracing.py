@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch where it traces, hooks and probes: modes, graphs, modules, loaders."""
+"""Assumptions about torch where it traces, hooks and probes: modes, graphs, modules, loaders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_autocast_cache_is_cleared_at_the_end_of_the_outermost_region(monkey
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py", "src/lockstep/plain/module.py")
-def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_split_creates_its_subsets_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """random_split calls Subset from its own frame, once per part, in order; the parts are disjoint."""
     import sys
 
@@ -49,7 +49,7 @@ def test_a_split_at_random_makes_its_subsets_by_itself(monkeypatch: pytest.Monke
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/versions.py")
 def test_writes_through_data_are_not_counted() -> None:
-    """A tensor's version increases with each in-place write, but not with a write through .data."""
+    """A tensor's version increases with each in-place write, except writes through .data."""
     tensor = torch.ones(2)
     tensor.add_(1)
     assert tensor._version == 1
@@ -58,9 +58,9 @@ def test_writes_through_data_are_not_counted() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
-def test_a_mode_sees_schemas_seeds_and_nodes() -> None:
-    """A dispatch mode receives operators whose schema says which arguments are written, with a tag for random ones;
-    after an operator with a gradient, its node's number is one less than the next node's."""
+def test_a_dispatch_mode_sees_schemas_tags_and_nodes() -> None:
+    """A dispatch mode receives operators whose schema marks the arguments that they write, with a tag for random ones.
+    After an operator with a gradient, its node's sequence number is one less than the next node's."""
     seen: dict[str, tuple[bool, bool]] = {}
 
     class Mode(TorchDispatchMode):
@@ -87,7 +87,7 @@ def test_a_mode_sees_schemas_seeds_and_nodes() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/modules/loss_probe.py", "src/lockstep/strategies/exact/tensor_leaves.py")
-def test_functions_reach_a_mode_by_name_with_their_options() -> None:
+def test_a_function_mode_sees_names_and_options() -> None:
     """A function mode sees cross_entropy, also when a module calls it, with weight and reduction as keywords, and
     dropout with `training`."""
     seen: dict[str, dict[str, Any]] = {}
@@ -107,7 +107,7 @@ def test_functions_reach_a_mode_by_name_with_their_options() -> None:
 
 @rests_on_it("src/lockstep/strategies/engines/layers.py")
 def test_a_weight_is_read_through_the_dictionary_of_its_module() -> None:
-    """module.weight reads module._parameters, whose class can be replaced; a prepended forward hook runs first, and one
+    """module.weight reads module._parameters, whose class can be replaced. A prepended forward hook runs first. A hook
     with always_call runs at the end even after an error."""
     reads: list[str] = []
 
@@ -129,8 +129,8 @@ def test_a_weight_is_read_through_the_dictionary_of_its_module() -> None:
 
 @rests_on_it("src/lockstep/tasks/models/pooling.py", "src/lockstep/tasks/models/qa_spans.py")
 def test_a_hook_with_keywords_replaces_the_output() -> None:
-    """A forward hook with with_kwargs=True receives keyword arguments, and its return value replaces the model's
-    output."""
+    """A forward hook with with_kwargs=True receives keyword arguments, and replaces the model's output by its return
+    value."""
 
     class Model(nn.Module):
         def forward(self, x: int, mask: int = 0) -> int:
@@ -143,8 +143,8 @@ def test_a_hook_with_keywords_replaces_the_output() -> None:
 
 @rests_on_it("src/lockstep/data/host_facts.py")
 def test_attributes_of_a_tensor_belong_to_the_object() -> None:
-    """A Python attribute of a tensor is not on its views, copies or results, but in-place operators return the same
-    object, which has it."""
+    """Views, copies and results of a tensor do not have its Python attributes; in-place operators return the same
+    object, which has them."""
     mask: Any = torch.ones(2, 3)
     mask.facts = 1
     for other in (mask[:1], mask.clone(), mask.detach(), mask.view_as(mask), mask.bool(), mask.to(torch.float64)):
@@ -153,7 +153,7 @@ def test_attributes_of_a_tensor_belong_to_the_object() -> None:
 
 
 @rests_on_it("src/lockstep/training/recovery/peer_checkpoints.py")
-def test_bytes_are_seen_as_a_wide_dtype_where_they_are_aligned() -> None:
+def test_viewing_bytes_needs_alignment() -> None:
     """A slice of bytes can be viewed as a wider dtype only at an offset that is a multiple of the dtype's size."""
     room = torch.zeros(24, dtype=torch.uint8)
     assert room[8:16].view(torch.float64).shape == (1,)
@@ -162,9 +162,9 @@ def test_bytes_are_seen_as_a_wide_dtype_where_they_are_aligned() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/modules/dataset.py", "src/lockstep/data/batch.py", "src/lockstep/data/host_facts.py")
-def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generator() -> None:
-    """With batch_size None a loader passes each item of its sampler to the data set. It converts returned tuples to
-    lists, and leaves objects of other classes, such as lockstep's bundles, alone. With its own generator it draws
+def test_a_loader_without_batching() -> None:
+    """With batch_size None a DataLoader passes each item of its sampler to the data set. It converts returned tuples to
+    lists, and leaves objects of other classes, such as lockstep's bundles, unchanged. With its own generator it draws
     nothing from torch's."""
 
     class Bundle:
@@ -183,7 +183,7 @@ def test_a_loader_without_batches_passes_jobs_on_and_draws_from_its_own_generato
 
 
 @rests_on_it("src/lockstep/tasks/modules/dataset.py", "src/lockstep/plain/module.py")
-def test_what_a_batch_is_made_of() -> None:
+def test_types_of_default_collate() -> None:
     """default_collate turns Python floats into float64, integers into int64 and strings into lists, and refuses unequal
     lengths instead of padding."""
     made = default_collate([{"x": 0.5, "n": 1, "t": "a"}, {"x": 1.5, "n": 2, "t": "b"}])
@@ -194,8 +194,8 @@ def test_what_a_batch_is_made_of() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/placement.py")
 def test_blocks_of_sharded_tensors() -> None:
-    """A tensor sharded twice along one dimension is cut like torch.chunk, first by the mesh's first dimension, then by
-    the second; the last ranks have the smaller shards."""
+    """A tensor sharded twice along one dimension is split as by torch.chunk, first by the mesh's first dimension, then
+    by the second. The last ranks have the smaller shards."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as placed
 
@@ -212,8 +212,8 @@ def test_the_plan_of_a_llama_has_two_styles() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/region.py")
-def test_the_compiler_has_the_options_that_keep_it_from_timing() -> None:
-    """Inductor's config has the options that turn off decisions by timing, and refuses unknown ones."""
+def test_compiler_options_that_turn_off_timing() -> None:
+    """Inductor's config has the options that turn off choices based on timing, and refuses unknown options."""
     import torch._inductor.config as config
 
     names = ("deterministic", "shape_padding", "coordinate_descent_tuning", "max_autotune", "cpp_wrapper")
@@ -227,9 +227,9 @@ def test_the_compiler_has_the_options_that_keep_it_from_timing() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
     "src/lockstep/strategies/engines/side_effects.py",
 )
-def test_writes_of_a_dtensor_count_in_it_and_those_of_its_part_there() -> None:
-    """A write to a DTensor raises the DTensor's version only, a write to its local tensor the local tensor's only, and
-    a write by torch._foreach neither; a dispatch mode receives DTensors, not their local tensors."""
+def test_versions_of_dtensors_and_local_tensors() -> None:
+    """A write to a DTensor raises only the DTensor's version, a write to its local tensor only the local tensor's; a
+    write by torch._foreach raises neither. A dispatch mode receives DTensors, not their local tensors."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -261,8 +261,9 @@ def test_writes_of_a_dtensor_count_in_it_and_those_of_its_part_there() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/attention.py",
 )
 def test_the_graph_of_a_cross_entropy_holds_its_targets() -> None:
-    """Cross entropy is a node NllLossBackward0 over LogSoftmaxBackward0, which hold targets, reduction (none 0, mean 1,
-    sum 2), ignored class and dimension, negative ones possibly plus 2**64; of images it is NllLoss2DBackward0."""
+    """Cross entropy is a node NllLossBackward0 on a LogSoftmaxBackward0. They hold targets, reduction (none 0, mean
+    1, sum 2), ignored class and dimension, negative values possibly plus 2**64. For images the node is
+    NllLoss2DBackward0."""
     logits, targets = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
     for number, reduction in enumerate(("none", "mean", "sum")):
         node: Any = functional.cross_entropy(logits, targets, reduction=reduction).grad_fn
@@ -283,8 +284,8 @@ def test_the_graph_of_a_cross_entropy_holds_its_targets() -> None:
     "packages/lockstep-trace/src/lockstep_trace/rules/losses.py",
 )
 def test_the_graph_of_a_regression_holds_its_targets() -> None:
-    """The nodes of torch's losses of regression and binary classes are named after them, and hold targets and
-    reduction; l1_loss has no node of its own, but Mean, Abs and Sub, and Expand if shapes differ."""
+    """The nodes of torch's regression and binary losses are named after them, and hold targets and reduction. l1_loss
+    has no node of its own, but Mean, Abs and Sub, and Expand if shapes differ."""
     outputs, targets = torch.full((4, 3), 0.5, requires_grad=True), torch.rand(4, 3)
     losses = {
         "MseLoss": functional.mse_loss,
@@ -316,8 +317,8 @@ def test_the_graph_of_a_regression_holds_its_targets() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 def test_the_graph_of_an_attention_holds_its_mask() -> None:
-    """A fused attention's node ScaledDotProduct... holds query, key, is_causal, and the mask or None; without fusion
-    there is a node Softmax or SafeSoftmax with the weights, and dropout of them is a Mul node with its mask."""
+    """A fused attention's node ScaledDotProduct... holds query, key, is_causal, and the mask or None. Without fusion
+    there is a node Softmax or SafeSoftmax with the attention weights, whose dropout is a Mul node with its mask."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     query = torch.randn(2, 2, 5, 8, requires_grad=True)
@@ -350,8 +351,8 @@ def test_the_graph_of_an_attention_holds_its_mask() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_the_collectives_read_and_write_these_arguments() -> None:
-    """The operators of torch's collectives have these names, with the tensors that they write first and those that they
-    read second, unless they are the same."""
+    """The operators of torch's collectives have these names. Their first tensors are written, their second ones read,
+    unless they are the same."""
     apart = ("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_")
     apart += ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_")
     apart += ("gather_", "scatter_", "alltoall_", "alltoall_base_")
@@ -365,8 +366,8 @@ def test_the_collectives_read_and_write_these_arguments() -> None:
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_a_mode_can_be_put_below_others() -> None:
-    """The stack of dispatch modes can be read from the lowest on, popped and pushed; a mode of a user has the
-    `_mode_key` None; the topmost sees an operation first."""
+    """The stack of dispatch modes can be read from the bottom, popped and pushed. A user's mode has the `_mode_key`
+    None. The topmost mode sees an operation first."""
     from torch.utils import _python_dispatch as dispatch
 
     order: list[str] = []
@@ -399,8 +400,9 @@ def test_a_mode_can_be_put_below_others() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
 )
 def test_an_operation_in_backward_knows_its_node() -> None:
-    """During a backward, an operation's node is the current one, with the number that the next operation of the forward
-    had before it, and the node of a weight has the weight as `variable`; outside of a backward there is none."""
+    """During a backward, the current node is the running operation's; its sequence number is the value of
+    _get_sequence_nr before the forward operation. The node of a weight has the weight as `variable`. Outside a backward
+    there is no current node."""
     weight = torch.ones(2, requires_grad=True)
     number = torch.autograd._get_sequence_nr()
     doubled = weight * 2
@@ -428,9 +430,9 @@ def test_an_operation_in_backward_knows_its_node() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
     "src/lockstep/strategies/engines/side_effects.py",
 )
-def test_hooks_are_in_these_attributes() -> None:
-    """Hooks are in attributes of modules and weights, which are empty or None without hooks: of modules in four, of all
-    modules in two of torch.nn.modules.module, of weights in two."""
+def test_attributes_that_hold_hooks() -> None:
+    """Hooks are in four attributes of modules, two of torch.nn.modules.module (global hooks) and two of weights, which
+    are empty or None without hooks."""
     import torch.nn.modules.module as everywhere
 
     layer: Any = nn.Linear(1, 1)
@@ -467,7 +469,7 @@ def test_hooks_are_in_these_attributes() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py",
 )
 def test_a_scheduler_steps_once_when_it_is_made() -> None:
-    """A scheduler's constructor calls step() once, from `__init__` or `_initial_step`; `_last_lr` holds the rates of
+    """A scheduler's constructor calls step() once, from `__init__` or `_initial_step`. `_last_lr` holds the rates of
     its last step."""
     import sys
 
@@ -494,7 +496,7 @@ def test_a_scheduler_steps_once_when_it_is_made() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/placement.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
 )
-def test_wrappers_hold_the_model_under_these_names() -> None:
+def test_attributes_that_hold_a_wrapped_model() -> None:
     """torch's wrappers hold the wrapped module under `_orig_mod` (compile), `module` (DataParallel),
     `_checkpoint_wrapped_module` and `_fsdp_wrapped_module`; compile() of a module sets its `_compiled_call_impl`."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -525,11 +527,11 @@ def test_wrappers_hold_the_model_under_these_names() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )
 def test_trees_modes_errors_and_wrapped_steps() -> None:
-    """tree_leaves takes apart lists, tuples and mappings, and neither dataclasses nor None; a mode that is active is
-    _get_current_dispatch_mode, and without one it is None. OutOfMemoryError is a RuntimeError, and that of torch.cuda
-    the same class. `step` of an optimizer's class is wrapped: without the wrapper it is `__wrapped__`. A tensor's
-    output_nr numbers a node's results. Dropout's module is where all of its kinds are; unflatten takes one -1;
-    get_autocast_dtype of a CPU is bfloat16, and is_autocast_enabled takes a kind of device."""
+    """tree_leaves flattens lists, tuples and mappings, but not dataclasses and None. _get_current_dispatch_mode returns
+    the active mode, or None. OutOfMemoryError is a RuntimeError and the same class as torch.cuda's. `step` of an
+    optimizer's class is wrapped; `__wrapped__` is the original. A tensor's output_nr is its number among a node's
+    results. Dropout's module defines all of its kinds. unflatten takes one -1. get_autocast_dtype of a CPU is bfloat16,
+    and is_autocast_enabled takes a device type."""
     import collections
     import dataclasses
 

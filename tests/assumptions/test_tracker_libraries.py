@@ -1,4 +1,4 @@
-"""What lockstep assumes about trackers and optuna, tested with their own local stores, without a network."""
+"""Assumptions about trackers and optuna, tested with their own local stores, without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # imports each tracker
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One store for all tests: creating it takes seconds."""
+    """Return one MLflow store for all tests: creating it takes seconds."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     return mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}")
@@ -58,7 +58,7 @@ def test_mlflow_refuses_another_value_of_a_parameter(store: Any, run: str) -> No
 
 
 @rests_on_it("src/lockstep/track/mlflow.py")
-def test_mlflow_takes_a_run_that_has_ended(store: Any, run: str) -> None:
+def test_mlflow_accepts_metrics_of_an_ended_run(store: Any, run: str) -> None:
     """MLflow accepts metrics for a terminated run, whose status is that of the last set_terminated."""
     from mlflow.entities import Metric
 
@@ -94,10 +94,10 @@ def test_tensorboard_reads_several_files_of_a_folder(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/track/tensorboard.py")
-def test_tensorboard_purges_steps_that_are_made_again(tmp_path: Path) -> None:
-    """RecordWriter writes serialized events to an open file: `scalar` a number by name, `text` a text under
-    NAME/text_summary. A file whose second event is a SessionLog of START at a step hides the steps from there on in
-    earlier files."""
+def test_tensorboard_purges_repeated_steps(tmp_path: Path) -> None:
+    """RecordWriter writes serialized events to an open file; `scalar` makes a number by name, `text` a text under
+    NAME/text_summary. A file whose second event is a SessionLog of START at a step hides earlier files' steps from
+    there on."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -141,10 +141,10 @@ print(json.dumps([steps, str(utils.TRACKIO_DIR), logs]))
 
 @pytest.mark.processes
 @rests_on_it("src/lockstep/track/trackio.py")
-def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
-    """A trackio run resumed by name has the step after its last one as `_next_step`, a new run 0; it is stored in
-    TRACKIO_DIR, and get_logs has a line for each log with its step, also for a step logged again; nothing is printed if
-    its modules' print is replaced."""
+def test_a_resumed_trackio_run_continues_after_its_last_step(tmp_path: Path) -> None:
+    """A trackio run resumed by name has the step after its last one as `_next_step`, a new run 0. It is stored in
+    TRACKIO_DIR. get_logs has an entry with its step for each log call, also if a step is logged again. With `print` of
+    its modules replaced, it prints nothing."""
     pytest.importorskip("trackio")
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-c", TRACKIO]
@@ -157,7 +157,7 @@ def test_trackio_has_the_step_that_comes_next(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
-def test_optuna_asks_for_the_same_trial_again() -> None:
+def test_optuna_repeats_its_suggestions() -> None:
     """A new study with the same seed and the same finished trials, added by add_trial, suggests the same parameters."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -174,9 +174,10 @@ def test_optuna_asks_for_the_same_trial_again() -> None:
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
-def test_a_trial_of_optuna_has_a_finite_value_and_lies_within() -> None:
-    """create_trial raises ValueError for NaN, and for a value outside its distribution; a logarithmic distribution
-    raises for 0; ask of a dict of distributions suggests a value of each: an index, an integer and a float."""
+def test_trials_and_distributions_of_optuna() -> None:
+    """create_trial raises ValueError for a NaN value, and for a parameter outside its distribution. A logarithmic
+    distribution raises for 0. ask with a dict of distributions suggests a value of each: an index, an integer and a
+    float."""
     optuna = pytest.importorskip("optuna")
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -216,8 +217,8 @@ def test_optuna_draws_the_first_ten_at_random() -> None:
 
 
 @rests_on_it("src/lockstep/lab/sweep/sweep_file.py")
-def test_optuna_looks_near_what_was_best() -> None:
-    """After many trials, a maximizing study suggests values near those with the greatest result and a minimizing one
+def test_optuna_samples_near_the_best_values() -> None:
+    """After many trials, a maximizing study suggests values near those with the greatest result, and a minimizing one
     near those with the least: floats, integers and list items."""
     optuna = pytest.importorskip("optuna")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -245,8 +246,8 @@ def test_optuna_looks_near_what_was_best() -> None:
 
 
 @rests_on_it("src/lockstep/track/mlflow.py")
-def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
-    """MLflow accepts 100 parameters or 1000 metrics per request, and cuts values longer than 6000 characters."""
+def test_limits_of_mlflow_requests(store: Any, run: str) -> None:
+    """MLflow accepts 100 parameters or 1000 metrics per request, and truncates values longer than 6000 characters."""
     from mlflow.entities import Metric, Param
 
     long = [Param("whole", "v" * 6000), Param("cut", "v" * 6001)]
@@ -258,9 +259,9 @@ def test_mlflow_takes_so_much_at_once(store: Any, run: str) -> None:
 
 
 @rests_on_it("src/lockstep/track/mlflow.py")
-def test_mlflow_refuses_a_request_for_one_name(store: Any, run: str) -> None:
-    """MLflow accepts names of letters, digits and `_-. :/`, up to 250 characters, that are plain paths; one other name
-    makes it refuse the whole request."""
+def test_mlflow_refuses_a_request_with_an_invalid_name(store: Any, run: str) -> None:
+    """MLflow accepts names of letters, digits and `_-. :/`, up to 250 characters, that are plain paths; one invalid
+    name makes it refuse the whole request."""
     from mlflow.entities import Metric, Param
     from mlflow.exceptions import MlflowException
 
@@ -276,7 +277,7 @@ def test_mlflow_refuses_a_request_for_one_name(store: Any, run: str) -> None:
 
 
 @rests_on_it("src/lockstep/track/mlflow.py")
-def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> None:
+def test_missing_experiments_and_ended_runs_of_mlflow(store: Any, run: str) -> None:
     """get_experiment_by_name is None for an unknown name; update_run sets an ended run to RUNNING again."""
     assert store.get_experiment_by_name("nobody made it") is None
     store.set_terminated(run, "KILLED")
@@ -287,8 +288,8 @@ def test_mlflow_knows_no_experiment_that_was_not_made(store: Any, run: str) -> N
 @pytest.mark.processes
 @rests_on_it("src/lockstep/track/wandb.py", "src/lockstep/track/wandb_file.py")
 def test_wandb_offline_is_a_folder_of_rows_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a key, login returns False; an offline run is in DIR/wandb/offline-run-TIME-ID, whose `files` is run.dir;
-    values logged for one step are one row, and values for a past step are dropped."""
+    """Without a key, login returns False. An offline run is in DIR/wandb/offline-run-TIME-ID, whose `files` is run.dir.
+    Values logged for one step are one row, and values for a past step are dropped."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")

@@ -1,4 +1,4 @@
-"""What lockstep assumes about transformers."""
+"""Assumptions about transformers."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def second_text_sees_first(model: nn.Module, **options: Any) -> bool:
     "packages/lockstep-trace/src/lockstep_trace/rules/modes.py",
     "src/lockstep/tasks/models/small_models.py",
 )
-def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None:
+def test_packed_texts_are_separate_without_cache_and_mask(training: bool) -> None:
     """Texts of a packed row do not attend to each other if position_ids restart, use_cache is False and no mask is
-    given; with the default use_cache, or with a mask of ones, they do."""
+    passed. With the default use_cache, or with a mask of ones, they do."""
     model = tiny().train(training)
     assert not second_text_sees_first(model, use_cache=False)
     assert second_text_sees_first(model)
@@ -58,17 +58,17 @@ def test_texts_of_a_row_are_apart_without_cache_and_mask(training: bool) -> None
 
 
 @rests_on_it("src/lockstep/tasks/models/masks.py")
-def test_packed_texts_are_found_where_positions_jump() -> None:
-    """find_packed_sequence_indices numbers the texts of rows by jumps in the positions, and is None if each row is one
-    text."""
+def test_packed_texts_are_detected_by_position_jumps() -> None:
+    """find_packed_sequence_indices numbers the texts of rows by jumps in the positions, and returns None if each row is
+    one text."""
     found = masking_utils.find_packed_sequence_indices(TEXTS)
     assert found is not None
     assert found.tolist() == [[0, 0, 0, 1, 1, 1]]
 
 
 @rests_on_it("src/lockstep/tasks/models/model_configs.py", "src/lockstep/tasks/models/source_ties.py")
-def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> None:
-    """save_pretrained of several files leaves an older model.safetensors, which from_pretrained then reads; saving a
+def test_shards_do_not_replace_a_single_file(tmp_path: Path) -> None:
+    """save_pretrained in several files leaves an older model.safetensors, which from_pretrained then reads. Saving a
     single file over several removes them but leaves their index."""
     old, new = tiny(), tiny()
     old.save_pretrained(tmp_path)
@@ -89,7 +89,7 @@ def test_shards_over_a_single_file_leave_it_and_it_is_read(tmp_path: Path) -> No
 @rests_on_it(
     "src/lockstep/tasks/models/source_files.py", "src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py"
 )
-def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
+def test_weights_of_other_shapes_are_listed_and_reinitialized(tmp_path: Path) -> None:
     """from_pretrained with ignore_mismatched_sizes lists weights of another shape in `mismatched_keys`, as (name, shape
     in the file, shape in the model)."""
     tiny(tie_word_embeddings=False).save_pretrained(tmp_path)
@@ -102,9 +102,9 @@ def test_other_shapes_are_named_and_drawn_anew(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/source_ties.py")
-def test_a_head_of_its_own_in_the_file_unties(tmp_path: Path) -> None:
-    """from_pretrained leaves head and embedding untied, whatever the config says, if the file has different numbers for
-    them."""
+def test_different_values_in_the_file_untie_the_head(tmp_path: Path) -> None:
+    """from_pretrained leaves head and embedding untied, whatever the config specifies, if their values in the file
+    differ."""
     model = tiny(tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     config = LlamaConfig.from_pretrained(tmp_path, tie_word_embeddings=True)
@@ -115,7 +115,7 @@ def test_a_head_of_its_own_in_the_file_unties(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/plain/losses.py", "src/lockstep/tasks/language_modeling.py")
-def test_a_decoder_moves_labels_by_one_itself() -> None:
+def test_a_causal_model_shifts_labels_itself() -> None:
     """A causal model's loss is the mean cross entropy of token t + 1 at position t, without labels of -100."""
     model, labels = tiny().eval(), IDS.clone()
     labels[0, 2] = -100
@@ -157,7 +157,7 @@ def one_step(model: nn.Module, folder: Path, **options: Any) -> float:
 @rests_on_it("src/lockstep/strategies/hf_trainer.py")
 def test_keywords_that_a_forward_swallows_double_the_gradient(tmp_path: Path) -> None:
     """Trainer does not divide by the number of micro-batches if forward accepts any keyword, as if it used
-    num_items_in_batch; with compute_loss_func it divides nothing, calls the model without labels, and passes that
+    num_items_in_batch. With compute_loss_func it divides nothing, calls the model without labels, and passes that
     divisor."""
     plain, swallowed = one_step(Plain(), tmp_path), one_step(Swallowing(), tmp_path)
     assert swallowed == pytest.approx(2 * plain)
@@ -181,7 +181,7 @@ def test_training_step_takes_the_divisor() -> None:
 @rests_on_it("src/lockstep/lab/import_config/loss_means.py", "src/lockstep/strategies/hf_trainer.py")
 def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
     """Trainer's divisor for a causal model leaves out the first label of each row, which is no target, if the model
-    names its loss type; for a GPT-2, which names none, it counts it."""
+    names its loss type. For a GPT-2, which names none, the divisor includes it."""
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     batches = [{"input_ids": IDS, "labels": IDS}, {"input_ids": IDS, "labels": torch.tensor([[1, 2, -100, 3, 4, 5]])}]
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2))
@@ -191,8 +191,8 @@ def test_trainer_counts_labels_from_the_second_on(tmp_path: Path) -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/models.py", "src/lockstep/plain/train.py")
-def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
-    """`from_pretrained` lists weights that no file holds in `missing_keys`, and loads the others from the file."""
+def test_loading_info_lists_missing_weights(tmp_path: Path) -> None:
+    """`from_pretrained` lists weights that no file holds in `missing_keys`, and loads the others."""
     base = tiny().model
     base.save_pretrained(tmp_path)
     model, info = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -205,7 +205,7 @@ def test_loading_info_has_what_was_drawn(tmp_path: Path) -> None:
 )
 def test_schedules_begin_with_warmup() -> None:
     """get_scheduler("linear") has the rate 0 in the first warmup step, the full rate after warmup, and 0 after the last
-    step; it is a LambdaLR of a partial with num_training_steps."""
+    step. It is a LambdaLR of a partial with num_training_steps."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=4)
     rates = []
@@ -225,8 +225,8 @@ def test_schedules_begin_with_warmup() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/layouts.py",
 )
 def test_classes_of_models_declare_layers_ties_and_weights() -> None:
-    """Classes of models name the classes of their layers in `_no_split_modules`, modules kept in float32 in
-    `_keep_in_fp32_modules`, weights that files may lack or have in `_keys_to_ignore_on_load_...`, and tied ones in
+    """Model classes name their layers' classes in `_no_split_modules`, modules kept in float32 in
+    `_keep_in_fp32_modules`, weights that files may lack or have in `_keys_to_ignore_on_load_...`, and tied weights in
     `_tied_weights_keys`."""
     from transformers import BartForConditionalGeneration, T5ForConditionalGeneration
 
@@ -240,9 +240,9 @@ def test_classes_of_models_declare_layers_ties_and_weights() -> None:
 
 
 @rests_on_it("src/lockstep/tasks/models/masks.py")
-def test_masks_are_made_by_functions_of_this_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """create_causal_mask calls `_preprocess_mask_arguments` of masking_utils, which calls
-    `find_packed_sequence_indices`, each looked up at the call."""
+def test_functions_that_create_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """masking_utils' create_causal_mask calls `_preprocess_mask_arguments`, which calls `find_packed_sequence_indices`;
+    each is looked up at the call."""
     calls: list[str] = []
     for name in ("_preprocess_mask_arguments", "find_packed_sequence_indices"):
         original = getattr(masking_utils, name)
@@ -275,8 +275,8 @@ def test_masks_are_made_by_functions_of_this_module(monkeypatch: pytest.MonkeyPa
     "src/lockstep/tasks/text_task.py",
 )
 def test_marked_spans_count_characters_of_the_rendered_text() -> None:
-    """render_jinja_template returns each conversation's text, and with return_assistant_tokens_mask where it has what
-    is between generation marks, as (first character, one after the last)."""
+    """render_jinja_template returns each conversation's text and, with return_assistant_tokens_mask, the spans inside
+    generation blocks as (first character, one after the last)."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = (
@@ -295,7 +295,7 @@ def test_marked_spans_count_characters_of_the_rendered_text() -> None:
 
 @rests_on_it("src/lockstep/training/plain_sides.py")
 def test_families_with_a_tokenizer_of_their_own_are_listed() -> None:
-    """TOKENIZER_MAPPING_NAMES of tokenization_auto names the class of a family's tokenizer, or None;
+    """tokenization_auto's TOKENIZER_MAPPING_NAMES has the class name of a family's tokenizer, or None.
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS has the families whose folders are read by that class, whatever class
     tokenizer_config.json names."""
     from transformers.models.auto import tokenization_auto

@@ -1,4 +1,4 @@
-"""What lockstep assumes about torch's optimizers, clipping and learning rate schedules."""
+"""Assumptions about torch's optimizers, clipping and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_fused_kernels_agree_with_plain_ones_in_float32(kind: str) -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/optimizers/sgd.py")
 def test_fused_sgd_does_not_move_bfloat16() -> None:
-    """torch's fused SGD does not update bfloat16 weights on a CPU before 2.14, and does from then on; lockstep widens
-    them to float32 first."""
+    """torch's fused SGD does not update bfloat16 weights on a CPU before 2.14. lockstep widens them to float32
+    first."""
     moved = updated("SGD", torch.zeros(32, dtype=torch.bfloat16), fused=True)
     assert bool(moved.any()) is (tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14))
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py", "src/lockstep/plain/train.py")
-def test_adamw_decays_before_it_moves() -> None:
-    """AdamW multiplies a weight by 1 - lr * decay before its update; the first update has the size lr."""
+def test_adamw_decays_before_it_updates() -> None:
+    """AdamW multiplies a weight by 1 - lr * decay before its update; the first update has magnitude lr."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5, eps=0)
     weight.grad = torch.full((1,), 7.0)
@@ -57,8 +57,8 @@ def test_adamw_decays_before_it_moves() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/sgd.py", "src/lockstep/plain/train.py")
-def test_sgd_decays_by_way_of_the_gradient() -> None:
-    """SGD adds decay * weight to the gradient before momentum, whose first value is that sum."""
+def test_sgd_adds_weight_decay_to_the_gradient() -> None:
+    """SGD adds decay * weight to the gradient before momentum, which starts as that sum."""
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.5, momentum=0.9)
     weight.grad = torch.ones(1)
@@ -69,7 +69,8 @@ def test_sgd_decays_by_way_of_the_gradient() -> None:
 
 @rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/strategies/engines/zero_steps.py")
 def test_a_weight_without_gradient_is_left_alone() -> None:
-    """An optimizer skips a weight whose .grad is None: no decay, no state. Zero gradients are decayed and counted."""
+    """An optimizer skips a weight whose .grad is None: no decay, no state. With zero gradients, weights decay and the
+    step counts."""
     without, zeros = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.AdamW([without, zeros], lr=0.1, weight_decay=0.5)
     zeros.grad = torch.zeros(1)
@@ -92,9 +93,9 @@ def test_the_state_of_an_optimizer_is_by_number() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/adamw.py")
-def test_the_function_of_adamw_skips_and_updates_as_its_class() -> None:
-    """The function adamw with fused=True and found_inf None has the bits of the class; with found_inf 1 it changes
-    neither weights, moments nor steps, with 0 it updates. Its states are written in place."""
+def test_functional_adamw_and_found_inf() -> None:
+    """The function adamw with fused=True and found_inf None has the bits of the class. With found_inf 1 it changes
+    neither weights, moments nor steps; with 0 it updates. It writes its states in place."""
     from torch.optim.adamw import adamw
 
     options: dict[str, Any] = {"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.1, "weight_decay": 0.3}
@@ -121,7 +122,7 @@ def test_the_function_of_adamw_skips_and_updates_as_its_class() -> None:
 
 @rests_on_it("src/lockstep/plain/train.py", "src/lockstep/strategies/exact/update.py")
 def test_clipping_multiplies_by_at_most_one() -> None:
-    """clip_grad_norm_ returns the norm before clipping, multiplies by limit / (norm + 1e-6), and by 1 if the norm is
+    """clip_grad_norm_ returns the norm before clipping and multiplies by limit / (norm + 1e-6), or by 1 if the norm is
     below the limit."""
     weight = nn.Parameter(torch.zeros(2))
     weight.grad = torch.tensor([3.0, 4.0])
@@ -180,8 +181,8 @@ def test_a_linear_warmup_begins_at_a_third() -> None:
 
 
 @rests_on_it("src/lockstep/config/schedules.py", "src/lockstep/plain/train.py")
-def test_one_cycle_has_its_usual_numbers() -> None:
-    """By default OneCycleLR rises over 0.3 of the steps from 1/25 of the rate, and ends at that start divided by 1e4,
+def test_defaults_of_one_cycle() -> None:
+    """By default OneCycleLR rises from 1/25 of the rate over 0.3 of the steps, and falls to that start divided by 1e4,
     along a cosine."""
     known = inspect.signature(torch.optim.lr_scheduler.OneCycleLR).parameters
     assert (known["pct_start"].default, known["div_factor"].default, known["final_div_factor"].default) == (
@@ -195,7 +196,7 @@ def test_one_cycle_has_its_usual_numbers() -> None:
 @rests_on_it(
     "src/lockstep/config/schedules.py", "src/lockstep/lab/import_config/loops.py", "src/lockstep/plain/train.py"
 )
-def test_usual_numbers_of_optimizers() -> None:
+def test_defaults_of_optimizers() -> None:
     """Defaults: AdamW decays by 0.01 with betas 0.9, 0.999 and eps 1e-8; Adam and SGD do not decay; SGD has no
     momentum."""
     usual = {
@@ -233,8 +234,8 @@ def test_an_average_begins_with_a_copy() -> None:
 )
 @rests_on_it("src/lockstep/strategies/optimizers/adafactor.py", "src/lockstep/strategies/optimizers/muon.py")
 def test_a_state_has_these_names_and_shapes(kind: str, shape: tuple[int, ...], names: dict[str, Any]) -> None:
-    """Adafactor holds a row and a column of squares of each matrix (of the last two dimensions), a whole tensor of
-    others; Muon holds a momentum buffer and no step."""
+    """Adafactor keeps the mean squares of rows and columns of each matrix (its last two dimensions), and of all
+    elements of other weights. Muon keeps a momentum buffer and no step."""
     weight = nn.Parameter(torch.ones(shape))
     optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
     weight.grad = torch.ones(shape)
@@ -243,10 +244,10 @@ def test_a_state_has_these_names_and_shapes(kind: str, shape: tuple[int, ...], n
 
 
 @rests_on_it("src/lockstep/strategies/optimizers/sgd.py", "src/lockstep/strategies/optimizers/optimizer.py")
-def test_states_that_are_given_are_written_in_place() -> None:
-    """The function sgd with fused=True adds into given momentum buffers, also zeros at the first step, takes None for
-    them without momentum, and with found_inf 1 changes nothing. A class of an optimizer takes the state that is put
-    into `state` under a weight, and writes into its tensors."""
+def test_functional_sgd_and_preset_states() -> None:
+    """The function sgd with fused=True adds into the momentum buffers passed to it, zeros at the first step too,
+    accepts None without momentum, and changes nothing with found_inf 1. An optimizer class uses a state stored in
+    `state` under a weight, and writes into its tensors."""
     from torch.optim.sgd import sgd
 
     options: dict[str, Any] = {"fused": True, "weight_decay": 0.0, "lr": 0.1, "dampening": 0.0}
@@ -278,8 +279,8 @@ def test_states_that_are_given_are_written_in_place() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/exact/update.py", "src/lockstep/strategies/engines/hooked_ddp.py")
-def test_foreach_takes_a_number_in_a_tensor_and_other_dtypes() -> None:
-    """torch._foreach_mul_ with a tensor of one number gives the bits of mul_ with it, at odd sizes too; _foreach_copy_
+def test_foreach_with_scalar_tensors_and_other_dtypes() -> None:
+    """torch._foreach_mul_ with a one-element tensor gives the bits of mul_ with it, at odd sizes too. _foreach_copy_
     rounds as copy_ does."""
     factor = torch.tensor(0.3)
     many = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (1, 17, 1023)]
