@@ -24,7 +24,7 @@ from transformers import (
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
 from lockstep.plain.examples import encode_rows, values_of_labels
-from lockstep.plain.rows import WHOLE, NotCovered, read_splits
+from lockstep.plain.rows import UNFILTERED_TRAIN, NotCovered, read_splits
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.image_classification import ImageClassification
 from lockstep.tasks.task import Task
@@ -180,7 +180,7 @@ def test_several_labels_are_in_the_models_order(tmp_path: Path) -> None:
     assert all(0 in columns.ragged("label").row(row) for row in range(len(columns)))  # neutral in every row
     values = task.run.model_dump(mode="json")
     splits = read_splits(values)
-    labels, tokenizer = values_of_labels(values, splits[WHOLE]), AutoTokenizer.from_pretrained(tmp_path)
+    labels, tokenizer = values_of_labels(values, splits[UNFILTERED_TRAIN]), AutoTokenizer.from_pretrained(tmp_path)
     plain = encode_rows(SimpleNamespace(run=values, labels=labels, tokenizer=tokenizer), splits["train"])
     ours = [columns.ragged("label").row(row) for row in range(len(columns))]
     assert [each["labels"] for each in plain] == [[float(code in row) for code in range(3)] for row in ours]
@@ -196,7 +196,7 @@ def test_tags_that_are_numbers_are_the_models_outputs(tmp_path: Path) -> None:
     assert task.labels == tags
     assert "LABEL_0" not in notes(task)
     values = run.model_dump(mode="json")
-    assert values_of_labels(values, read_splits(values)[WHOLE]) == tags
+    assert values_of_labels(values, read_splits(values)[UNFILTERED_TRAIN]) == tags
     source(tmp_path, [*"abcdefghijkl"], "tags", count=12)
     assert "use those in the data" in notes(prepared(run, TokenClassification))
 
@@ -230,7 +230,7 @@ def test_tags_are_in_the_models_order(tmp_path: Path) -> None:
     before = BertForTokenClassification.from_pretrained(tmp_path).classifier.weight
     assert (task.model().classifier.weight == before).all()
     values = run.model_dump(mode="json")
-    assert values_of_labels(values, read_splits(values)[WHOLE]) == tags
+    assert values_of_labels(values, read_splits(values)[UNFILTERED_TRAIN]) == tags
     source(tmp_path, ["X", "Y", "Z"], "tags")
     assert "a new head" not in notes(prepared(run, TokenClassification))
     assert "the outputs of its head get the data's names" in notes(prepared(run, TokenClassification))

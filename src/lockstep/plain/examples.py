@@ -15,41 +15,41 @@ from typing import Any
 import transformers
 
 from lockstep.plain import module
-from lockstep.plain.rows import SOURCE, TASKS, NotCovered, Row, columns, get, same
+from lockstep.plain.rows import SOURCE, TASKS, NotCovered, Row, columns, get, row_key
 
 IGNORED = -100  # label to ignore, as in transformers
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool"}
 
 
 def encode_rows(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """Return the examples of rows; one example never mixes texts of two sources. `job`: a `Plain`."""
-    task, most = job.run["task"], job.run["data"]["max_length"]
+    """Return the examples of rows. No example mixes texts of two sources. `job`: a `Plain`."""
+    task, max_length = job.run["task"], job.run["data"]["max_length"]
     if task["name"] == "module":
         return [module.batch_of(job.run, rows)]
     if not task["name"].endswith("language_modeling"):
-        return [MAKERS[task["name"]](job, row, task, most) for row in rows]
+        return [MAKERS[task["name"]](job, row, task, max_length) for row in rows]
     make = _hidden if task["name"].startswith("masked") else _language
-    return [example for _, some in groupby(rows, lambda row: row.get(SOURCE)) for example in make(job, list(some))]
+    return [example for _, group in groupby(rows, lambda row: row.get(SOURCE)) for example in make(job, list(group))]
 
 
-def end_of(tokenizer: Any) -> Any:
+def end_token(tokenizer: Any) -> Any:
     """Return the token that ends a text, or None."""
     return tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
 
 
-def tokens(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
-    """Return the tokens of a text or a pair of texts, or the end token if there are none."""
-    return list(tokenizer(*texts, verbose=False, **options)["input_ids"]) or closed(tokenizer, [])
+def encode(tokenizer: Any, *texts: str, **options: Any) -> list[int]:
+    """Return the tokens of a text or a pair of texts; if there are none, the end token."""
+    return list(tokenizer(*texts, verbose=False, **options)["input_ids"]) or append_end(tokenizer, [])
 
 
-def closed(tokenizer: Any, ids: list[int]) -> list[int]:
+def append_end(tokenizer: Any, ids: list[int]) -> list[int]:
     """Append the end token, unless `ids` ends with it."""
-    return ids if end_of(tokenizer) in (None, *ids[-1:]) else [*ids, end_of(tokenizer)]
+    return ids if end_token(tokenizer) in (None, *ids[-1:]) else [*ids, end_token(tokenizer)]
 
 
-def opened(tokenizer: Any, ids: list[int]) -> list[int]:
+def strip_end(tokenizer: Any, ids: list[int]) -> list[int]:
     """Remove end tokens from the end, in place."""
-    while ids and ids[-1] == end_of(tokenizer):
+    while ids and ids[-1] == end_token(tokenizer):
         ids.pop()
     return ids
 
@@ -64,20 +64,21 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     if not (values and section["source"]):
         return values
     config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
-    theirs = [name for _, name in sorted(config.id2label.items())]
+    model_names = [name for _, name in sorted(config.id2label.items())]
     head = any(name.endswith(TASKS[task["name"]][1]) for name in config.architectures or ())
-    for read in (str, lambda name: " ".join(name.split()).casefold()):
-        ours = {read(name): v for name, v in zip(task.get("label_names") or map(str, values), values, strict=True)}
-        codes = [read(name) for name in theirs]
-        if {*ours} <= {*codes} and (head or len(ours) == len(codes)) and len({*codes}) == len(codes):
-            return [ours.get(code, name) for code, name in zip(codes, theirs, strict=True)]
-    if isinstance(values[0], int) and not task["label_names"] and "LABEL_0" not in theirs:
+    for normalize in (str, lambda name: " ".join(name.split()).casefold()):
+        names = task.get("label_names") or map(str, values)
+        by_code = {normalize(name): value for name, value in zip(names, values, strict=True)}
+        codes = [normalize(name) for name in model_names]
+        if {*by_code} <= {*codes} and (head or len(by_code) == len(codes)) and len({*codes}) == len(codes):
+            return [by_code.get(code, name) for code, name in zip(codes, model_names, strict=True)]
+    if isinstance(values[0], int) and not task["label_names"] and "LABEL_0" not in model_names:
         raise NotCovered("task.label: plain does not read label names that a data set declares")
     return values
 
 
 def tag_of(value: Any) -> str:
-    """Return a tag as text; a whole number that a list with missing values holds as 1.0 is 1."""
+    """Return a tag as a string. Integers in a list with missing values are floats: 1.0 becomes "1"."""
     return str(int(value) if isinstance(value, float) else value)
 
 
@@ -102,11 +103,11 @@ def _own_order(run: dict, rows: list[Row]) -> list[Any]:
 # -- one example per row -----------------------------------------------------------------------------------------------
 
 
-def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _classification(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     texts, names = columns(task)
-    encoded = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=most)
-    instead = job.tokenizer.pad_token_id if job.tokenizer.eos_token_id is None else job.tokenizer.eos_token_id
-    example = {"input_ids": encoded["input_ids"] or [instead]}
+    encoded = job.tokenizer(*(get(row, column) for column in texts), truncation=True, max_length=max_length)
+    fallback_id = job.tokenizer.pad_token_id if job.tokenizer.eos_token_id is None else job.tokenizer.eos_token_id
+    example = {"input_ids": encoded["input_ids"] or [fallback_id]}
     if len(texts) == 2 and "token_type_ids" in encoded:
         example["token_type_ids"] = encoded["token_type_ids"] or [0]
     labels = [get(row, name) for name in names]
@@ -118,7 +119,7 @@ def _classification(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]
     return example | {"labels": job.labels.index(labels[0])}
 
 
-def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _image(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return an image from the model's processor, float32 [C, H, W], and its label."""
     from PIL import Image, ImageOps
 
@@ -134,35 +135,35 @@ def _image(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     }
 
 
-def _tags(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _tags(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return tokens and tags; only the first token of a word is labelled."""
     words, tags = map(str, get(row, task["words"])), [*map(tag_of, get(row, task["tags"]))]
-    encoded = job.tokenizer([*words], is_split_into_words=True, truncation=True, max_length=most)
+    encoded = job.tokenizer([*words], is_split_into_words=True, truncation=True, max_length=max_length)
     labels = [IGNORED] * len(encoded["input_ids"])
     for word in {*encoded.word_ids()} - {None}:
         labels[encoded.word_ids().index(word)] = job.labels.index(tags[word])
     return {"input_ids": encoded["input_ids"], "next": labels}
 
 
-def _pair(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _pair(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return the tokens of a source and its target."""
     source, target = task["prefix"] + get(row, task["source"]), get(row, task["target"])
     return {
-        "input_ids": tokens(job.tokenizer, source, truncation=True, max_length=most),
-        "next": tokens(
-            job.target_tokenizer, text_target=target, truncation=True, max_length=task["target_length"] or most
+        "input_ids": encode(job.tokenizer, source, truncation=True, max_length=max_length),
+        "next": encode(
+            job.target_tokenizer, text_target=target, truncation=True, max_length=task["target_length"] or max_length
         ),
         "reference": target,
     }
 
 
-def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
-    """Return the windows of a question as in transformers' script; a window without the answer targets its token 0."""
+def _question(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
+    """Return a question's windows as in transformers' script. A window without the answer has token 0 as its target."""
     both = get(row, task["question"]).strip(), get(row, task["context"])
     encodings = job.tokenizer(
         *both,
         truncation="only_second",
-        max_length=most,
+        max_length=max_length,
         stride=task["stride"],
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
@@ -184,18 +185,18 @@ def _question(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
     return {"windows": windows, "context": both[1], "right": answers["text"]}
 
 
-def _texts(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _texts(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return the texts of a row and their similarity score."""
     texts = [get(row, column) for column in columns(task)[0]]
     low, high = task["score_range"]
     return {
-        "texts": [tokens(job.tokenizer, text, truncation=True, max_length=most) for text in texts],
+        "texts": [encode(job.tokenizer, text, truncation=True, max_length=max_length) for text in texts],
         "score": (get(row, task["score"]) - low) / (high - low) if task["score"] else None,
-        "names": [same({"text": text}, ["text"]) for text in texts],  # equal for equal texts
+        "names": [row_key({"text": text}, ["text"]) for text in texts],  # equal for equal texts
     }
 
 
-def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
+def _answers(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return a prompt with each of two answers; only answer tokens are targets."""
     spans = []
     for key in ("chosen", "rejected"):
@@ -205,11 +206,11 @@ def _answers(job: Any, row: Row, task: dict, most: int) -> dict[str, Any]:
                              for r, t in (("user", prompt), ("assistant", answer)))  # fmt: skip
             ids, known = _turns(job, [*before, *after], None, {})[-1]
         else:
-            prompt_ids = opened(job.tokenizer, tokens(job.tokenizer, prompt)) if prompt is not None else []
-            answer_ids = closed(job.tokenizer, tokens(job.tokenizer, answer, add_special_tokens=prompt is None))
+            prompt_ids = strip_end(job.tokenizer, encode(job.tokenizer, prompt)) if prompt is not None else []
+            answer_ids = append_end(job.tokenizer, encode(job.tokenizer, answer, add_special_tokens=prompt is None))
             ids, known = prompt_ids + answer_ids, [False] * len(prompt_ids) + [True] * len(answer_ids)
         targets = [token if learned else IGNORED for token, learned in zip(ids, known, strict=True)]
-        spans.append({"input_ids": ids[:most], "next": [*targets[1:most], IGNORED]})
+        spans.append({"input_ids": ids[:max_length], "next": [*targets[1:max_length], IGNORED]})
     return {"answers": spans}
 
 
@@ -228,12 +229,12 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def _language(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
-    """Return blocks of concatenated texts (packing), or of each text separately."""
+    """Return blocks of concatenated texts (with packing), or of each text separately."""
     task = job.run["task"]
-    size, texts = task["block_size"], [each for row in rows for each in _documents(job, row, task)]
+    size, texts = task["block_size"], [text for row in rows for text in _documents(job, row, task)]
     if not task["packing"]:
-        most = size + 1 if task["prompt"] or task["messages"] else None
-        return [block for ids, known in texts for block in _blocks(ids[:most], known[:most], size)]
+        limit = size + 1 if task["prompt"] or task["messages"] else None
+        return [block for ids, known in texts for block in _blocks(ids[:limit], known[:limit], size)]
     separate = not task["attend_across_documents"]
     known = [t and not (separate and place == 0) for _, learned in texts for place, t in enumerate(learned)]
     places = [place for ids, _ in texts for place in range(len(ids))]
@@ -261,10 +262,10 @@ def _documents(job: Any, row: Row, task: dict) -> list[tuple[list[int], list[boo
         tools = json.loads(tools) if isinstance(tools, str) and tools.strip() else tools or None
         return _turns(job, get(row, task["messages"]), tools, task["template_arguments"])
     if not task["prompt"]:
-        ids = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))
+        ids = append_end(job.tokenizer, encode(job.tokenizer, get(row, task["text"])))
         return [(ids, [True] * len(ids))]
-    prompt = opened(job.tokenizer, tokens(job.tokenizer, get(row, task["prompt"])))
-    answer = closed(job.tokenizer, tokens(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
+    prompt = strip_end(job.tokenizer, encode(job.tokenizer, get(row, task["prompt"])))
+    answer = append_end(job.tokenizer, encode(job.tokenizer, get(row, task["response"]), add_special_tokens=False))
     return [(prompt + answer, [False] * len(prompt) + [True] * len(answer))]
 
 
@@ -279,25 +280,25 @@ def _turns(job: Any, row: list[dict], tools: Any, arguments: dict) -> list[tuple
         | {key: value for key, value in m.items() if value is not None and key not in ("from", "value")}
         for m in row
     ]
-    how = {"tools": tools, "chat_template": task["chat_template"]} | arguments
+    common = {"tools": tools, "chat_template": task["chat_template"]} | arguments
     marked = (
         re.search(r"{%-?\s*generation\s*-?%}", tokenizer.get_chat_template(task["chat_template"], tools)) is not None
     )
 
     def length(count: int, **options: bool) -> int:
-        return len(tokenizer.apply_chat_template(messages[:count], tokenize=False, **options, **how)) if count else 0
+        return len(tokenizer.apply_chat_template(messages[:count], tokenize=False, **options, **common)) if count else 0
 
-    at = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    examples = [(len(messages), at if task["name"] == "language_modeling" else at[-1:])]
+    assistant_turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    examples = [(len(messages), assistant_turns if task["name"] == "language_modeling" else assistant_turns[-1:])]
     if task.get("turns") == "per_turn":
-        examples = [(place + 1, [place]) for place in at]
+        examples = [(place + 1, [place]) for place in assistant_turns]
     for count, places in examples:
         offsets = {"return_offsets_mapping": True}
         encoded = tokenizer.apply_chat_template(
-            messages[:count], return_assistant_tokens_mask=marked, tokenizer_kwargs=offsets, **how
+            messages[:count], return_assistant_tokens_mask=marked, tokenizer_kwargs=offsets, **common
         )
         spans = [(length(place, add_generation_prompt=True), length(place + 1)) for place in places]
-        if marked:  # marks suffice, except those of earlier turns
+        if marked:  # the template marks the targets; with per_turn, earlier turns are not targets
             spans = [(length(places[0]), length(count))]
         marks = encoded.get("assistant_masks", [1] * len(encoded["input_ids"]))
         ends = [end if mark else 0 for mark, (_, end) in zip(marks, encoded["offset_mapping"], strict=True)]
@@ -314,5 +315,5 @@ def _hidden(job: Any, rows: list[Row]) -> list[dict[str, Any]]:
             for text in ([get(row, task["text"])] for row in rows)
             for ids in job.tokenizer(text, truncation=True, max_length=size, return_overflowing_tokens=True).input_ids
         ]
-    ids = [token for row in rows for token in closed(job.tokenizer, tokens(job.tokenizer, get(row, task["text"])))]
+    ids = [token for row in rows for token in append_end(job.tokenizer, encode(job.tokenizer, get(row, task["text"])))]
     return _blocks(ids, [True] * len(ids), size)

@@ -12,12 +12,12 @@ import numpy as np
 
 from lockstep.plain import module
 from lockstep.plain.examples import encode_rows, values_of_labels
-from lockstep.plain.rows import WHOLE, NotCovered, Row, read_splits
+from lockstep.plain.rows import UNFILTERED_TRAIN, NotCovered, Row, read_splits
 
 
 class Plain:
-    """A run for the plain reference. `rows`: raw rows by split, if read already. `labels`: the label values in the
-    order of their class indices, if the rows do not contain all."""
+    """The inputs of one run. `rows`: raw rows by split, if already read. `labels`: the label values in the order of
+    their class indices, if the rows do not contain all of them."""
 
     tokenizer: Any = None  # of text tasks
     target_tokenizer: Any = None  # of translation targets: `tokenizer`, or their own
@@ -46,7 +46,7 @@ class Plain:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the loss compares with the model before training."""
+        """Whether the loss needs the model before training (the reference of DPO)."""
         return bool(self.run["task"]["name"] == "preference")
 
     @cached_property
@@ -57,7 +57,7 @@ class Plain:
     @cached_property
     def labels(self) -> list[Any]:
         """The label values, in the order of their class indices."""
-        return values_of_labels(self.run, self.splits.get(WHOLE, self.splits["train"]))
+        return values_of_labels(self.run, self.splits.get(UNFILTERED_TRAIN, self.splits["train"]))
 
     @cached_property
     def class_weights(self) -> list[float] | None:

@@ -25,7 +25,8 @@ from lockstep.plain.examples import IGNORED
 from lockstep.plain.rows import NotCovered
 
 Loss = tuple[Tensor, float]
-OWN_START = ("mbart", "plbart", "t5gemma", "t5gemma2", "fsmt")  # given labels, ask the config not, or read the source
+# given only labels, these families ignore the config's start token or shift the source
+OWN_START = ("mbart", "plbart", "t5gemma", "t5gemma2", "fsmt")
 SMALL = 1e-4  # relative: a model's addition to its loss above this is not rounding
 
 
@@ -34,7 +35,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict]) -> Loss:
     return LOSSES[job.run["task"]["name"]](job, model, examples, next(model.parameters()).device)
 
 
-def padded(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
+def pad(examples: list[dict], name: str, fill: int, device: Any) -> Tensor:
     """Stack the list `name` of every example, padded on the right: int64 [B, T]."""
     return nn.utils.rnn.pad_sequence([torch.tensor(example[name]) for example in examples], True, fill).to(device)
 
@@ -47,11 +48,11 @@ def inputs_of(job: Any, examples: list[dict], device: Any) -> dict[str, Tensor]:
     examples = [{"attention_mask": [1] * len(example["input_ids"])} | example for example in examples]
     mask = "position_ids" if "position_ids" in examples[0] else "attention_mask"
     fills = {"input_ids": job.tokenizer.pad_token_id, "token_type_ids": 0, mask: 0}
-    return {name: padded(examples, name, fill, device) for name, fill in fills.items() if name in examples[0]}
+    return {name: pad(examples, name, fill, device) for name, fill in fills.items() if name in examples[0]}
 
 
 def _classification(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Return the task's loss plus the term that the model itself adds to its label loss."""
+    """Return the task's loss plus any term that the model adds to its own loss, such as a router loss."""
     task, labels = job.run["task"], torch.tensor([example["labels"] for example in examples], device=device)
     output = _with_labels(model, inputs_of(job, examples, device), labels)
     logits, count = output.logits.float(), float(labels.numel())  # [B, C]
@@ -76,12 +77,12 @@ def _classification(job: Any, model: nn.Module, examples: list[dict], device: An
 
 
 def _tokens(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Return the cross entropy over tokens of a text or of a target, plus the term that the model itself adds.
+    """Return the cross entropy over the tokens of a text or target, plus any term that the model adds to its own loss.
 
     A sequence-to-sequence model shifts its decoder inputs; the start token is not padding, even if it has the same
     id."""
     task, inputs, config = job.run["task"], inputs_of(job, examples, device), getattr(model, "config")  # noqa: B009
-    targets, causal = padded(examples, "next", IGNORED, device), task["name"] == "language_modeling"
+    targets, causal = pad(examples, "next", IGNORED, device), task["name"] == "language_modeling"
     # a causal model shifts labels itself
     labels = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], 1) if causal else targets
     if "target" in task:
@@ -105,12 +106,12 @@ def _with_labels(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) ->
 
 
 def _added(loss: Tensor, means: list[Loss]) -> Tensor | float:
-    """Return what a model adds to its mean cross entropy, such as a router loss; 0 if within rounding.
+    """Return the term that a model adds to its mean cross entropy, such as a router loss; 0 if within rounding.
 
-    `means`: the possible cross entropies, the usual one last; some decoders do not shift labels."""
-    each = [total / count for total, count in means if count]
-    near = [abs(float(loss.detach() - mean.detach())) <= SMALL * abs(float(loss.detach())) for mean in each]
-    return 0.0 if any(near) or not each else loss - each[-1]
+    `means`: sums and counts of the possible cross entropies, the usual one last; some decoders do not shift labels."""
+    candidates = [total / count for total, count in means if count]
+    close = [abs(float(loss.detach() - mean.detach())) <= SMALL * abs(float(loss.detach())) for mean in candidates]
+    return 0.0 if any(close) or not candidates else loss - candidates[-1]
 
 
 def _summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Loss:
@@ -121,7 +122,7 @@ def _summed(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Loss:
 
 
 def _questions(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
-    """Return the cross entropies of the answer's first and last token over all tokens without padding."""
+    """Return the cross entropies of the answer's first and last token over all tokens other than padding."""
     windows = [window for example in examples for window in example["windows"]]
     inputs = inputs_of(job, windows, device)
     output = model(**inputs)
@@ -154,9 +155,9 @@ def pooled(hidden: Tensor, inputs: dict[str, Tensor], task: dict) -> Tensor:
 
 
 def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
-    """Return the cross entropy of each row's positive among the batch's texts by cosine, or the cosines' squared error.
+    """Return the cross entropy of each anchor's positive among the batch's texts, or the squared error of the cosines.
 
-    A text is not a negative of itself, nor are other positives of its anchor."""
+    Neither the anchor's own text nor its other positives are negatives."""
     task, count, sides = job.run["task"], len(examples), len(examples[0]["texts"])
     vectors = vectors_of(job, model, examples, device)
     if job.libraries:
@@ -168,43 +169,53 @@ def _embedding(job: Any, model: Any, examples: list[dict], device: Any) -> Loss:
                 [*vectors], true_scores
             ) * count, count
         return ((vectors[0] * vectors[1]).sum(1) - true_scores).square().sum(), count
-    own, other = ([e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides)))
+    anchor_names, candidate_names = (
+        [e["names"][side] for side in some for e in examples] for some in ((0,), range(1, sides))
+    )
     most = task["negatives"] or count  # number of other rows used as negatives
-    hidden = [
+    excluded = [
         [
-            at != row and (name in (own[row], other[row]) or own[at:][:1] == [own[row]] or (at - row) % count > most)
-            for at, name in enumerate(other)
+            at != row
+            and (
+                name in (anchor_names[row], candidate_names[row])
+                or anchor_names[at:][:1] == [anchor_names[row]]
+                or (at - row) % count > most
+            )
+            for at, name in enumerate(candidate_names)
         ]
         for row in range(count)
     ]
-    scale, never, right = task["similarity_scale"], torch.tensor(hidden, device=device), torch.arange(count).to(device)
+    scale, mask = task["similarity_scale"], torch.tensor(excluded, device=device)
+    targets = torch.arange(count).to(device)
     if job.libraries:
         return losses.MultipleNegativesRankingLoss(
-            model, scale, lambda a, b: (a @ b.T).masked_fill(never, -torch.inf)
-        ).compute_loss_from_embeddings([*vectors], right) * count, count
-    scores = (scale * vectors[0] @ vectors[1:].flatten(0, 1).T).masked_fill(never, -torch.inf)
-    return cross_entropy(scores, right, reduction="sum"), count
+            model, scale, lambda a, b: (a @ b.T).masked_fill(mask, -torch.inf)
+        ).compute_loss_from_embeddings([*vectors], targets) * count, count
+    scores = (scale * vectors[0] @ vectors[1:].flatten(0, 1).T).masked_fill(mask, -torch.inf)
+    return cross_entropy(scores, targets, reduction="sum"), count
 
 
 def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -> Loss:
     """Return the loss of DPO (arXiv:2305.18290), IPO (2310.12036), SLiC's hinge (2305.10425) or SimPO (2405.14734)."""
     task, pairs = job.run["task"], [answer for example in examples for answer in example["answers"]]
-    inputs, targets = inputs_of(job, pairs, device), padded(pairs, "next", IGNORED, device)
+    inputs, targets = inputs_of(job, pairs, device), pad(pairs, "next", IGNORED, device)
 
     def log_probabilities(by: nn.Module) -> Tensor:
         """Return the log-probability of each answer token, 0 elsewhere: [2B, T]."""
         return -cross_entropy(by(**inputs).logits.float().transpose(1, 2), targets, reduction="none")
 
-    each, before, learned = log_probabilities(model), torch.zeros(targets.shape).to(device), targets != IGNORED
+    log_probs, is_target = log_probabilities(model), targets != IGNORED
+    reference_log_probs = torch.zeros(targets.shape).to(device)
     if task["loss"] != "simpo":
         if job.reference is None:
             raise NotCovered("task.loss: a reference model is needed, and none was given")
         with torch.no_grad():
-            before = log_probabilities(job.reference)
+            reference_log_probs = log_probabilities(job.reference)
     if job.libraries:
-        each_pair = zip(each.split(2), before.split(2), learned.split(2), strict=True)
+        each_pair = zip(log_probs.split(2), reference_log_probs.split(2), is_target.split(2), strict=True)
         return torch.stack([_pair_by_trl(task, *pair) for pair in each_pair]).sum(), len(examples)
-    answers = ((each - before).sum(1) / (learned.sum(1) if task["loss"] in ("ipo", "simpo") else 1)).view(-1, 2)
+    lengths = is_target.sum(1) if task["loss"] in ("ipo", "simpo") else 1
+    answers = ((log_probs - reference_log_probs).sum(1) / lengths).view(-1, 2)
     margin, smooth = answers[:, 0] - answers[:, 1], task["label_smoothing"]
     scaled = task["beta"] * margin
     losses = {
@@ -216,15 +227,15 @@ def _preference(job: Any, model: nn.Module, examples: list[dict], device: Any) -
     return losses[task["loss"]].sum(), len(examples)
 
 
-def _pair_by_trl(task: dict, each: Tensor, before: Tensor, learned: Tensor) -> Tensor:
-    """Return the loss of one pair by `DPOTrainer` or `CPOTrainer`. `each`, `before`: token log-probabilities of the
-    model and its reference, 0 where not `learned`: [2, T]."""
+def _pair_by_trl(task: dict, log_probs: Tensor, reference_log_probs: Tensor, is_target: Tensor) -> Tensor:
+    """Return the loss of one pair by `DPOTrainer` or `CPOTrainer`. `log_probs`, `reference_log_probs`: of the tokens,
+    by the model and its reference, 0 where not `is_target`: [2, T]."""
     import trl.experimental.cpo
 
     kind = {"dpo": "aot" if task["label_smoothing"] else "sigmoid"}.get(task["loss"], task["loss"])
     trainer = _trainer(
         trl.experimental.cpo.CPOTrainer if kind == "simpo" else trl.DPOTrainer,
-        each.device,
+        log_probs.device,
         beta=task["beta"],
         label_smoothing=task["label_smoothing"],
         loss_type=kind,
@@ -233,10 +244,10 @@ def _pair_by_trl(task: dict, each: Tensor, before: Tensor, learned: Tensor) -> T
         simpo_gamma=task["gamma"],
     )
     if kind == "simpo":
-        return trainer.cpo_loss(*(each.sum(1) / learned.sum(1)))[0]
-    mask, reference = nn.functional.pad(learned.long(), (1, 0)), before.sum(1)
+        return trainer.cpo_loss(*(log_probs.sum(1) / is_target.sum(1)))[0]
+    mask, reference = nn.functional.pad(is_target.long(), (1, 0)), reference_log_probs.sum(1)
     return trainer.compute_loss(
-        lambda **_: SimpleNamespace(log_probs=each, entropy=each, mean_logits=each, is_top1=learned),
+        lambda **_: SimpleNamespace(log_probs=log_probs, entropy=log_probs, mean_logits=log_probs, is_top1=is_target),
         {
             "input_ids": mask,
             "completion_mask": mask,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
-from lockstep.plain.rows import USUAL, NotCovered
+from lockstep.plain.rows import SPLIT_NAMES, NotCovered
 
 
 def named(task: dict, key: str, default: Any = None) -> Any:
@@ -28,13 +28,13 @@ def named(task: dict, key: str, default: Any = None) -> Any:
 
 
 def read_splits(run: dict) -> dict[str, Subset]:
-    """Return the items of each split; without a validation split, a share of train drawn with the seed."""
+    """Return the items of each split. Without a validation split, a random share of train is held out."""
     task, splits = run["task"], named(run["task"], "data")
     if isinstance(splits, type) or not hasattr(splits, "__getitem__"):
         splits = splits(**task["data_arguments"])
-    splits = dict(zip(USUAL, splits, strict=False)) if isinstance(splits, tuple) else splits
+    splits = dict(zip(SPLIT_NAMES, splits, strict=False)) if isinstance(splits, tuple) else splits
     splits = splits if isinstance(splits, Mapping) else {"train": splits}
-    sets = {split: splits[word] for split, words in USUAL.items() for word in words if word in splits}
+    sets = {split: splits[word] for split, words in SPLIT_NAMES.items() for word in words if word in splits}
     for split, data in sets.items():  # data sets of `datasets` return tensors
         sets[split] = data if getattr(data, "format", {"type": "none"})["type"] else data.with_format("torch")
     places = {split: np.arange(min(len(data), run["data"]["limit"] or len(data))) for split, data in sets.items()}
@@ -52,7 +52,7 @@ def build(run: dict) -> nn.Module:
 
 
 def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
-    """Return a batch with its number of targets, and its first item once and twice, to detect a mean or sum loss."""
+    """Return a batch with its number of targets, and its first item once and twice, to tell a mean loss from a sum."""
     collate, count = named(run["task"], "collate", default_collate), named(run["task"], "targets", lambda item: 1)
     return {
         name: (collate(each), sum(map(count, each)))
@@ -63,8 +63,8 @@ def batch_of(run: dict, items: list[Any]) -> dict[str, Any]:
 def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) -> tuple[Tensor, float]:
     """Return the summed loss of a batch, and its number of targets.
 
-    A scalar loss is a sum if one item twice doubles it, and a mean if that leaves it equal. Errors: `NotCovered` if it
-    is neither."""
+    A scalar loss is a sum if a batch of the same item twice doubles it, and a mean if that does not change it. Errors:
+    `NotCovered` if neither holds."""
     (batch,) = examples
     value, count = _value(job, model, batch["batch"], device), batch["batch"][1]
     if value.numel() > 1 or count == 1:  # one value per target, or a single target, where sum and mean are equal
@@ -74,7 +74,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
         with torch.no_grad():
             once, both = (float(_value(job, model.eval(), batch[key], device)) for key in ("alone", "twice"))
     except Exception as error:
-        raise NotCovered(f"task.loss: it fails for a single item: {error}") from error
+        raise NotCovered(f"task.loss: the loss of a single item raises: {error}") from error
     finally:
         model.train(training)
     near = 1e-3 * abs(once)
@@ -82,7 +82,7 @@ def batch_loss(job: Any, model: nn.Module, examples: list[dict], device: Any) ->
         return value.reshape(()) * count, count
     if abs(both - 2 * once) <= near < abs(both - once):
         return value.reshape(()), count
-    raise NotCovered("task.loss: for the same item twice, it is neither the mean nor the sum of two losses")
+    raise NotCovered("task.loss: the loss of the same item twice is neither the mean nor the sum of two losses")
 
 
 def _value(job: Any, model: nn.Module, batch: tuple[Any, int], device: Any) -> Tensor:

@@ -27,10 +27,10 @@ TASKS: dict[str, tuple[str, str, str | None]] = {
     "preference": ("prompt chosen rejected |", "ForCausalLM", "CAUSAL_LM"),
     "reward": ("prompt chosen rejected |", "ForSequenceClassification", "SEQ_CLS"),
 }
-USUAL = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
+SPLIT_NAMES = {"train": ["train", "training"], "validation": ["validation", "valid", "val", "dev"], "test": ["test"]}
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 SOURCE = "number of its source"  # a column of rows in a mixture
-WHOLE = "train before any is left out"  # the rows that determine the label set
+UNFILTERED_TRAIN = "train before any is left out"  # the rows that determine the label set
 
 
 class NotCovered(Exception):
@@ -38,8 +38,8 @@ class NotCovered(Exception):
 
 
 def read_splits(run: dict, tokenizer: Any = None) -> Splits:
-    """Return the rows of all splits, after filtering and splitting; several sources are concatenated. `tokenizer`:
-    counts tokens for `data.filter`. Errors: `NotCovered`."""
+    """Return the rows of all splits, after filtering and splitting. Several sources are concatenated. `tokenizer`:
+    needed if `data.filter` counts tokens. Errors: `NotCovered`."""
     data, (texts, labels), first = run["data"], columns(run["task"]), dict[str, Row]()
     sources = [read_source(data | each, run["task"], tokenizer) for each in data["sources"] or [{}]]
     whole = [row for rows in sources for row in rows["train"]]
@@ -50,20 +50,20 @@ def read_splits(run: dict, tokenizer: Any = None) -> Splits:
             rows |= {s: [r for r in rows[s] if known >= {*_listed(get(r, labels[0]))}] for s in rows if s != "train"}
     for rows in sources:
         if data["deduplicate"]:
-            rows["train"] = [row for row in rows["train"] if first.setdefault(same(row, texts + labels), row) is row]
+            rows["train"] = [row for row in rows["train"] if first.setdefault(row_key(row, texts + labels), row) is row]
     for rows in sources:
         test = 0.0 if "test" in rows else data["test_fraction"]
         if test:
-            rows["train"], rows["test"] = cut(run, rows["train"], test, [run["seed"], 1])
+            rows["train"], rows["test"] = split_off(run, rows["train"], test, [run["seed"], 1])
         if "validation" not in rows:
             share = data["validation_fraction"] / (1 - test)
-            rows["train"], rows["validation"] = cut(run, rows["train"], share, run["seed"])
+            rows["train"], rows["validation"] = split_off(run, rows["train"], share, run["seed"])
     numbered = list(enumerate(sources))
-    splits = {s: [row | {SOURCE: n} for n, rows in numbered for row in rows.get(s, ())] for s in USUAL}
+    splits = {s: [row | {SOURCE: n} for n, rows in numbered for row in rows.get(s, ())] for s in SPLIT_NAMES}
     if data["decontaminate"]:
-        elsewhere = {same(row, texts) for row in splits["validation"] + splits["test"]}
-        splits["train"] = [row for row in splits["train"] if same(row, texts) not in elsewhere]
-    return splits | {WHOLE: whole}
+        elsewhere = {row_key(row, texts) for row in splits["validation"] + splits["test"]}
+        splits["train"] = [row for row in splits["train"] if row_key(row, texts) not in elsewhere]
+    return splits | {UNFILTERED_TRAIN: whole}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -74,20 +74,24 @@ def read_source(data: dict, task: dict, tokenizer: Any) -> Splits:
     """Return the usable rows of one source, with columns renamed to the task's."""
     splits = read(data, task)
     for split, rows in splits.items():
-        rows = [row for row in rows if all(holds(get(row, c), w, tokenizer) for c, w in data["filter"].items())]
+        rows = [
+            row for row in rows if all(meets_condition(get(row, c), w, tokenizer) for c, w in data["filter"].items())
+        ]
         splits[split] = [row | {our: get(row, their) for our, their in data.get("rename", {}).items()} for row in rows]
     if column := data["split_column"]:
         named = [(str(get(row, column)).strip().lower(), row) for row in splits["train"]]
-        splits = {s: rows for s, words in USUAL.items() if (rows := [row for name, row in named if name in words])}
+        splits = {
+            s: rows for s, words in SPLIT_NAMES.items() if (rows := [row for name, row in named if name in words])
+        }
     splits = {split: rows[: data["limit"]] for split, rows in splits.items()}
-    drops = [(data["drop_missing"], lacks), (data["drop_unusable"], idle)]
+    drops = [(data["drop_missing"], has_missing_value), (data["drop_unusable"], has_no_signal)]
     return {s: [r for r in rows if not any(drop and of(r, task) for drop, of in drops)] for s, rows in splits.items()}
 
 
 def columns(task: dict) -> tuple[list[str], list[str]]:
     """Return the text columns and the label columns of a task. Errors: `NotCovered`."""
     if task["name"] not in TASKS:
-        raise NotCovered(f"task.name: {task['name']} is your own code, or a task without a plain reference")
+        raise NotCovered(f"task.name: plain has no reference for {task['name']}")
     texts, labels = (keys.split() for keys in TASKS[task["name"]][0].split("|"))
     if task["name"] == "language_modeling" and (task["prompt"] or task["messages"]):
         texts.remove("text")
@@ -97,7 +101,7 @@ def columns(task: dict) -> tuple[list[str], list[str]]:
 
 
 def get(row: Any, path: str) -> Any:
-    """Return the value of a row at a column, a language of `translation`, or a dotted path; None if missing."""
+    """Return the value of a column, of a language in `translation`, or at a dotted path; None if missing."""
     if path not in row and isinstance(row.get("translation"), dict):
         row = row["translation"]
     for part in [path] if path in row else path.split("."):
@@ -108,7 +112,7 @@ def get(row: Any, path: str) -> Any:
     return row
 
 
-def holds(value: Any, condition: Any, tokenizer: Any) -> bool:
+def meets_condition(value: Any, condition: Any, tokenizer: Any) -> bool:
     """Return whether a value meets a condition of `data.filter`; a missing value meets none."""
     measures = {
         "": lambda: value,
@@ -125,7 +129,7 @@ def holds(value: Any, condition: Any, tokenizer: Any) -> bool:
     return all(fits) and value not in condition.get("none_of", [])
 
 
-def lacks(row: Row, task: dict) -> bool:
+def has_missing_value(row: Row, task: dict) -> bool:
     """Return whether a row lacks a text or label that the task reads."""
     texts, labels = columns(task)
     values = [get(row, column) for column in [*texts, *labels]]
@@ -135,7 +139,7 @@ def lacks(row: Row, task: dict) -> bool:
         answers = values.pop(2)
         answers = answers.get("text") if isinstance(answers, dict) else answers
         values += [] if task["unanswerable"] else [answers or None]
-    if task.get("multi_label"):  # no label at all is one of the possible answers
+    if task.get("multi_label"):  # an example may have no label
         values = [each for value in values for each in (value if isinstance(value, list) else [value])]
     if any(value in (None, [], {}) or value != value or not str(value).strip() for value in values):
         return True
@@ -144,44 +148,44 @@ def lacks(row: Row, task: dict) -> bool:
     return not spoken or any(t.get("content", t.get("value")) is None and not t.get("tool_calls") for t in turns)
 
 
-def idle(row: Row, task: dict) -> bool:
-    """Return whether a row has no signal: two equal answers, a negative equal to the row's own text, or another number
-    of tags than of words."""
+def has_no_signal(row: Row, task: dict) -> bool:
+    """Return whether a row cannot be trained on: equal answers, a negative equal to the row's anchor or positive, or
+    unequal numbers of words and tags."""
     texts, labels = columns(task)
     if task["name"] == "token_classification":
         return len(get(row, texts[0])) != len(get(row, labels[0]))
     if task["name"] in ("preference", "reward"):
         return bool(get(row, task["chosen"]) == get(row, task["rejected"]))
-    own = {same(row, [text]) for text in texts[:2]}
-    return task["name"] == "embedding" and any(same(row, [text]) in own for text in texts[2:])
+    own = {row_key(row, [text]) for text in texts[:2]}
+    return task["name"] == "embedding" and any(row_key(row, [text]) in own for text in texts[2:])
 
 
-def same(row: Row, read: list[str]) -> str:
+def row_key(row: Row, read: list[str]) -> str:
     """Return a key that is equal for rows with equal columns `read`, up to whitespace."""
     return repr([_spaced(get(row, column)) for column in read])
 
 
 def _spaced(value: Any) -> Any:
     if isinstance(value, dict | list):
-        if isinstance(value, dict):  # the order of keys does not count, and null is the same as none
+        if isinstance(value, dict):  # ignore the order of keys, and keys with null
             value = sorted((key, inner) for key, inner in value.items() if inner is not None)
         return [_spaced(each) for each in value]
     return " ".join(value.split()) if isinstance(value, str) else value
 
 
-def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row], list[Row]]:
-    """Split off a share of train, drawn with the seed: stratified by label for single-label classification; the end of
-    a single text. Returns (rest, held out)."""
+def split_off(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row], list[Row]]:
+    """Return (rest, held-out share) of train, drawn with the seed. Single-label classification is stratified by label;
+    of a single text, the end is held out."""
     (texts, labels), task, random = columns(run["task"]), run["task"], np.random.default_rng(seed)
     if len(rows) == 1 and task["name"].endswith("language_modeling") and texts == [task["text"]]:
         text = get(rows[0], texts[0])
         at = int(len(text) * (1 - share))
         return [{texts[0]: text[:at]}], [{texts[0]: text[at:]}]
-    of: list[Any] = [0] * len(rows)
+    strata: list[Any] = [0] * len(rows)
     classes = task["name"] in ("classification", "image_classification")
     if classes and not (task.get("multi_label") or task.get("regression")):
-        of = [get(row, labels[0]) for row in rows]
-    places = [[i for i, label in enumerate(of) if label == value] for value in sorted(set(of))]
+        strata = [get(row, labels[0]) for row in rows]
+    places = [[i for i, label in enumerate(strata) if label == value] for value in sorted(set(strata))]
     held_out = {int(i) for each in places for i in random.permutation(each)[: round(len(each) * share)]}
     return [r for i, r in enumerate(rows) if i not in held_out], [r for i, r in enumerate(rows) if i in held_out]
 
@@ -190,17 +194,17 @@ def cut(run: dict, rows: list[Row], share: float, seed: Any) -> tuple[list[Row],
 
 
 def read(data: dict, task: dict) -> Splits:
-    """Read the rows of the splits that the run file names, or that have usual names. Errors: `NotCovered`."""
-    source, named = data["source"] or "", {split: data[split] for split in USUAL if data[split] is not None}
+    """Return the rows of the splits that the run file names, or of those with usual names. Errors: `NotCovered`."""
+    source, named = data["source"] or "", {split: data[split] for split in SPLIT_NAMES if data[split] is not None}
     root, files = Path(source).expanduser(), dict[str, list[Path]]()
     if data["layout"] == "class_folders" and not named:
         return _classes(root, task, data["encoding"])
     if data["layout"] != "rows" or "://" in source or source.startswith("builtin/"):
-        raise NotCovered("data: plain reads files of rows, folders of classes, and the Hub")
+        raise NotCovered("data: plain supports only files of rows, folders of classes, and the Hub")
     if source and (root.is_file() or root.suffix in ENDINGS or set("*?[") & set(source)):
         files["train"] = _files(source, Path())
     elif source and root.is_dir():
-        for split, words in USUAL.items():
+        for split, words in SPLIT_NAMES.items():
             patterns = [pattern for word in words for pattern in (f"{word}.*", f"{word}[-_]*", f"{word}/*")]
             there = [sorted(f for f in root.glob(pattern) if f.suffix in ENDINGS) for pattern in patterns]
             files[split] = next(filter(None, there), [])
@@ -210,7 +214,7 @@ def read(data: dict, task: dict) -> Splits:
         import datasets
 
         hub = datasets.load_dataset(source, data["config"], revision=data["revision"])
-        names = {s: next((w for w in [named.get(s), *words] if w in hub), None) for s, words in USUAL.items()}
+        names = {s: next((w for w in [named.get(s), *words] if w in hub), None) for s, words in SPLIT_NAMES.items()}
         if {rows.info.builder_name for rows in hub.values()} & {"json", "csv"}:
             return _untyped(data, task, {split: name for split, name in names.items() if name}, hub)
         return {split: list(hub[name]) for split, name in names.items() if name}
@@ -221,8 +225,8 @@ def read(data: dict, task: dict) -> Splits:
 
 
 def _untyped(data: dict, task: dict, names: dict[str, str], hub: Any) -> Splits:
-    """Read JSON and CSV files of the Hub as local ones: `datasets` would guess the types of their columns. Errors:
-    `NotCovered` if their page says how to read them."""
+    """Read JSON and CSV files of the Hub as local files, because `datasets` would guess the types of their columns.
+    Errors: `NotCovered` if the data set's card declares types or files."""
     import datasets
     from huggingface_hub import constants, hf_hub_download, snapshot_download
 
@@ -233,7 +237,7 @@ def _untyped(data: dict, task: dict, names: dict[str, str], hub: Any) -> Splits:
         how = {} if offline else {"revision": revision}
         builder = datasets.load_dataset_builder(source, data["config"], cache_dir=cache, **how)
     if builder.info.features is not None:
-        raise NotCovered(f"data.source: the page of {data['source']} declares types of its columns")
+        raise NotCovered(f"data.source: the page of {data['source']} declares column types")
     if getattr(builder.config, "sep", ",") != ",":
         data = data | {"separator": builder.config.sep}
     pairs: dict[str, list[tuple[Path, Row]]] = {split: [] for split in names}
@@ -244,7 +248,7 @@ def _untyped(data: dict, task: dict, names: dict[str, str], hub: Any) -> Splits:
             file = address if offline else hf_hub_download(repository, path, repo_type="dataset", revision=commit)
             pairs[split] += [(Path(file), row) for row in _rows(Path(file), data, task)]
         if len(pairs[split]) != len(hub[name]):
-            raise NotCovered(f"data.source: the page of {data['source']} says how its files are read")
+            raise NotCovered(f"data.source: the page of {data['source']} declares how to read its files")
     _number_labels([pair for each in pairs.values() for pair in each], data, task)
     return {split: [_declared(row, data["types"] or {}) for _, row in each] for split, each in pairs.items()}
 
@@ -281,7 +285,7 @@ def _declared(row: Row, types: dict[str, str]) -> Row:
 def _classes(root: Path, task: dict, encoding: str) -> Splits:
     """Read a folder per label, with one text or image per file."""
     splits, images = dict[str, list[Row]](), task["name"] == "image_classification"
-    folders = {split: root / word for split, words in USUAL.items() for word in words if (root / word).is_dir()}
+    folders = {split: root / word for split, words in SPLIT_NAMES.items() for word in words if (root / word).is_dir()}
     for split, folder in (folders or {"train": root}).items():
         files = [file for file in sorted(folder.glob("*/*")) if not file.name.startswith(".")]
         read = [{"image": f.read_bytes()} if images else {"text": f.read_text(encoding).strip()} for f in files]
@@ -303,7 +307,7 @@ def _rows(file: Path, data: dict, task: dict) -> list[Row]:
     from pyarrow import csv, parquet
 
     if file.suffix not in ENDINGS or data["quote"] is not None:
-        raise NotCovered(f"data: {file.name} plain reads only {', '.join(ENDINGS)}, without data.quote")
+        raise NotCovered(f"data: {file.name}: plain supports only {', '.join(ENDINGS)}, without data.quote")
     if file.suffix == ".parquet":
         return parquet.read_table(file).to_pylist()
     if file.suffix in (".csv", ".tsv"):

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.plain.examples import IGNORED, end_of
-from lockstep.plain.losses import batch_loss, inputs_of, padded, vectors_of
+from lockstep.plain.examples import IGNORED, end_token
+from lockstep.plain.losses import batch_loss, inputs_of, pad, vectors_of
 
 TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options that evaluations ignore, except for preferences
 LONGEST = 16  # most tokens to generate
@@ -66,7 +66,7 @@ def _labels(job: Any, model: nn.Module, examples: list[dict], output: Any) -> di
 
 
 def _accuracy(job: Any, model: nn.Module, examples: list[dict], output: Any) -> dict[str, float]:
-    labels = padded(examples, "next", IGNORED, output.logits.device)
+    labels = pad(examples, "next", IGNORED, output.logits.device)
     right = (output.logits.argmax(-1) == labels)[labels != IGNORED]
     return {"accuracy": float(right.double().mean())}
 
@@ -83,10 +83,18 @@ def _entities(job: Any, model: nn.Module, examples: list[dict], output: Any) -> 
 
 def _written(job: Any, model: Any, examples: list[dict], output: Any) -> dict[str, float]:
     """Generate texts and compare them with the references: corpus BLEU and chrF, or mean ROUGE for summaries."""
-    task, pad = job.run["task"], job.target_tokenizer.pad_token_id
-    most = min(LONGEST, task["target_length"] or job.run["data"]["max_length"])
-    how = {"max_new_tokens": most, "num_beams": task["beams"], "pad_token_id": pad, "forced_eos_token_id": None}
-    how |= {"eos_token_id": end_of(job.target_tokenizer), "decoder_start_token_id": model.config.decoder_start_token_id}
+    task, pad_id = job.run["task"], job.target_tokenizer.pad_token_id
+    max_new_tokens = min(LONGEST, task["target_length"] or job.run["data"]["max_length"])
+    how = {
+        "max_new_tokens": max_new_tokens,
+        "num_beams": task["beams"],
+        "pad_token_id": pad_id,
+        "forced_eos_token_id": None,
+    }
+    how |= {
+        "eos_token_id": end_token(job.target_tokenizer),
+        "decoder_start_token_id": model.config.decoder_start_token_id,
+    }
     tokens = model.generate(**inputs_of(job, examples, output.logits.device), **how)
     texts = [text.strip() for text in job.target_tokenizer.batch_decode(tokens, skip_special_tokens=True)]
     references = [example["reference"] for example in examples]

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.plain import module
-from lockstep.plain.examples import end_of
+from lockstep.plain.examples import end_token
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import TASKS, NotCovered
@@ -156,7 +156,7 @@ def _config(job: Plain, head: str) -> Any:
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         config.is_decoder = True
     if head == "ForSeq2SeqLM":
-        begins = dict.fromkeys(("bart", "mbart", "fsmt"), end_of(targets)) | {"t5gemma": targets.bos_token_id}
+        begins = dict.fromkeys(("bart", "mbart", "fsmt"), end_token(targets)) | {"t5gemma": targets.bos_token_id}
         known = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") if not section["type"]]
         known += [begins.get(config.model_type.rstrip("2")), targets.pad_token_id]
         config.decoder_start_token_id = next((each for each in known if each is not None), None)
