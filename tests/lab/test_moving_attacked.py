@@ -406,7 +406,7 @@ LOST_IN_TRAINERS = {  # lines of a subclass, or what is changed -> a part of the
     ("NAME =", "from mine import Trainer\nNAME ="): "(Trainer is imported from mine.Trainer",
     ("NAME =", "from mine import *\nNAME ="): "(Trainer is replaced by an import of *",
     ("NAME =", "def load_dataset(*n):\n    return n\nNAME ="): "(load_dataset is the script's own",
-    ("NAME =", "import mine\nmine.patch()\nNAME ="): "mine.patch() is not read",
+    ("NAME =", "import mine\nmine.patch()\nNAME ="): "mine.patch() (its effect",
     ("args = T", "from peft import LoraConfig\nc = LoraConfig(r=4)\nc.r = 9\nargs = T"): ": c.r (it changes what line",
     ('rows["review"]', 'rows["a"], rows["b"]'): "",
     ("trainer.train()", "trainer.train('out/checkpoint-5')"): "resume_from_checkpoint='out/checkpoint-5' (",

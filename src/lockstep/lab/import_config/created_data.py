@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.lab.import_config.bound_names import names_in, within
 from lockstep.lab.import_config.script import Script, Unknown
 
-_BEYOND = ("globals", "vars", "setattr", "delattr", "exec", "eval", "exit", "quit", "input", "__import__")
+BEYOND = ("globals", "vars", "setattr", "delattr", "exec", "eval", "exit", "quit", "input", "__import__")
 _DEPTH = 10  # of calls of the script's functions in one another
 
 
@@ -38,7 +38,7 @@ def computes_alone(script: Script, name: str, depth: int = 0) -> bool:
 def _sets_switch(node: ast.AST) -> bool:
     """Return whether a call may change a setting of a library: `torch.set_default_dtype`."""
     name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-    return name.startswith(("set_", "use_", "register")) or name in _BEYOND
+    return name.startswith(("set_", "use_", "register")) or name in BEYOND
 
 
 def _is_harmless(script: Script, name: str, depth: int) -> bool:
@@ -47,7 +47,7 @@ def _is_harmless(script: Script, name: str, depth: int) -> bool:
     values = script.bindings.get((id(None), name))
     if values:
         return all(each is not None and _is_plain(script, each) for each in values)
-    return name in script.imports or name in script.classes or (hasattr(builtins, name) and name not in _BEYOND)
+    return name in script.imports or name in script.classes or (hasattr(builtins, name) and name not in BEYOND)
 
 
 def _is_plain(script: Script, node: Any) -> bool:

@@ -490,7 +490,23 @@ def of_trainer(call: Call, at: Reading) -> None:
 
 
 def cast(call: Call, at: Reading) -> None:
-    """Read `cast` and `cast_column`: types and the order of labels are those of the data."""
+    """Read `cast` and `cast_column`: types and the order of labels are those of the data. Numbers with a fraction, and
+    types that are known only when the script runs, make another loss of labels."""
+    nodes = at.script.arguments(call, ("column", "feature") if call.name == "cast_column" else ("feature",)).nodes
+    node = nodes.get("feature", nodes.get("features"))
+    value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    makers = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
+    names = {at.script.origin_of(each.func).rpartition(".")[2] for each in makers}
+    types = [
+        str(at.script.known(each)) for maker in makers for each in ast.walk(maker) if isinstance(each, ast.Constant)
+    ]
+    known = names and names <= {"Features", "Value", "ClassLabel", "Sequence", "List", "Audio", "Image", "copy"}
+    if not known or any(each.startswith(("float", "double", "bool")) for each in types):
+        why = "columns have the types of the data"
+        at.draft.unclear(
+            str(call), f"{why}, and another type of a label makes another loss", "data.source", "data.train"
+        )
+        return
     at.draft.notes.append(f"{call} is not carried over: columns have the types of the data, and labels their order")
 
 

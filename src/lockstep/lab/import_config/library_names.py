@@ -22,7 +22,10 @@ def is_own(script: Any, function: ast.expr) -> bool:
     first = root_of(function)
     if isinstance(function, ast.Name) and (first in script.functions or first in script.classes):
         return True
-    if isinstance(function, ast.Name) and any(_replaces(script, first, each) for each in _values(script, first)):
+    named = isinstance(function, ast.Name) or first in script.imports
+    if named and any(_replaces(script, first, each) for each in _values(script, first)):
+        return True
+    if first in script.imports and first in script.classes:
         return True
     module = script.imports.get(first, "")
     if module and not is_library(module):
@@ -47,7 +50,8 @@ def _replaces(script: Any, name: str, value: ast.expr) -> bool:
         return False
     first = root_of(value)
     own = first in script.functions or first in script.classes
-    return own and isinstance(value, ast.Name)
+    other = name in script.imports and first != name and not is_library(script.imports.get(first, "?"))
+    return (own or other) and isinstance(value, ast.Name)
 
 
 def is_library(module: str) -> bool:
@@ -58,8 +62,10 @@ def is_library(module: str) -> bool:
 def whose(script: Any, name: str) -> str:
     """Return where a name is from that `is_own` has found, for a message."""
     module = script.imports.get(name, "")
-    if name in script.functions:
+    if name in script.functions or name in script.classes:
         return "the script's own"
+    if _values(script, name):
+        return "replaced by the script"
     return "replaced by an import of * after it" if is_library(module) else f"imported from {module}"
 
 

@@ -32,6 +32,7 @@ def loaders_of(script: Script, node: ast.expr | None, depth: int = 0) -> dict[in
     node = entry_of(script, node)
     if isinstance(node, ast.Name) and depth < 10:
         values = [each for (_, name), of in script.bindings.items() if name == node.id for each in of]
+        values += _given_to(script, node.id)
         return {key: one for each in values for key, one in loaders_of(script, each, depth + 1).items()}
     if not isinstance(node, ast.Call):
         return {}
@@ -40,6 +41,24 @@ def loaders_of(script: Script, node: ast.expr | None, depth: int = 0) -> dict[in
         return {id(node): node}
     wraps = name in ("enumerate", "prepare", "prepare_data_loader", *PROGRESS)
     return loaders_of(script, node.args[0], depth + 1) if wraps and len(node.args) in (1, 2) else {}
+
+
+def _given_to(script: Script, name: str) -> list[ast.expr]:
+    """Return what else a name may be: the argument of Accelerate's `prepare` in whose place it stands, and the entries
+    of a list that a loop gives it."""
+    values: list[ast.expr] = []
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
+            values += node.iter.elts if ast.unparse(node.target) == name else []
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            value = script.bound(node.value, last=True) if isinstance(node.value, ast.Name) else node.value
+            prepared = isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".prepare")
+            if prepared and isinstance(target, ast.Tuple):
+                pairs = zip(target.elts, value.args, strict=False)  # type: ignore[union-attr]
+                values += [of for each, of in pairs if ast.unparse(each) == name != ast.unparse(of)]
+    return values
 
 
 def without_order(call: ast.Call) -> str:

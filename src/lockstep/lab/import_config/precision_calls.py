@@ -86,9 +86,24 @@ def _are_of_transport(script: Script, node: ast.expr) -> bool:
     return True
 
 
+def _in_order(loop: Any) -> None:
+    """Check that `prepare` returns each object under its own name, and not under that of another one."""
+    for node in assignments(loop.script):
+        call = node.value
+        if not isinstance(call, ast.Call) or loop.script.origin_of(call.func).rpartition(".")[2] != "prepare":
+            continue
+        names = [ast.unparse(each) for each in call.args]
+        for target in (each for each in node.targets if isinstance(each, ast.Tuple)):
+            results = [ast.unparse(each) for each in target.elts]
+            if any(result != name and result in names for result, name in zip(results, names, strict=False)):
+                why = "it gives one object the name of another: prepare() returns them in the order of its arguments"
+                loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", why)
+
+
 def _accumulates(loop: Any, statements: Any) -> None:
     """Check that `accumulate()` is around each batch, and that the optimizer is prepared: else each batch makes a
     step."""
+    _in_order(loop)
     if not loop.every_at or loop.accumulated == 1:
         return
     by = ("micro_batches", "batch_size")

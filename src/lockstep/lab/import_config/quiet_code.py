@@ -7,6 +7,7 @@ plain name, a call of a function that may change its arguments.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,14 +44,19 @@ class QuietCode:
     called: str | None = None  # the function of the script whose statements these are; None: the one that trains
     created: frozenset[int] = frozenset()  # ids of the calls of functions that the run calls itself: `task.data`
     inside: Reason | None = None  # of the call that was looked at last: the statement of its function
+    fixed: frozenset[str] = frozenset()  # names that the statement which is checked must not assign
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
         """Check a statement. `fixed`: names that must not be assigned."""
+        self.fixed = fixed
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
             self._assigned(node, fixed)
             return
         if isinstance(node, ast.For | ast.If | ast.With | ast.Try | ast.While):
             self._block(node, fixed)
+            return
+        if isinstance(node, ast.Match):
+            self._match(node, fixed)
             return
         inside = self.repeated and self.called is None
         ends = isinstance(node, ast.Break | ast.Continue) and not self.inner
@@ -121,6 +127,16 @@ class QuietCode:
             self.statement(line, fixed)
         self.inner = before
 
+    def _match(self, node: ast.Match, fixed: frozenset[str]) -> None:
+        self._expression(node.subject)
+        for case in node.cases:
+            if bound_names.within(case.pattern) & fixed:
+                self.gap(node, _INPUT)
+            if case.guard is not None:
+                self._expression(case.guard)
+            for line in case.body:
+                self.statement(line, fixed)
+
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if not self._target(node, target, fixed, isinstance(node, ast.Assign)):
@@ -172,8 +188,13 @@ class QuietCode:
         waiting = [node]
         while waiting:
             each = waiting.pop(0)
-            if isinstance(each, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await):
+            if isinstance(each, ast.Yield | ast.YieldFrom | ast.Await):
+                if self.called is None or each.value is not None:  # else it is a context's
+                    self.gap(node, _MODEL)
+            elif isinstance(each, ast.NamedExpr) and not isinstance(each.value, _NEW):
                 self.gap(node, _MODEL)
+            elif isinstance(each, ast.NamedExpr) and each.target.id in self.fixed:
+                self.gap(node, _INPUT)
             elif isinstance(each, ast.Call) and self.repeated and _ends_program(each):
                 self.gap(each, _PARTLY, "steps", "epochs")
             elif isinstance(each, ast.Call) and not self.is_quiet(each):
@@ -247,6 +268,10 @@ class QuietCode:
         if not isinstance(function, ast.Name):
             return False
         value = self.script.bound(function, last=True)
+        if isinstance(value, ast.Lambda):
+            return self._quiet_body(f"{function.id}, line {value.lineno}", value)
+        if value is None and _is_error(function.id):
+            return True
         if value is None:  # an argument of a function, such as its model
             return function.id in NAMES["quiet_names"]
         if not isinstance(value, ast.Call):
@@ -271,11 +296,11 @@ class QuietCode:
             return False
         kinds = self._lineage(self.script.classes[name])
         bases = {ast.unparse(base).rpartition(".")[2] for kind in kinds for base in kind.bases}
-        inert = bases & {"Module", "Dataset", "IterableDataset"} or any(kind.decorator_list for kind in kinds)
+        inert = bases & {"Module", "Dataset", "IterableDataset"}
         if inert and not any(self._holds_module(each) for each in arguments):
             return True
         own = [line for kind in kinds for line in kind.body if isinstance(line, ast.FunctionDef)]
-        implicit = [each for each in own if each.name.startswith("__")]
+        implicit = [each for each in own if each.name.startswith("__") or _is_property(each)]
         return all(self._quiet_body(f"{name}.{m.name}, line {m.lineno}", m, m.args.args[:1]) for m in implicit)
 
     def own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
@@ -324,7 +349,8 @@ class QuietCode:
             inner.repeated, inner.called = self.repeated, name
             if (by := self.replaced(function)) is not None:
                 gaps.append(_reason(by, _MODEL))
-            for line in getattr(function, "body", []) if not isinstance(function, ast.Lambda) else []:
+            body = [ast.Expr(function.body)] if isinstance(function, ast.Lambda) else getattr(function, "body", [])
+            for line in body:
                 inner.statement(line, frozenset())
             self.looked_at[name] = gaps[0] if gaps else None
         self.inside = self.looked_at[name]
@@ -341,6 +367,17 @@ def _reason(node: ast.AST, why: str, *by: str) -> Reason:
     return f"because of {where} inside: {why}", by
 
 
+def _is_property(method: ast.FunctionDef) -> bool:
+    return any("property" in ast.unparse(each) or "setter" in ast.unparse(each) for each in method.decorator_list)
+
+
+def _is_error(name: str) -> bool:
+    """Return whether a name is of an exception of Python's."""
+    kind = getattr(builtins, name, None)
+    return isinstance(kind, type) and issubclass(kind, BaseException)
+
+
+_NEW = ast.Call | ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant  # no other name of what has one
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _NO_EFFECT = (
     _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal | ast.Break | ast.Continue

@@ -609,7 +609,9 @@ def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | Non
     if isinstance(node, ast.Subscript):
         return "rows" if kind_of(script, node.value, depth + 1) == "rows" else None
     if isinstance(node, ast.IfExp):
-        return kind_of(script, node.body, depth + 1) or kind_of(script, node.orelse, depth + 1)
+        parts = [each for each in (node.body, node.orelse) if script.known(each, Unknown) is not None]
+        kinds = {kind_of(script, each, depth + 1) for each in parts}
+        return kinds.pop() if len(kinds) == 1 else None
     return _of_call(script, node, depth) if isinstance(node, ast.Call) else None
 
 
@@ -624,6 +626,8 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
         return "config" if holder.endswith("Config") else "model"
     if name in _WRAPPED:
         return "model"
+    if origin.startswith("peft.") and name.endswith("Config"):
+        return "adapter"
     if is_trainer(script, name):
         return "trainer"
     if name.endswith("TrainingArguments") or name in ("SFTConfig", "DPOConfig", "RewardConfig", "CPOConfig"):

@@ -20,7 +20,7 @@ from lockstep.lab.import_config import (
     trainer_arguments,
 )
 from lockstep.lab.import_config.bound_names import root_of
-from lockstep.lab.import_config.library_names import is_library, is_own, whose
+from lockstep.lab.import_config.library_names import is_own, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
@@ -97,17 +97,10 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
 
 
 def _unread_effects(at: Reading) -> None:
-    """Add a gap for classes that are made by `type(...)`, and say which calls of other files are not read."""
+    """Add a gap for classes that are made by `type(...)`."""
     for call in at.script.calls:
         if call.origin == "type" and len(call.node.args) == 3:
             at.draft.unclear(str(call), "which class it makes is known only when the script runs")
-    bare = [each.value for each in ast.walk(at.script.tree) if isinstance(each, ast.Expr)]
-    for node in bare:
-        first = root_of(node) if isinstance(node, ast.Call) else ""
-        module = at.script.imports.get(first, "")
-        if isinstance(node, ast.Call) and module and not is_library(module):
-            where = f"line {node.lineno}: {code_of(node)}"
-            at.draft.notes.append(f"{where} is not read: it must change nothing that is trained")
 
 
 def _touches(call: Call, script: Script) -> bool:
@@ -151,7 +144,7 @@ def _changed_later(call: Call, at: Reading) -> None:
         for each in at.script.assignments()
         if each.value is call.node and isinstance(each.target, ast.Name)
     }
-    if not names or kind_of(at.script, call.node) is not None:  # read elsewhere
+    if not names or kind_of(at.script, call.node) not in (None, "adapter"):  # read elsewhere
         return
     for node in ast.walk(at.script.tree):
         changed = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
@@ -371,8 +364,22 @@ def trainer_call(call: Call, at: Reading) -> None:
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (collator := own_collator(at.script, collate)):
         at.draft.lacks(f"line {call.line}: data_collator={collator}", "the task makes the batches")
+    elif collate is not None:
+        _pads_with(call, at, collate)
     callbacks(call, at, arguments.nodes.get("callbacks"))
     at.read(call, "the task and its data")
+
+
+def _pads_with(call: Call, at: Reading, collate: ast.expr) -> None:
+    """Check that a library's collator pads with a tokenizer that is read where it is loaded."""
+    value = at.script.bound(collate, last=True) if isinstance(collate, ast.Name) else collate
+    if not isinstance(value, ast.Call) or not at.script.origin_of(value.func).endswith(_PADDING):
+        return
+    words = {word.arg: word.value for word in value.keywords}
+    node = words.get("tokenizer", value.args[0] if value.args else None)
+    if node is not None and kind_of(at.script, node) != "tokenizer":
+        where = f"line {value.lineno}: {code_of(value)}"
+        at.draft.unclear(where, f"where {code_of(node)} is loaded was not found", "tokenizer.source")
 
 
 def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
@@ -477,7 +484,8 @@ def own_collator(script: Script, node: ast.expr) -> str | None:
     if value is None:
         value = node
     origin = script.origin_of(value.func if isinstance(value, ast.Call) else value)
-    known = origin.rpartition(".")[2] in NAMES["collators"] and origin not in (*script.functions, *script.classes)
+    known = origin.rpartition(".")[2] in NAMES["collators"]
+    known = known and not is_own(script, value.func if isinstance(value, ast.Call) else value)
     return None if known or _only_pads(script, value) else code_of(node)
 
 
@@ -533,7 +541,7 @@ def callbacks(call: Call, at: Reading, node: ast.expr | None) -> None:
     for one in each:
         one = (at.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = at.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-        known = name in NAMES["callbacks"] and name not in at.script.classes
+        known = name in NAMES["callbacks"] and not is_own(at.script, one.func if isinstance(one, ast.Call) else one)
         if not known and not (isinstance(one, ast.Constant) and one.value is None):
             at.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "its effect is unknown")
 
@@ -595,6 +603,7 @@ def trained(call: Call, at: Reading) -> None:
     at.draft.drop(f"line {call.line}: resume_from_checkpoint={code_of(node)}", None, why, not newest, ("model.source",))
 
 
+_PADDING = ("WithPadding", "ForTokenClassification", "ForSeq2Seq", "ForLanguageModeling", "ForWholeWordMask")
 _REPORTING = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "TensorBoardCallback", "WandbCallback")
 _SEEDS = ("set_seed", "seed_everything")
 _COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")

@@ -13,12 +13,17 @@ from typing import Any
 
 from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.created_data import BEYOND
+from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Call, Script, Unknown, code_of, is_trainer, kind_of, split_of
+from lockstep.lab.import_config.script import Call, Kind, Script, Unknown, code_of, is_trainer, kind_of, split_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
+from lockstep.lab.import_config.unrelated_calls import UnrelatedCalls
 
 _SEVERAL = "it trains several times: keep only one training"
 _LIBRARIES = (*NAMES["libraries"], "torch")
+_REPEATS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+_RESULTS = ("generate", "decode", "batch_decode", "encode", "tokenize", "num_parameters", "get_memory_footprint")
 _PYTHON = ("sys.modules", "builtins.", "__builtins__")  # what they hold is used by all modules
 
 
@@ -30,13 +35,40 @@ class TrainerStatements:
     draft: RunDraft
     is_read: Callable[[ast.Call], bool]
     touched: set[str] = field(default_factory=set)  # names of a model, rows, settings, a Trainer or their parts
+    parts: set[str] = field(default_factory=set)  # those of them that are more than rows
     looked_at: set[str] = field(default_factory=set)  # functions of the script that were checked
+    unrelated: UnrelatedCalls = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unrelated = UnrelatedCalls(self.script, self._takes_part_in, self._holds)
 
     def read(self) -> None:
         self._body(self.script.tree.body)
         started = [c for c in self._calls("train") if kind_of(self.script, c.receiver) == "trainer"]
         for call in started[1:]:
             self.draft.unclear(str(call), _SEVERAL)
+        self._trained_again()
+
+    def _trained_again(self) -> None:
+        """Add a gap for training in a comprehension or lambda, and for a second call of a function that trains."""
+        for node in ast.walk(self.script.tree):
+            inside = ast.walk(node) if isinstance(node, _REPEATS) else ()
+            if any(isinstance(each, ast.Call) and self._trains(each) for each in inside):
+                self._unclear(node, _SEVERAL)
+        sites: dict[str, int] = {}
+        for call in self.script.calls:
+            if isinstance(call.node.func, ast.Name) and self._starts(call.node):
+                sites[call.name] = sites.get(call.name, 0) + 1
+                if sites[call.name] > 1:
+                    self.draft.unclear(str(call), _SEVERAL)
+
+    def _starts(self, call: ast.Call, depth: int = 0) -> bool:
+        """Return whether a call starts a training, also in a function of the script."""
+        if isinstance(call.func, ast.Attribute):
+            return call.func.attr == "train" and kind_of(self.script, call.func.value) == "trainer"
+        function = self.script.functions.get(ast.unparse(call.func)) if depth < 10 else None
+        inside = ast.walk(function) if function is not None else ()
+        return any(isinstance(each, ast.Call) and self._starts(each, depth + 1) for each in inside)
 
     def _calls(self, name: str) -> list[Call]:
         return [call for call in self.script.calls if call.name == name and call.receiver is not None]
@@ -50,41 +82,77 @@ class TrainerStatements:
                 self._body(line.orelse if taken is Unknown or not taken else [])
             elif isinstance(line, ast.For | ast.While):
                 self._loop(line)
+            elif isinstance(line, ast.Match):
+                self._matched(line)
             elif isinstance(line, ast.With | ast.Try):
                 self._contexts(line)
                 handlers = [each for handler in getattr(line, "handlers", ()) for each in handler.body]
                 more = [*getattr(line, "orelse", ()), *getattr(line, "finalbody", ())]
                 self._body([*line.body, *handlers, *more])
-            elif not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            elif isinstance(line, ast.ClassDef):
+                self._definition(line)
+            elif not isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._leaf(line)
                 self._taint(line)
 
+    def _definition(self, line: ast.ClassDef) -> None:
+        """Check what a class computes where it is defined: its lines, decorators and metaclass."""
+        body = [each for each in line.body if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+        self.touched |= {line.name} if any(map(self._holds, body)) else set()
+        self._body(body if not is_trainer(self.script, line.name) else [])
+        for word in line.keywords:
+            if self.script.origin_of(word.value).rpartition(".")[2] != "ABCMeta":
+                self._unclear(line, f"the effect of {word.arg}={code_of(word.value)} is unknown")
+        if (by := self._quiet().replaced(line)) is not None:
+            self._unclear(by, "the effect of this decorator is unknown")
+
+    def _quiet(self) -> QuietCode:
+        return QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet)
+
+    def _matched(self, line: ast.Match) -> None:
+        self._leaf(ast.copy_location(ast.Expr(line.subject), line))
+        for case in line.cases:
+            if self._holds(line.subject):
+                self.touched |= bound_names.within(case.pattern)
+            self._body(case.body)
+
     def _head(self, line: ast.stmt) -> None:
-        """Check what the head of a block sets, and a decorator that registers a function with an object."""
+        """Check what the head of a block computes and sets, and a decorator that registers a function."""
         heads = [getattr(line, "test", None), getattr(line, "iter", None)]
+        for each in heads:
+            if each is not None:
+                self._leaf(ast.copy_location(ast.Expr(each), line))
         names = {n.target.id for e in heads if e is not None for n in ast.walk(e) if isinstance(n, ast.NamedExpr)}
         names = names.union(*map(bound_names.of_node, getattr(line, "handlers", ())))
         sets = [each for each in bound_names.targets(line) if not isinstance(each, ast.Name | ast.Tuple)]
         if any(map(self._touches, (*sets, *(ast.copy_location(ast.Name(each, ast.Load()), line) for each in names)))):
             self._unclear(line, "it sets the model, rows or settings anew")
-        QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet).decorators(line)
+        self._quiet().decorators(line)
 
     def _contexts(self, line: ast.With | ast.Try) -> None:
         """Check the contexts around a statement that trains, or makes what is: `with torch.autocast("cuda"):`."""
         calls = [each for each in ast.walk(line) if isinstance(each, ast.Call) and self._takes_part(each)]
-        for item in getattr(line, "items", ()) if calls else ():
+        for item in getattr(line, "items", ()):
             node = item.context_expr
             function = node.func if isinstance(node, ast.Call) else node
-            if self.script.origin_of(function).rpartition(".")[2] not in NAMES["trainer_contexts"]:
+            name, own = self.script.origin_of(function).rpartition(".")[2], is_own(self.script, function)
+            if name in NAMES["trainer_contexts"] and not own:
+                continue
+            if calls and name not in {**self.script.functions, **self.script.classes}:
                 self._unclear(line, f"the effect of {code_of(node)} on what is in it is unknown")
+            self._leaf(ast.copy_location(ast.Expr(node), line))
+        for item in getattr(line, "items", ()):
+            if item.optional_vars is not None:
+                self._bind(item.optional_vars, item.context_expr)
+        self.touched |= {each.name for each in getattr(line, "handlers", ()) if each.name}
 
     def _loop(self, node: ast.For | ast.While) -> None:
         for each in ast.walk(node):
-            if isinstance(each, ast.Call) and self._trains(each):
+            if isinstance(each, ast.Call) and (self._trains(each) or self._starts(each)):
                 self.draft.unclear(f"line {each.lineno}: {code_of(each)}", _SEVERAL)
                 break
-        if isinstance(node, ast.For) and self._touches(node.iter):
-            self.touched |= {each.id for each in ast.walk(node.target) if isinstance(each, ast.Name)}
+        if isinstance(node, ast.For):
+            self._bind(node.target, node.iter)
         self._body([*node.body, *node.orelse])
 
     def _trains(self, call: ast.Call) -> bool:
@@ -108,17 +176,56 @@ class TrainerStatements:
         ):
             self._unclear(line, "its effect on the library is unknown")
             return
-        if isinstance(line, ast.Assign) and not any(map(self._touches, line.targets)):
-            line = ast.copy_location(ast.Expr(line.value), line)  # check only the assigned value
-        if self._touches(line):
-            quiet = QuietCode(self.script, lambda node, why, *by: self._unclear(node, why, *by), self._is_quiet)
-            quiet.statement(line, frozenset())
+        one: Any = getattr(line, "target", None)
+        targets = line.targets if isinstance(line, ast.Assign | ast.Delete) else [one] * (one is not None)
+        named = isinstance(line, ast.Delete) and all(isinstance(each, ast.Name) for each in targets)
+        if isinstance(line, ast.AugAssign) and isinstance(line.target, ast.Name) and self._touches(line.target):
+            self._unclear(line, "it sets the model, rows or settings anew")
+        if targets and not named and not any(map(self._is_read_later, targets)):
+            value = getattr(line, "value", None)
+            line = ast.copy_location(ast.Expr(value) if value is not None else ast.Pass(), line)
+        self._quiet().statement(line, frozenset())
 
-    def _taint(self, line: ast.stmt) -> None:
+    def _is_read_later(self, target: ast.expr) -> bool:
+        """Return whether what is set may be a part of the training: by its name, or by what a call returns."""
+        calls = any(isinstance(each, ast.Call) for each in ast.walk(target))
+        return self._touches(target) or (calls and not self.unrelated.is_value(target))
+
+    def _taint(self, line: ast.AST) -> None:
         """Record names assigned from something touched, except numbers and results of a Trainer."""
-        if isinstance(line, ast.Assign) and self._touches(line.value) and not self._is_result(line.value):
-            names = (each for target in line.targets for each in ast.walk(target))
-            self.touched |= {each.id for each in names if isinstance(each, ast.Name)}
+        for each in ast.walk(line):
+            if isinstance(each, ast.NamedExpr | ast.AnnAssign) and each.value is not None:
+                self._bind(each.target, each.value)
+            elif isinstance(each, ast.Assign):
+                for target in each.targets:
+                    self._bind(target, each.value)
+
+    def _bind(self, target: ast.expr, value: ast.expr) -> None:
+        names = {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+        if self._holds(value) and not self.unrelated.is_value(value):
+            self.touched |= names
+            if self._takes_part_in(value):
+                self.parts |= names
+
+    def _holds(self, node: ast.AST) -> bool:
+        """Return whether a value holds a part of the training; numbers and results of a Trainer do not."""
+        return any(self._is_touched(each) for each in self._names(node))
+
+    def _takes_part_in(self, node: ast.AST) -> bool:
+        """Return whether a value holds more than rows: a model, a tokenizer, settings, a Trainer."""
+        return any(
+            each.id in self.parts or kind_of(self.script, each) not in ("rows", None) for each in self._names(node)
+        )
+
+    def _names(self, node: ast.AST) -> list[ast.Name]:
+        if isinstance(node, ast.expr) and self._is_result(node):
+            return []
+        if isinstance(node, ast.Name):
+            return [node]
+        return [name for each in ast.iter_child_nodes(node) for name in self._names(each)]
+
+    def _is_touched(self, name: ast.Name) -> bool:
+        return name.id in self.touched or kind_of(self.script, name) is not None
 
     def _called(self, line: ast.stmt) -> None:
         """Check functions that contain a part of the training, as if their statements stood here."""
@@ -126,16 +233,27 @@ class TrainerStatements:
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue
             function = self.script.functions.get(call.func.id)
-            if isinstance(function, ast.FunctionDef) and function.name not in self.looked_at:
+            if not isinstance(function, ast.FunctionDef) or function.name in self.looked_at:
+                continue
+            spec = function.args
+            own = {each.arg for each in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)}
+            if any(self._touches(each) for each in (*spec.defaults, *filter(None, spec.kw_defaults))):
+                self.touched |= own  # def change(t=trainer)
+            if any(map(self._acts, ast.walk(function))):
                 self.looked_at.add(function.name)
-                defaults = [*function.args.defaults, *filter(None, function.args.kw_defaults)]
-                if any(map(self._touches, defaults)):  # def change(t=trainer)
-                    self.touched |= {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
-                if any(map(self._acts, ast.walk(function))):
-                    quiet = QuietCode(self.script, lambda *_: None, self._is_quiet)
-                    if (by := quiet.replaced(function, "training_decorators")) is not None:
-                        self._unclear(by, f"this decorator may replace {function.name} by another function")
-                    self._body(function.body)
+                self._passed(function.name, own)
+                if (by := self._quiet().replaced(function, "training_decorators")) is not None:
+                    self._unclear(by, f"this decorator may replace {function.name} by another function")
+                self._body(function.body)
+
+    def _passed(self, name: str, own: set[str]) -> None:
+        """Record the arguments of a function that holds a part of the training in any of its calls."""
+        for call in (each for each in self.script.calls if each.name == name):
+            arguments = [*call.node.args, *(word.value for word in call.node.keywords)]
+            if any(map(self._holds, arguments)):
+                self.touched |= own
+            if any(map(self._takes_part_in, arguments)):
+                self.parts |= own
 
     def _acts(self, node: ast.AST) -> bool:
         """Return whether a node of a function calls a part of the training, or sets an attribute or entry of one."""
@@ -155,9 +273,7 @@ class TrainerStatements:
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Attribute) and kind_of(self.script, call.func.value) == "trainer":
             return name in NAMES["trainer_methods"]
-        if origin.startswith("numpy."):
-            return name not in NAMES["numpy_changes"]
-        return origin in NAMES["quiet_draws"]
+        return (name in NAMES["parsers"] and not is_own(self.script, call.func)) or self.unrelated.is_unrelated(call)
 
     def _replaces_rows(self, target: ast.expr, value: ast.expr) -> bool:
         """Return whether a split is replaced by its own rows: `data["train"] = data["train"].shuffle()`."""
@@ -180,10 +296,7 @@ class TrainerStatements:
         return imported and origin.partition(".")[0] in _LIBRARIES and not quiet
 
     def _touches(self, node: ast.AST) -> bool:
-        return any(
-            isinstance(each, ast.Name) and (each.id in self.touched or kind_of(self.script, each) is not None)
-            for each in ast.walk(node)
-        )
+        return any(isinstance(each, ast.Name) and self._is_touched(each) for each in ast.walk(node))
 
     def _is_result(self, node: ast.expr) -> bool:
         if isinstance(node, ast.IfExp):
@@ -192,9 +305,12 @@ class TrainerStatements:
             node = node.value
         if not isinstance(node, ast.Call):
             return False
-        if isinstance(node.func, ast.Attribute) and kind_of(self.script, node.func.value) == "trainer":
-            return True
-        return ast.unparse(node.func) in ("len", "int", "float", "str", "sum", "round", "min", "max")
+        if isinstance(node.func, ast.Attribute):
+            kind = kind_of(self.script, node.func.value)
+            return kind == "trainer" or (kind in ("tokenizer", "model") and node.func.attr in _RESULTS)
+        if isinstance(node.func, ast.Name) and kind_of(self.script, node.func) in ("tokenizer", "model"):
+            return True  # tokens, or outputs
+        return ast.unparse(node.func) in ("len", "int", "float", "str", "sum", "round", "min", "max", "isinstance")
 
     def _unclear(self, node: ast.AST, why: str, *by: str) -> None:
         line = getattr(node, "lineno", 0)
@@ -254,24 +370,58 @@ def _effect(script: Script, method: Any) -> ast.AST | None:
     return changes[0] if changes else None
 
 
-def changes_outside(script: Script, function: Any) -> ast.AST | None:
+def changes_outside(script: Script, function: Any, depth: int = 0) -> ast.AST | None:
     """Return the first part of a function of evaluation that changes more than its own names: a global name, an
-    attribute or an entry of another object, a part of the training."""
+    attribute or an entry of another object, a part of the training; also in functions of the script that it calls."""
     spec = function.args
     arguments = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *filter(None, (spec.vararg, spec.kwarg))]
-    body = function.body if isinstance(function.body, list) else [function.body]
-    own = bound_names.within(ast.Module(body, [])) | {each.arg for each in arguments}
-    for node in (each for line in body for each in ast.walk(line)):
-        stored = isinstance(getattr(node, "ctx", None), ast.Store | ast.Del) and not isinstance(node, ast.Name)
-        holder = node.func.value if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-        acts = kind_of(script, holder) in ("model", "trainer", "arguments")
-        acts = acts and holder is not None and root_of(holder) not in own
-        acts = acts and node.func.attr not in NAMES["trainer_evaluates"]  # type: ignore[attr-defined]
-        if isinstance(node, ast.Global | ast.Nonlocal) or acts:
+    body = ast.Module(function.body if isinstance(function.body, list) else [ast.Expr(function.body)], [])
+    bound = bound_names.within(body) | {each.arg for each in arguments}
+    own = bound - _of_training(script, body, bound)
+    for node in ast.walk(body):
+        if isinstance(node, ast.Global | ast.Nonlocal):
             return node
-        if stored and not isinstance(node, ast.Tuple | ast.List | ast.Starred) and root_of(node) not in own:
+        stored = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        if stored and root_of(node) not in own:
+            return node
+        if isinstance(node, ast.Call) and _acts_outside(script, node, bound, own, depth):
             return node
     return None
+
+
+def _of_training(script: Script, body: ast.AST, bound: set[str]) -> set[str]:
+    """Return the names that a function takes from a part of the training: `for group in trainer.optimizer...`."""
+    names: set[str] = set()
+    pairs = [(e.target, e.iter) for e in ast.walk(body) if isinstance(e, ast.For | ast.comprehension)]
+    pairs += [(e.target, e.value) for e in ast.walk(body) if isinstance(e, ast.NamedExpr)]
+    pairs += [(t, e.value) for e in ast.walk(body) if isinstance(e, ast.Assign) for t in e.targets]
+    for _ in pairs:
+        for target, value in pairs:
+            inner = [each for each in ast.walk(value) if isinstance(each, ast.Name)]
+            outer = [each for each in inner if each.id not in bound and _kind_of_any(script, each) in _ACTS]
+            if outer or any(each.id in names for each in inner):
+                names |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return names
+
+
+def _kind_of_any(script: Script, node: ast.expr) -> Kind | None:
+    """Return the kind of a value in a function, whose names may be assigned below it."""
+    value = script.bound(node) if isinstance(node, ast.Name) else None
+    return kind_of(script, node) or kind_of(script, value)
+
+
+def _acts_outside(script: Script, call: ast.Call, bound: set[str], own: set[str], depth: int) -> bool:
+    """Return whether a call in a function of evaluation may change a part of the training."""
+    if not isinstance(call.func, ast.Attribute):
+        name = ast.unparse(call.func)
+        function = script.functions.get(name) if name not in bound and depth < 10 else None
+        return name in BEYOND or (function is not None and changes_outside(script, function, depth + 1) is not None)
+    root = root_of(call.func)
+    if root in own or call.func.attr in NAMES["trainer_evaluates"]:
+        return False
+    return _kind_of_any(script, call.func.value) in _ACTS or (
+        root in bound and call.func.attr not in NAMES["quiet_methods"]
+    )
 
 
 def _is_plain_init(function: Any) -> bool:
@@ -297,6 +447,7 @@ def _passes_on(node: ast.expr) -> bool:
     return plain and all(isinstance(each.value, ast.Name) and each.value.id == each.arg for each in words)
 
 
+_ACTS = ("model", "trainer", "arguments")
 _OF_TRAINER: tuple[str, ...] = (
     *("model", "args", "data_collator", "train_dataset", "optimizer", "lr_scheduler", "compute_loss_func"),
     *("model_wrapped", "label_smoother", "model_accepts_loss_kwargs", "accelerator", "callback_handler", "control"),
