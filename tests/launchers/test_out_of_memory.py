@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from lockstep.distributed import host_memory, job_record, system_metrics
-from lockstep.distributed.host_memory import Sources
+from lockstep.distributed import hardware, job_record, system_metrics
+from lockstep.distributed.hardware import Sources
 from lockstep.launchers.launcher import LaunchPlan
 from lockstep.launchers.processes import elastic_agent, out_of_memory
 from lockstep.launchers.processes.elastic_agent import Agent
@@ -127,26 +127,26 @@ def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
 ) -> None:
     """A scheduler may limit a job's cgroup and not that of its step. Memory of tmpfs files does not count as free."""
     kernel = Kernel(tmp_path, cgroup, inside)
-    assert host_memory.available(kernel.sources) == 6_000_000 * KB
+    assert hardware.available_memory(kernel.sources) == 6_000_000 * KB
     limited = kernel.group.parent if inside else kernel.group
     used, cached = ("memory.usage_in_bytes", "total_") if kernel.v1 else ("memory.current", "")
     kernel.limit(str(3000 * KB), above=bool(inside))
     (limited / used).write_text(str(2000 * KB))
-    assert host_memory.available(kernel.sources) == 1000 * KB
+    assert hardware.available_memory(kernel.sources) == 1000 * KB
     (limited / "memory.stat").write_text(f"anon 7\n{cached}inactive_file {500 * KB}\n")
-    assert host_memory.available(kernel.sources) == 1500 * KB
-    assert host_memory.limit(kernel.sources) == 3000 * KB
+    assert hardware.available_memory(kernel.sources) == 1500 * KB
+    assert hardware.memory_limit(kernel.sources) == 3000 * KB
     kernel.memory(8_000_000, 900)
-    assert host_memory.available(kernel.sources) == 900 * KB
+    assert hardware.available_memory(kernel.sources) == 900 * KB
     (limited / used).write_text(str(9000 * KB))
-    assert host_memory.available(kernel.sources) == 0
-    assert host_memory.available(Sources(tmp_path / "none", tmp_path / "none")) == 0
+    assert hardware.available_memory(kernel.sources) == 0
+    assert hardware.available_memory(Sources(tmp_path / "none", tmp_path / "none")) == 0
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
 def test_of_a_process_with_a_limit_of_its_own_nothing_is_known(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    monkeypatch.setattr(host_memory, "available", lambda: 4000)
+    monkeypatch.setattr(hardware, "available_memory", lambda: 4000)
     monkeypatch.setattr(resource, "getrlimit", lambda asked: limits[asked])
     assert [system_metrics.free_memory(sharing) for sharing in (1, 4)] == [4000, 1000]
     limits[kind] = (1 << 30, resource.RLIM_INFINITY)
@@ -172,8 +172,8 @@ def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypat
 
     memory = None
     with monkeypatch.context() as patched:
-        patched.setattr(host_memory.os, "open", open_log)
-        patched.setattr(host_memory.os, "read", read_log)
+        patched.setattr(hardware.os, "open", open_log)
+        patched.setattr(hardware.os, "read", read_log)
         memory = Memory(kernel.sources)
         assert memory.why(PID, -signal.SIGKILL) == ""
         records.append(LINE.format(8).encode())
@@ -185,7 +185,7 @@ def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypat
 def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
     memory = Memory(Sources(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
     memory.look([PID])
-    assert host_memory.limit(memory.sources) == 0
+    assert hardware.memory_limit(memory.sources) == 0
     assert memory.why(PID, -signal.SIGKILL) == ""
 
 
@@ -259,9 +259,9 @@ def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tupl
     """Return what `status` prints about a launch that ended, from the kernel's counters now, and what its next start
     prints."""
     for name in ("kills", "cgroup"):
-        function = getattr(host_memory, name)
-        monkeypatch.setattr(host_memory, name, lambda f=function: f(kernel.sources))
-    monkeypatch.setattr(host_memory, "killed_since", lambda *_: False)
+        function = getattr(hardware, name)
+        monkeypatch.setattr(hardware, name, lambda f=function: f(kernel.sources))
+    monkeypatch.setattr(hardware, "killed_since", lambda *_: False)
     record = job_record.JobRecord("local", 2, time.time() - 60, DEAD, **values)
     return job_record.state_of_process(record).text, job_record.recorded_loss(record)
 
@@ -279,7 +279,7 @@ def test_a_launcher_that_memory_took_too(
     """Compares the kernel's counters at the start with those now; counters of another cgroup do not count."""
     kernel = Kernel(tmp_path, cgroup)
     kernel.kills(3, 5)
-    kills, place = host_memory.kills(kernel.sources), host_memory.cgroup(kernel.sources)
+    kills, place = hardware.kills(kernel.sources), hardware.cgroup(kernel.sources)
     assert kills[1] == 5
     kernel.kills(3 + inside, 5 + machine)
     text, told = gone(kernel, monkeypatch, kills=kills, cgroup=place if same else "another")
@@ -290,7 +290,7 @@ def test_a_launcher_that_memory_took_too(
 
 def test_what_a_launch_writes_down_of_memory_is_read_again(tmp_path: Path) -> None:
     job_record.write(tmp_path, record := job_record.here("local", 2))
-    assert record.kills == host_memory.kills()
+    assert record.kills == hardware.kills()
     assert job_record.read(tmp_path) == record
 
 
@@ -304,7 +304,7 @@ def test_the_kernel_s_log_names_a_process_of_the_machine_alone(
     (tmp_path / "self/ns/pid").symlink_to(space)
     now = int(1e6 * time.clock_gettime(time.CLOCK_MONOTONIC))
     record = LINE.partition(";")[2]
-    monkeypatch.setattr(host_memory, "records", lambda _: iter([(1, 100, record), (2, now, record)]))
-    assert host_memory.killed_since(PID, time.time() - 5, kernel.sources) is (space == "pid:[4026531836]")
-    assert not host_memory.killed_since(PID, time.time() + 60, kernel.sources)
-    assert not host_memory.killed_since(PID + 1, time.time() - 5, kernel.sources)
+    monkeypatch.setattr(hardware, "records", lambda _: iter([(1, 100, record), (2, now, record)]))
+    assert hardware.killed_since(PID, time.time() - 5, kernel.sources) is (space == "pid:[4026531836]")
+    assert not hardware.killed_since(PID, time.time() + 60, kernel.sources)
+    assert not hardware.killed_since(PID + 1, time.time() - 5, kernel.sources)

@@ -23,7 +23,7 @@ from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.job import Job
 from lockstep.data.raw_rows import RawRows
-from lockstep.distributed import host_memory
+from lockstep.distributed import hardware
 from lockstep.distributed.world import World
 from lockstep.plain import module as plain_module
 from lockstep.plain.rows import NotCovered
@@ -491,13 +491,13 @@ def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> No
 def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = host_memory.Sources(tmp_path, tmp_path / "cgroup")
+    sources = hardware.Sources(tmp_path, tmp_path / "cgroup")
     (tmp_path / "self").mkdir()
     (tmp_path / "self/cgroup").write_text("0::/job/step\n")
     (tmp_path / "meminfo").write_text("MemTotal: 8000000 kB\n")
     (tmp_path / "cgroup/job/step").mkdir(parents=True)
     (tmp_path / "cgroup/job/memory.max").write_text("1000")
-    monkeypatch.setattr(host_memory, "limit", partial(host_memory.limit, sources))
+    monkeypatch.setattr(hardware, "memory_limit", partial(hardware.memory_limit, sources))
     run = tiny(*ONE)
     task, found, folder = exported(run, tmp_path / "out")
     compared = export_check.compare_export(task, found, folder, torch.device("cpu"))

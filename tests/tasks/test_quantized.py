@@ -69,7 +69,7 @@ def trained(world: World, run: Run) -> dict[str, Any]:
     return found | {
         "dtypes": dtypes,
         "count": strategy.weights.parameter_count,
-        "packed": quantized.count(strategy.model),
+        "packed": storage_dtype.count(strategy.model),
     }
 
 
@@ -159,11 +159,11 @@ def test_layers_compute_with_what_their_4_bits_stand_for(kind: str, low: torch.d
     run = tiny(model={"source": "somewhere", "adapter": {"r": 4}, "dtype": "float32", "quantization": kind})
     model = storage_dtype.cast_weights(run.model, Layers())
     assert [hasattr(m, "packed") for m in (*model.blocks, model.head)] == [True, True, True, False]
-    assert quantized.count(model) == 2 * 64 * 128 + 64 * 7
-    assert quantized.parameters(model) == sum(p.numel() for p in whole.parameters())
+    assert storage_dtype.count(model) == 2 * 64 * 128 + 64 * 7
+    assert storage_dtype.parameters(model) == sum(p.numel() for p in whole.parameters())
     output, gradient = ends(model, low)
     quantized.unpack(model)
-    assert not quantized.count(model)
+    assert not storage_dtype.count(model)
     for block, other in zip(model.blocks, whole.blocks, strict=True):
         levels = (block.weight.t().contiguous() if isinstance(block, Conv1D) else block.weight).view(-1, 64)
         assert max(len(row.unique()) for row in levels) <= 16
@@ -210,8 +210,8 @@ def test_plan_counts_half_a_byte_and_the_scales(folder: Path) -> None:
     task = make_task(Job.of(run).with_data())
     empty, full = task.model(empty=True), task.model()
     assert model_stats.counts(empty) == model_stats.counts(full)
-    packed = quantized.count(empty)
-    assert packed == quantized.count(full) == 2 * 12 * 64 * 64
+    packed = storage_dtype.count(empty)
+    assert packed == storage_dtype.count(full) == 2 * 12 * 64 * 64
     held = sum(t.nbytes for n, t in full.named_parameters() if n.endswith((".packed", ".absmax")))
     assert held == packed * quantized.BYTES
     said = model_stats.memory(Job.of(run, 1), 8_000_000_000, 10_000_000, 7_000_000_000)

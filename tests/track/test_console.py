@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from lockstep.cli import main
-from lockstep.track.best import Best
+from lockstep.config.model_selection import Best
 from lockstep.track.console import Console
 from support.command import LOCKSTEP, CommandJob, write
 from support.consoles import TRAIN, console, screen

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, Features, Value
 from rich.cells import cell_len
 
+from lockstep.config.model_selection import Best
 from lockstep.data import arrow_cache, hub
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
@@ -17,7 +18,6 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
-from lockstep.track.best import Best
 from lockstep.track.console import error, joined, on_a_line
 from lockstep.training.summary import parameters, what_next
 from support.command import CommandJob, free_port

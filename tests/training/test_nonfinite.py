@@ -13,6 +13,7 @@ import torch
 
 from lockstep.checkpoint.manifest import Progress, best_first, score_of
 from lockstep.config import plugins
+from lockstep.config.model_selection import Best
 from lockstep.config.run import Run
 from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
@@ -23,7 +24,6 @@ from lockstep.proof import recording as recordings
 from lockstep.proof.recording import TRACE, Recording
 from lockstep.proof.step_writer import RankStep, StepWriter, WholeStep
 from lockstep.strategies.strategy import NotFinite
-from lockstep.track.best import Best
 from lockstep.track.console import Console
 from lockstep.training import fingerprints, startup
 from lockstep.training.data_loader import StepLoader

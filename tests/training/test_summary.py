@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from lockstep.cli import main
+from lockstep.config.model_selection import Best
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
-from lockstep.track.best import Best
 from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
 from lockstep.training.throughput import Counts
 from support.harness import TINY, tiny

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import export_hashes
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.errors import coded, reason_of
-from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, override_of, require_output
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
@@ -31,6 +30,7 @@ from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
+from lockstep_trace.redaction import printable
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manifest import Manifest

@@ -8,14 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from lockstep.config import key_aliases, plugins, redaction
+from lockstep.config import plugins
 from lockstep.config.errors import CodedError, RunError, appended, coded, uncoded
+from lockstep.config.lazy import lazy
+from lockstep_trace import redaction
+
+if TYPE_CHECKING:
+    from lockstep.config import key_aliases
+else:  # to suggest a key for an unknown one
+    (key_aliases,) = lazy("lockstep.config", "key_aliases")
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

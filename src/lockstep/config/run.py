@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from lockstep.config import error_messages as messages
-from lockstep.config import key_aliases, model_selection, plugins, processor, redaction, written
+from lockstep.config import model_selection, plugins, processor, written
 from lockstep.config.data_sources import Mirror, PathText, is_address
 from lockstep.config.errors import InvalidValue, coded
 from lockstep.config.errors import RunError as RunError
+from lockstep.config.lazy import lazy
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.output_files import replace_text
 from lockstep.config.quick_start import QUICK_START as QUICK_START
@@ -58,6 +59,12 @@ from lockstep.config.sections import (
     at_length,
     without_empty,
 )
+from lockstep_trace import redaction
+
+if TYPE_CHECKING:
+    from lockstep.config import key_aliases
+else:  # to suggest a key for an unknown one
+    (key_aliases,) = lazy("lockstep.config", "key_aliases")
 
 MICRO_BATCHES = 8
 

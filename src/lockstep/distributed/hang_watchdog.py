@@ -18,17 +18,22 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import FAILED, coded
-from lockstep.distributed import network, torch_internals
+from lockstep.config.lazy import lazy
+from lockstep.distributed import torch_internals
 from lockstep.distributed.activity import ACTIVITY
-from lockstep.distributed.rendezvous import Sealed
 from lockstep.distributed.world import World
 from lockstep.track.console import error
+
+if TYPE_CHECKING:
+    from lockstep.distributed import network, rendezvous
+else:  # for several processes
+    network, rendezvous = lazy("lockstep.distributed", "network", "rendezvous")
 
 LEFT_S = 2.0  # time for a rank to end after the store is gone
 
@@ -52,7 +57,7 @@ class Watchdog:
         if self.world.size > 1 and self.limit_s > 0:
             store = torch_internals.default_store().clone()  # separate connection
             # sealed, because a heartbeat names a process that may be killed
-            self._store: Any = Sealed(
+            self._store: Any = rendezvous.Sealed(
                 dist.PrefixStore("lockstep-watch", store), "watch", network.secret_from_environment()
             )
             self._main = threading.get_ident()

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from lockstep.config.errors import DONE, STOPPED
 from lockstep.config.output_files import open_file, replace_text
 from lockstep.config.run import RunError
-from lockstep.distributed import host_memory
+from lockstep.distributed import hardware
 from lockstep_trace.plurals import quantity
 
 FILE = "launch.json"
@@ -40,6 +40,7 @@ INTRODUCED = "LOCKSTEP_INTRODUCED"  # set for ranks if the terminal already show
 # Set for ranks by a launcher that wrote launch.json itself; ranks without it were started by hand (torchrun,
 # accelerate launch, srun), and rank 0 writes the file.
 VARIABLE = "LOCKSTEP_LAUNCHER"
+MEMBER = "LOCKSTEP_MEMBER"  # set by a launcher with a roster: the `MemberAddress` as JSON
 JOB = "LOCKSTEP_JOB_ID"  # with it, the job's id, if it is known only once the job runs
 FACT = "LOCKSTEP_FACT"  # and one of the launcher's facts, as name=value
 
@@ -106,9 +107,9 @@ class State:
 
 def here(launcher: str, processes: int, job: str | None = None, facts: Mapping[str, str] | None = None) -> JobRecord:
     """Return a record of a launch from this process, now."""
-    kills = host_memory.kills()
+    kills = hardware.kills()
     return JobRecord(
-        launcher, processes, time.time(), Process.this(), job, facts or {}, kills=kills, cgroup=host_memory.cgroup()
+        launcher, processes, time.time(), Process.this(), job, facts or {}, kills=kills, cgroup=hardware.cgroup()
     )
 
 
@@ -260,12 +261,12 @@ def evidence_of_end(launched: JobRecord) -> str | None:
     if boot and now and boot != now:
         return "the machine has been restarted since"
     for name, process in (("it", launched.process), ("rank 0", launched.main)):
-        if process is not None and host_memory.killed_since(process.pid, launched.began):
+        if process is not None and hardware.killed_since(process.pid, launched.began):
             return f"the kernel killed {name} because memory ran out. {LESS_MEMORY}"
     if launched.kills is not None:
-        inside, machine = (now - then for now, then in zip(host_memory.kills(), launched.kills, strict=True))
+        inside, machine = (now - then for now, then in zip(hardware.kills(), launched.kills, strict=True))
         killed = "because memory ran out"
-        if inside > 0 and launched.cgroup == host_memory.cgroup():
+        if inside > 0 and launched.cgroup == hardware.cgroup():
             return (
                 f"since it began the kernel killed {quantity(inside, 'process')} of its cgroup {killed}. {LESS_MEMORY}"
             )

@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import coded
 from lockstep.distributed import network, rendezvous, torch_internals
+from lockstep.distributed.job_record import MEMBER
 from lockstep.distributed.rendezvous import Sealed
 from lockstep.track.console import error
 
-VARIABLE = "LOCKSTEP_MEMBER"  # set by a launcher with a roster: the `MemberAddress` as JSON
 SOON_S = 30.0  # for the launcher to notice a failure that a rank noticed, and for live ranks to reach a generation
 LOOK_S = 0.1  # between two checks for a newer generation
 STUCK_S = 45.0  # maximum sleep of a rank in an aborted group; longer than forming one takes (`SOON_S`)
@@ -53,7 +53,7 @@ class MemberAddress:
     soon_s: float = SOON_S  # for launchers to notice a failure that a rank noticed
 
     def variable(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {MEMBER: json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,9 @@ class Membership:
         self._turn, self._over = threading.Lock(), threading.Event()
 
     @classmethod
-    def from_environment(cls) -> Membership | None:
-        """Return this process's membership; None if its launcher keeps no roster."""
-        value = os.environ.get(VARIABLE)
-        return None if value is None else cls(MemberAddress(**json.loads(value)))
+    def from_environment(cls) -> Membership:
+        """Return this process's membership, which a launcher with a roster gives it."""
+        return cls(MemberAddress(**json.loads(os.environ[MEMBER])))
 
     def connect(self, limit_s: float) -> None:
         """Connect to the store. Errors: `NetworkError`."""

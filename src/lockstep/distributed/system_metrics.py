@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.distributed import host_memory
+from lockstep.distributed import hardware
 from lockstep.distributed.torch_internals import is_dtensor, values_of
 from lockstep.distributed.world import World
 
@@ -111,7 +111,7 @@ def capacity(device: torch.device, sharing: int) -> int:
     if device.type == "cuda":
         each = -(-sharing // torch.cuda.device_count())
         return torch.cuda.get_device_properties(device).total_memory // each
-    return (host_memory.limit() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // sharing
+    return (hardware.memory_limit() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) // sharing
 
 
 def restart_peak() -> int | None:
@@ -137,7 +137,7 @@ def free_memory(sharing: int) -> int:
         return 0
     kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
     limited = any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
-    return 0 if limited else host_memory.available() // sharing
+    return 0 if limited else hardware.available_memory() // sharing
 
 
 def keep_freed_memory() -> None:

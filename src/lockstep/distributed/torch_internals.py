@@ -23,10 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.distributed import network
+from lockstep.config.lazy import lazy
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from lockstep.distributed import network
+else:
+    (network,) = lazy("lockstep.distributed", "network")
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:

@@ -15,23 +15,28 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.errors import coded
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.distributed import job_record, torch_internals
 from lockstep.distributed.hardware import available_cores, share_gpus
-from lockstep.distributed.job_record import TORCHRUN_ENV
-from lockstep.distributed.membership import SOON_S, Generation, Membership
-from lockstep.distributed.rendezvous import Rendezvous
+from lockstep.distributed.job_record import MEMBER, TORCHRUN_ENV
 from lockstep.distributed.signals import StopRequest, interrupted_at_once
 from lockstep.track.console import LOG
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
+
+if TYPE_CHECKING:
+    from lockstep.distributed import membership, portable, rendezvous
+else:  # a job of one process meets nobody
+    membership, portable, rendezvous = lazy("lockstep.distributed", "membership", "portable", "rendezvous")
 
 # Limits of oneDNN's cache of kernels, which are specific to the sizes of a product: every unpadded micro-batch has its
 # own, and the default of 1,024 takes some 350 MiB. A micro-batch of a usual text model uses about 20 kernels.
@@ -72,14 +77,15 @@ class World:
         self.refusal: str | None = None  # why this rank may not write into OUTPUT; reported once all ranks have joined
         timeout = timedelta(seconds=run.launch.timeout_s)
         several, shared = self.size > self.local_size, share_gpus(run.launch)
-        self._rendezvous = Rendezvous(init_method, self.rank, self.size, several, timeout, shared)
+        self._meeting = (init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # gloo group for decisions; None in a job of one process
         self.portable = run.strategy.exact == "portable"
         self._exact = bool(run.strategy.exact)
         self._deterministic = self.device.type == "cuda" and self._exact
         self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
-        self.members = Membership.from_environment()  # None if the launcher keeps no roster
+        # None if the launcher keeps no roster
+        self.members = membership.Membership.from_environment() if MEMBER in os.environ else None
         self.grows = False  # whether to regroup with more ranks; the same on every rank
         self.joining = self.members is not None and self.members.place.joining  # replacement rank, in no group yet
         if self.joining:
@@ -104,8 +110,6 @@ class World:
         """Set threads, connect to the other ranks, and handle stop signals. Collective. Errors: `Unreached`; `RunError`
         if this process cannot run `strategy.exact: portable`."""
         if self.portable:
-            from lockstep.distributed import portable
-
             portable.install(self.threads)
         else:
             torch.set_num_threads(self.threads)
@@ -135,6 +139,11 @@ class World:
         """Record the exit status of Ctrl-C, for `lockstep status`."""
         if self.is_main:
             job_record.note(self.log.parent, status=130, ended=time.time())
+
+    @cached_property
+    def _rendezvous(self) -> rendezvous.Rendezvous:
+        """Where this job's ranks meet."""
+        return rendezvous.Rendezvous(*self._meeting)
 
     def _meet(self) -> None:
         """Form a group with the other ranks. Collective. Errors: `Unreached`."""
@@ -173,7 +182,7 @@ class World:
     @property
     def _soon(self) -> timedelta:
         """Timeout for ranks that regroup."""
-        return min(self._rendezvous.timeout, timedelta(seconds=SOON_S))
+        return min(self._rendezvous.timeout, timedelta(seconds=membership.SOON_S))
 
     def detach_group(self) -> None:
         """Leave the process group without waiting for any rank. The caller has dropped its model's wrapper."""
@@ -184,7 +193,7 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def attach_group(self, generation: Generation) -> None:
+    def attach_group(self, generation: membership.Generation) -> None:
         """Form the process group of this generation, all of whose members have arrived. Collective. Errors:
         `Unreached`, and any error of a collective if a rank fails meanwhile."""
         assert self.members is not None

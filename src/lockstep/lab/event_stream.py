@@ -16,8 +16,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.config.model_selection import Best
 from lockstep.distributed import job_record
-from lockstep.track.best import Best
 from lockstep.track.report.history import objects_of
 
 # described in docs/how-to/python.md

@@ -12,16 +12,22 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
+from lockstep.config.lazy import lazy
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection
-from lockstep.distributed import network
 from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.signals import STOP_SIGNALS, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep_trace.plurals import quantity
+
+if TYPE_CHECKING:
+    from lockstep.distributed import network
+else:  # for several processes
+    (network,) = lazy("lockstep.distributed", "network")
 
 LOOPBACK = "127.0.0.1"  # reachable only from this machine
 # glibc caches freed small blocks. They lie between a step's large tensors and outlive them, which fragments the heap.

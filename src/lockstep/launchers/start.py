@@ -19,6 +19,7 @@ from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.manifest import Manifest, ended, export_of, finished, newest_first, other_export
 from lockstep.config import plugins
 from lockstep.config.errors import EXCLUDED, coded
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
@@ -27,7 +28,7 @@ from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
-from lockstep.launchers.processes import output_lock, srun
+from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
@@ -35,6 +36,9 @@ from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan
+    from lockstep.launchers.processes import srun
+else:
+    (srun,) = lazy("lockstep.launchers.processes", "srun")
 
 
 def train(run: Run) -> int:
@@ -181,7 +185,7 @@ def task_of_srun(launch: LaunchSection) -> srun.SlurmTask | None:
 
     Any srun task gets torchrun's environment variables to become a rank, unless torch elastic starts the ranks of its
     node."""
-    task = srun.task_of(os.environ)
+    task = srun.task_of(os.environ) if "SLURM_STEP_ID" in os.environ else None
     if task is None or "RANK" in os.environ:
         return None
     ours = os.environ.get(job_record.VARIABLE) == "slurm"

@@ -26,9 +26,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config.redaction import printable
 from lockstep.track import live_displays
 from lockstep_trace import streams
+from lockstep_trace.redaction import printable
 
 _COUNTED = re.compile(r"([0-9][0-9,]*) of ([0-9][0-9,]*)")
 _SURE_S = 3.0  # seconds of counting before the remaining time is shown

@@ -33,13 +33,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.config.errors import with_addresses
+from lockstep.config.model_selection import Best
 from lockstep.config.output_files import open_file, redirected
-from lockstep.config.redaction import printable
 from lockstep.track import live_displays
-from lockstep.track.best import Best
 from lockstep.track.busy import ECHO, ProgressNote
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
+from lockstep_trace.redaction import printable
 
 LOG = "log.txt"  # in OUTPUT: output of rank 0, and errors of all ranks
 Voice = Literal["normal", "quiet", "verbose"]

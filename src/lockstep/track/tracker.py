@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from lockstep.config import plugins
-from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
+from lockstep_trace.redaction import printable, redact_all
 
 # How a run ended: at its last step, stopped on request (resumable), or failed.
 End = Literal["done", "stopped", "failed"]

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.redaction import one_line, printable, redact_all
 from lockstep.config.run import Run
 from lockstep.track.jsonl import Jsonl
 from lockstep.track.report import history
 from lockstep.track.tracker import End, Sample, Tracker
+from lockstep_trace.redaction import one_line, printable, redact_all
 
 MOST_WAITING = 10_000  # calls; a tracker further behind will not catch up
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import export_hashes
-from lockstep.config.redaction import printable
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub
 from lockstep.distributed.world import World
@@ -23,6 +22,7 @@ from lockstep.training.evaluation import evaluate as evaluated
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session, join_ranks
 from lockstep_trace import streams
+from lockstep_trace.redaction import printable
 
 
 def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tuple[Run, Path]:

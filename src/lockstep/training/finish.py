@@ -22,7 +22,6 @@ from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected, replace_text
-from lockstep.config.redaction import printable, redact_all
 from lockstep.config.run import RunError, write_run_yaml
 from lockstep.data.job import Job, Scope
 from lockstep.distributed.activity import ACTIVITY
@@ -42,6 +41,7 @@ from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import Promised, best_so_far, better_step, closing, digest_of, precisions
 from lockstep.training.throughput import Counts
 from lockstep.training.train_state import TrainState
+from lockstep_trace.redaction import printable, redact_all
 
 if TYPE_CHECKING:
     from lockstep.checkpoint import hub_push, remote_sync

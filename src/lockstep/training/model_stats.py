@@ -36,17 +36,17 @@ from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
 from lockstep.strategies.recovery import shard_recovery
-from lockstep.tasks.models import config_checks, model_configs, quantized
+from lockstep.tasks.models import config_checks, model_configs, storage_dtype
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from lockstep.data import stream
-    from lockstep.tasks.models import source_files
-else:  # for streamed data, for a pretrained model
+    from lockstep.tasks.models import quantized, source_files
+else:  # for streamed data; for 4-bit weights, for a pretrained model
     (stream,) = lazy("lockstep.data", "stream")
-    (source_files,) = lazy("lockstep.tasks.models", "source_files")
+    quantized, source_files = lazy("lockstep.tasks.models", "quantized", "source_files")
 
 PART = 17  # combined with the seed, so that the validation subset has its own random stream
 LOOKED_AT = 32  # evenly spaced steps whose tokens are counted
@@ -98,7 +98,7 @@ def model_facts(task: Task) -> ModelFacts:
     def computed() -> ModelFacts:
         model = freeze(run.model, task.model(empty=True))
         return ModelFacts(
-            *counts(model), quantized.count(model), state_bytes(run.optim, model), treatment(run.optim, model)
+            *counts(model), storage_dtype.count(model), state_bytes(run.optim, model), treatment(run.optim, model)
         )
 
     own_code = run.model.trust_remote_code or not task.built_in()
@@ -128,7 +128,7 @@ def _code() -> str:
 
 def counts(model: nn.Module) -> tuple[int, int]:
     """(parameters, trained parameters) of a model."""
-    return quantized.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return storage_dtype.parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
@@ -360,7 +360,7 @@ def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float 
     each = estimate.bytes_held(job, state) | {"partial sums": estimate.partial_sums(job)}
     # an adapter's base has frozen bfloat16 matrices; its float32 vectors are few
     low = 0.5 if run.model.adapter and run.model.dtype == "bfloat16" else 1.0  # relative to float32
-    weights = trained + low * (every - trained - packed) + quantized.BYTES / 4 * packed
+    weights = trained + low * (every - trained - packed) + (quantized.BYTES / 4 * packed if packed else 0)
     return {name: bytes_ * (weights if name == "weights" else trained) for name, bytes_ in each.items()}, note
 
 

@@ -14,7 +14,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import adapters, model_configs, quantized
+from lockstep.tasks.models import model_configs, storage_dtype
 from lockstep.tasks.task import Generates, Task, UsesReference
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate_with_tables
@@ -51,10 +51,12 @@ from lockstep.training.session import Session, build_session, join_ranks
 
 if TYPE_CHECKING:
     from lockstep.data import hub
+    from lockstep.tasks.models import adapters, quantized
     from lockstep.tasks.models.inference import Decoding
     from lockstep.tasks.module import Module
 else:
     (hub,) = lazy("lockstep.data", "hub")
+    adapters, quantized = lazy("lockstep.tasks.models", "adapters", "quantized")
 
 
 @contextmanager
@@ -316,7 +318,8 @@ def plain_model(job: Plain, model: nn.Module) -> nn.Module:
     """Build a transformers model (and peft adapter, if any) that shares the parameters and buffers of `model` where
     they are float32. Errors: `PlainFailed`, if names or shapes differ; `Elsewhere`, if too many weights would have to
     be converted."""
-    with plain_path(), adapters.peft_without_warnings():
+    has_adapter = bool(job.run["model"]["adapter"])
+    with plain_path(), adapters.peft_without_warnings() if has_adapter else nullcontext():
         try:
             plain = build_model(job, empty=True)
         except NotCovered:
@@ -332,7 +335,8 @@ def with_tensors_of(plain: nn.Module, model: nn.Module) -> None:
     own = dict(model.named_parameters(remove_duplicate=False))
     if sum(p.numel() for p in model.parameters() if p.dtype != torch.float32) > WHOLE:
         raise Elsewhere("the model has too many quantized weights for a float32 copy")
-    packed = {n: nn.Parameter(t, requires_grad=False) for n, t in quantized.unpacked(model).items()}
+    tensors = quantized.unpacked(model) if storage_dtype.count(model) else {}
+    packed = {n: nn.Parameter(t, requires_grad=False) for n, t in tensors.items()}
     for name in packed:
         for part in ("packed", "absmax"):
             del own[f"{name.removesuffix('weight')}{part}"]

@@ -11,11 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import transformers
 
 from lockstep.checkpoint.checkpoint import CheckpointError
 from lockstep.config.errors import BAD, EXCLUDED, FAILED, HALTED
+from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected
 from lockstep.config.plugins import importing
 from lockstep.config.run import Run, RunError, load
@@ -24,13 +26,17 @@ from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.lost_contact import lost_contact, tell_failure
-from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.signals import end_by_signal
 from lockstep.distributed.world import World
 from lockstep.track.console import LOG, error, strike_tracebacks
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.resolve import for_rank
 from lockstep_trace import streams
+
+if TYPE_CHECKING:
+    from lockstep.distributed import rendezvous
+else:
+    (rendezvous,) = lazy("lockstep.distributed", "rendezvous")
 
 
 def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRAIN, refusal: str | None = None) -> int:
@@ -59,9 +65,10 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         if world is not None and world.stop.came and lost_contact(caught):
             note_end(run, world, words, FAILED)
             end_by_signal()  # another rank was not yet handling signals when the job was stopped
-        if not isinstance(caught, CheckpointError | TrainingFailed | Unreached):
+        unreached = isinstance(caught, rendezvous.Unreached)
+        if not (unreached or isinstance(caught, CheckpointError | TrainingFailed)):
             tell_failure(caught, world, log)
-        elif world is None or world.is_main or (isinstance(caught, Unreached) and world.local_rank == 0):
+        elif world is None or world.is_main or (unreached and world.local_rank == 0):
             error(str(caught), log)
         elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
             error(str(caught))

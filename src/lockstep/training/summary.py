@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.config.model_selection import higher_is_better
+from lockstep.config.model_selection import Best, higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Predicts, Task
-from lockstep.track.best import Best
 from lockstep.track.console import Console, clock
 from lockstep.track.report.history import lines_of
 from lockstep.training.model_stats import data, in_millions, selection_lines

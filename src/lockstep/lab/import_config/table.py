@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 
 from lockstep.config import error_messages as messages
-from lockstep.config import plugins, redaction
+from lockstep.config import plugins
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import RunError
+from lockstep_trace import redaction
 from lockstep_trace.plurals import quantity
 
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), but not in 8"

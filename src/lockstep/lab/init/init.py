@@ -19,7 +19,6 @@ from typing import Any
 from lockstep.config import plugins
 from lockstep.config.data_sources import OWN
 from lockstep.config.error_messages import dump_yaml
-from lockstep.config.redaction import visible
 from lockstep.config.run import PATHS, Run, RunError, load, overrides_of
 from lockstep.config.sections import DataSection, at_length
 from lockstep.data import prepare
@@ -30,6 +29,7 @@ from lockstep.lab.init import columns, detect_layout, questions
 from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import CHAT, SCRATCH, Ask, MachineInfo, NoAnswerMends, Prompter, one_of
 from lockstep.track.console import Console
+from lockstep_trace.redaction import visible
 
 _RETRIES = 5  # fixes tried on one run file
 _LACKS_VALUES, _NO_CHAT_TEMPLATE = "LS2323", "LS3351"

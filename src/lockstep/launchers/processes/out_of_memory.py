@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lockstep.distributed import host_memory
-from lockstep.distributed.host_memory import Sources, numbers
+from lockstep.distributed import hardware
+from lockstep.distributed.hardware import Sources, numbers
 from lockstep.track.report.charts import size
 
 LOOK_S = 1.0
@@ -26,7 +26,7 @@ FULL = 0.95  # share of all memory
 class Memory:
     """The memory of one machine's ranks, and of the cgroup that they run in."""
 
-    sources: Sources = host_memory.KERNEL
+    sources: Sources = hardware.KERNEL
     _peaks: dict[int, int] = field(default_factory=dict)  # pid -> peak memory in bytes
     _kills: deque[tuple[float, int, int]] = field(default_factory=deque)  # (time, kills in cgroup, on machine)
     _filled: float = 0.0  # time when memory was last nearly full
@@ -34,7 +34,7 @@ class Memory:
     _read: int = -1  # last kernel log record before the ranks started
 
     def __post_init__(self) -> None:
-        self._read = max((number for number, *_ in host_memory.records(self.sources)), default=-1)
+        self._read = max((number for number, *_ in hardware.records(self.sources)), default=-1)
         self._count(time.monotonic())
 
     def look(self, pids: Iterable[int]) -> None:
@@ -49,7 +49,7 @@ class Memory:
             self._peaks[pid] = max(self._peaks.get(pid, 0), status.get("VmHWM", 0))
             resident += status.get("RssAnon", 0)
         whole = numbers(self.sources.proc / "meminfo")
-        most, total = host_memory.limit(self.sources), whole.get("MemTotal", 0)
+        most, total = hardware.memory_limit(self.sources), whole.get("MemTotal", 0)
         left = whole.get("MemAvailable", total)
         if (most and resident > FULL * most) or left < (1 - FULL) * total:
             self._filled = now
@@ -73,7 +73,7 @@ class Memory:
         else:
             return ""
         peak_bytes = max(named or 0, self._peaks.get(pid, 0))
-        limit = host_memory.limit(self.sources)
+        limit = hardware.memory_limit(self.sources)
         peak = f"; it held {size(peak_bytes)}" if peak_bytes else ""
         peak += f" of {size(limit)} available to all ranks of this machine" if peak_bytes and limit else ""
         return (
@@ -86,15 +86,15 @@ class Memory:
 
     def _count(self, now: float) -> None:
         """Sample the number of OOM kills. Keeps one sample older than `RECENT_S`."""
-        inside, machine = host_memory.kills(self.sources)
+        inside, machine = hardware.kills(self.sources)
         self._kills.append((now, inside, machine))
         while len(self._kills) > 1 and now - self._kills[1][0] > RECENT_S:
             self._kills.popleft()
 
     def _named(self, pid: int) -> int | None:
         """Return the memory in bytes of a process that the kernel log names as OOM-killed, else None."""
-        for number, _, text in host_memory.records(self.sources):
-            match = host_memory.KILLED.search(text)
+        for number, _, text in hardware.records(self.sources):
+            match = hardware.KILLED.search(text)
             if number > self._read and match is not None and int(match[1]) == pid:
                 return sum(int(part or 0) for part in match.groups()[1:]) * 1024
         return None

@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.precision import LossScale
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.update import Gradient, Part
-from lockstep.tasks.models import quantized
+from lockstep.tasks.models import storage_dtype
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -113,7 +113,7 @@ class TrainedWeights:
     @property
     def parameter_count(self) -> int:
         """Number of parameters of the whole model."""
-        return quantized.parameters(self.model)
+        return storage_dtype.parameters(self.model)
 
     @property
     def trained_count(self) -> int:

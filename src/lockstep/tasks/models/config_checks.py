@@ -27,12 +27,13 @@ from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.batch import IGNORED
-from lockstep.distributed import portable
 from lockstep.tasks.models import heads, model_configs, padding
 
 if TYPE_CHECKING:
+    from lockstep.distributed import portable
     from lockstep.tasks.models import small_models
-else:  # for trials that are not in the cache
+else:  # for `exact: portable`; for trials that are not in the cache
+    (portable,) = lazy("lockstep.distributed", "portable")
     (small_models,) = lazy("lockstep.tasks.models", "small_models")
 
 # Entries that lockstep sets itself -> what decides them. `vocab_size` of a model from scratch adds room.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -133,7 +132,7 @@ def _forward(layer: Any, x: Tensor) -> Tensor:
 @torch.no_grad()
 def unpack(model: nn.Module) -> None:
     """Replace the 4-bit weights by their dequantized float32 weights, in place."""
-    for layer in _packed(model):
+    for layer in [m for m in model.modules() if hasattr(m, "kept_as")]:
         weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
         del layer.packed, layer.absmax, layer.kept_as, layer.weight, layer.forward
         weight = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
@@ -149,18 +148,3 @@ def unpacked(model: nn.Module) -> dict[str, Tensor]:
             weight = _library().functional.dequantize_4bit(layer.packed, _state(layer))  # [N, K]
             tensors[f"{name}.weight"] = weight if isinstance(layer, nn.Linear) else weight.t().contiguous()
     return tensors
-
-
-def _packed(model: nn.Module) -> Iterator[Any]:
-    return (m for m in model.modules() if hasattr(m, "kept_as"))
-
-
-def count(model: nn.Module) -> int:
-    """Number of weights stored in 4 bits."""
-    return sum(layer.kept_as[1].numel() for layer in _packed(model))
-
-
-def parameters(model: nn.Module) -> int:
-    """Number of parameters of a model, counting 4-bit weights by their original number."""
-    others = {id(p) for layer in _packed(model) for p in (layer.packed, layer.absmax)}
-    return count(model) + sum(p.numel() for p in model.parameters() if id(p) not in others)

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import warnings
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.config.lazy import lazy
 from lockstep.config.sections import ModelSection
-from lockstep.tasks.models import quantized
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models import quantized, tie_entry
+else:
+    quantized, tie_entry = lazy("lockstep.tasks.models", "quantized", "tie_entry")
 
 
 def loaded_in(section: ModelSection) -> dict[str, Any]:
@@ -111,7 +116,8 @@ def _linear(layer: Any, x: Tensor, weight: Tensor) -> Tensor:
 def merged(model: Any, low: bool) -> nn.Module:
     """Merge a peft model's adapter into its weights, in bfloat16 (`low`) or float32. Sums are computed in float32 and
     rounded once. 4-bit weights are dequantized first."""
-    quantized.unpack(model)
+    if count(model):
+        quantized.unpack(model)
     dtype = torch.bfloat16 if low else torch.float32
     for parameter in () if low else model.parameters():
         parameter.data = parameter.data.float()
@@ -125,8 +131,6 @@ def merged(model: Any, low: bool) -> nn.Module:
     whole.config.dtype = dtype
     if untied:
         whole.config.tie_word_embeddings = tied  # peft checks only two of possibly more weights
-        from lockstep.tasks.models import tie_entry
-
         tie_entry.write_down(whole)
     return whole
 
@@ -152,3 +156,18 @@ def _untie_adapted(model: Any) -> bool:
         base = layer.get_base_layer()
         base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
     return bool(layers)
+
+
+def count(model: nn.Module) -> int:
+    """Number of weights stored in 4 bits (`quantized.py`)."""
+    return sum(layer.kept_as[1].numel() for layer in _packed(model))
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of parameters of a model, counting 4-bit weights by their original number."""
+    others = {id(p) for layer in _packed(model) for p in (layer.packed, layer.absmax)}
+    return count(model) + sum(p.numel() for p in model.parameters() if id(p) not in others)
+
+
+def _packed(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "kept_as")]

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lockstep.config.model_selection import Best
 from lockstep.config.schedules import planned
 from lockstep.config.sections import OptimSection
-from lockstep.track.best import Best
 from lockstep.track.console import LOG
 
 _ERROR = re.compile(r"lockstep: (.+ \[LS\d{4}\])$")
