@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from lockstep.config.lazy import lazy
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.system_metrics import capacity
@@ -28,10 +29,15 @@ from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.strategies.exact.averaging import optimizer_average
 from lockstep.strategies.strategy import Strategy
-from lockstep.tasks.models import adapters, heads, model_configs
+from lockstep.tasks.models import heads, model_configs
 from lockstep.tasks.task import Task
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
+
+if TYPE_CHECKING:
+    from lockstep.tasks.models import adapters
+else:
+    (adapters,) = lazy("lockstep.tasks.models", "adapters")
 
 EXAMPLES = 3
 # Allowed relative differences of a loss. Both in float32; docs/how-to/verify.md has typical values.
@@ -145,7 +151,7 @@ def compare_export(task: Task, expected: Evaluated, folder: Path, device: torch.
             False,
         )
     within = max(LOW_PRECISION, plain_check.FACTOR * rounding) if low_precision(task) else SAME_PRECISION
-    if task.run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
+    if task.run.model.adapter and task.run.model.dtype == "bfloat16" and adapters.is_adapter(folder):
         within = max(within, ROUNDED_BASE)
     pairs = list(zip(expected.losses, losses, strict=True))
     wrong = [
@@ -272,7 +278,7 @@ def loaded(task: Task, folder: Path) -> nn.Module:
 
     run = task.run
     auto = getattr(transformers, heads.of(str(task.head)).auto)
-    if not adapters.is_adapter(folder):
+    if not (run.model.adapter and adapters.is_adapter(folder)):
         try:
             return _without_cache(auto.from_pretrained(folder))
         except ValueError:  # not known to an Auto class, e.g. the text part of a larger model

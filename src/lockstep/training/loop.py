@@ -7,7 +7,9 @@ checkpoints on disk.
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
+from lockstep.config.lazy import lazy
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
 from lockstep.distributed.activity import ACTIVITY
@@ -15,9 +17,13 @@ from lockstep.strategies.strategy import NotFinite
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite
 from lockstep.training.hooks import StepHooks
-from lockstep.training.sdc_check import SdcCheck, evict
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.training import rebalance, sdc_check
+else:
+    rebalance, sdc_check = lazy("lockstep.training", "rebalance", "sdc_check")
 
 
 def train(session: Session, state: TrainState) -> TrainState:
@@ -28,7 +34,7 @@ def train(session: Session, state: TrainState) -> TrainState:
     a rank joins or leaves.
     """
     run, strategy, feed = session.run, session.strategy, session.feed
-    check = SdcCheck(session) if run.sdc_check.every else None
+    check = sdc_check.SdcCheck(session) if run.sdc_check.every else None
     train_step = strategy.train_step if check is None else check.train_step
     hooks = StepHooks(session, state, check)
     state.meter.restart_clock()
@@ -49,7 +55,7 @@ def train(session: Session, state: TrainState) -> TrainState:
         raise not_finite(caught, feed, feed.order.step(caught.step)) from caught
     except CorruptionDetected as caught:
         assert check is not None
-        raise evict(session, state, caught, check.agrees) from caught
+        raise sdc_check.evict(session, state, caught, check.agrees) from caught
     finally:
         steps.close()
     hooks.close(state)
@@ -60,9 +66,7 @@ def batches(session: Session, step: int) -> Generator[StepBatch]:
     """Iterate over this rank's batches after `step` updates. Collective if rebalancing is enabled."""
     ends = stopping(session.world)
     if session.run.launch.rebalance_every and session.world.size > 1:
-        from lockstep.training.rebalance import LoadBalancer
-
-        steps = LoadBalancer(session).steps(step, ends)
+        steps = rebalance.LoadBalancer(session).steps(step, ends)
     else:
         steps = session.feed.steps(step, ends)
     return session.strategy.phases.during("data", steps)
