@@ -66,10 +66,10 @@ def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
 
 def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
     run = tiny("average.last=3")
-    assert averaged(run, 10, 3) == [6, 9, 10]
-    assert averaged(run, 9, 3) == [3, 6, 9]
-    assert averaged(run, 5, 3) == [3, 5]
-    assert averaged(run, 5, 0) == [5]
+    assert averaged(run.average.last, 10, 3) == [6, 9, 10]
+    assert averaged(run.average.last, 9, 3) == [3, 6, 9]
+    assert averaged(run.average.last, 5, 3) == [3, 5]
+    assert averaged(run.average.last, 5, 0) == [5]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
         with raises("LS6050"):
             check_resumable(job_of(run))
     assert bytes_in(folder) == content
-    sound, damaged = checkpoints(run, thorough=True)  # as `lockstep status` checks
+    sound, damaged = checkpoints(run.folder, thorough=True)  # as `lockstep status` checks
     assert not sound
     assert damaged
 

@@ -246,7 +246,9 @@ def test_numbers(value: object, text: str) -> None:
 
 def write_journal(world: World, folder: str) -> None:
     found = EventLog(world, Path(folder))
-    found.event("start", 0, **event_log.facts(tiny(), world, (), {"model": "m"}, "host", ("reduction",)))
+    found.event(
+        "start", 0, **event_log.facts(tiny().launch, tiny().model, world, (), {"model": "m"}, "host", ("reduction",))
+    )
     for step in (5, 10):
         found.times(step, [float(world.rank + place) for place in range(len(NAMES))])
     found.answer()

@@ -234,7 +234,7 @@ def test_a_rank_that_will_be_started_again_does_not_say_that_the_run_failed(
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     for count, expected in (("0", None), ("1", 1)):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        note_end(run, World(run), TRAIN, 1)
+        note_end(run.folder, World(run), TRAIN, 1)
         record = job_record.read(tmp_path)
         assert record is not None
         assert record.status == expected
@@ -247,7 +247,7 @@ def test_advice_is_a_command_that_trains_into_this_folder(tmp_path: Path, monkey
     for place, output in ((folder, "."), (tmp_path, "a folder"), (tmp_path, str(folder))):
         monkeypatch.chdir(place)
         run, _ = run_and_record(output)
-        said = advice(run, State("gone"), False, 7)
+        said = advice(run.folder, State("gone"), False, 7)
         words = shlex.split(said.split("`")[1])
         assert words[:2] == ["lockstep", "train"]
         assert load(words[2], words[3:]).folder.resolve() == folder
@@ -318,7 +318,7 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
     (tmp_path / "export").mkdir()
     (tmp_path / "export/config.json").write_text("{}")
     run, _ = run_and_record(str(tmp_path))
-    said = advice(run, State("done", status=0), False, None)
+    said = advice(run.folder, State("done", status=0), False, None)
     assert said.startswith(f"the model is in {tmp_path}/export, but its checkpoint is gone")
     assert said.endswith("trains from the start")
 

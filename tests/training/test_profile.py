@@ -22,7 +22,7 @@ def steps(world: World, run: Run, first: int, last: int) -> None:
     """Run steps `first` to `last`, each a matrix product."""
     import torch
 
-    found = Profiler(run, world)
+    found = Profiler(run.profile, run.folder, world)
     for step in range(first, last + 1):
         torch.ones(64, 64) @ torch.ones(64, 64)
         found.advance(step)

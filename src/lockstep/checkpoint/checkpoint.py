@@ -335,7 +335,7 @@ class Checkpoints:
             notes += manifests.differences_of_saving_run(self.run, self.world, name, manifest, self.job.same_bits)
             return manifest.step, notes
         if faults:
-            raise manifests.none_usable(self.run, faults)
+            raise manifests.none_usable(self.run.folder, self.run.remote_dir, faults)
         if self.world.is_main:
             clear_away(self.run.folder)
         return 0, notes
@@ -377,7 +377,7 @@ class Checkpoints:
     def take_mean(self, sharded: ShardedState, step: int) -> list[int]:
         """Load the mean of the weights of the last `average.last` checkpoints, including that of `step`. Returns their
         steps. Collective. Errors: `CheckpointError` on every rank, if a checkpoint cannot be read."""
-        steps, saved = manifests.averaged(self.run, step, self.every), []
+        steps, saved = manifests.averaged(self.run.average.last, step, self.every), []
         every, _ = self.catalog.list_checkpoints()
         for name in map(name_of, steps):
             fault: str | None = "it does not exist"

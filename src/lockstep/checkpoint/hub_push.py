@@ -64,17 +64,17 @@ class Pushed:
 
 def require(run: Run) -> None:
     """Refuse a run that pushes to the Hub but has no token. Errors: `RunError`."""
-    if pending(run):
+    if pending(run.folder, run.hub.push_to):
         _token(str(run.hub.push_to))
 
 
-def pending(run: Run) -> bool:
-    """Return whether `hub.push_to` is set and this run's export has not been pushed there."""
-    if run.hub.push_to is None:
+def pending(output: Path, repository: str | None) -> bool:
+    """Return whether there is a `repository` (`hub.push_to`) and the export in `output` has not been pushed there."""
+    if repository is None:
         return False
     try:
-        record = json.loads((run.folder / PUSHED).read_text(encoding="utf-8"))
-        return record["repository"] != run.hub.push_to or record["export"] != _fingerprint(run.folder / "export")
+        record = json.loads((output / PUSHED).read_text(encoding="utf-8"))
+        return record["repository"] != repository or record["export"] != _fingerprint(output / "export")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return True
 
@@ -85,7 +85,7 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
     Errors: `RunError` if there is no token, the Hub rejects it, or it lacks write permission. An unreachable Hub is
     only a note: it may be reachable at the end.
     """
-    if not pending(run):
+    if not pending(run.folder, run.hub.push_to):
         return []
     repository = str(run.hub.push_to)
     token = _token(repository)
@@ -139,7 +139,7 @@ def _token(repository: str, called: str = PUSH_KEY) -> str:
 def push_pending(run: Run, say: Callable[[str], None]) -> int:
     """Push the export of a finished run to `hub.push_to`, unless it is there. Rank 0 only. Returns the exit status: 1
     if the push failed; the export is kept for another attempt."""
-    if not pending(run):
+    if not pending(run.folder, run.hub.push_to):
         return 0
     try:
         pushed = push(run.folder, str(run.hub.push_to), run.hub.private, say, called=PUSH_KEY)

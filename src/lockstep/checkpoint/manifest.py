@@ -254,11 +254,11 @@ def misfit(path: Path, manifest: Manifest) -> str | None:
     return f"{missing[0]} is missing" if missing else None
 
 
-def averaged(run: Run, step: int, every: int) -> list[int]:
-    """Steps, ascending, of the checkpoints that `average.last` averages when training ended after `step`: that step and
+def averaged(last: int | None, step: int, every: int) -> list[int]:
+    """Steps, ascending, of the checkpoints that `average.last` averages when training ended after `step`: it and
     the scheduled checkpoints before it. Checkpoints written at stops do not count."""
     steps = range(max(every, 1), step, max(every, 1)) if every else range(0)
-    return [*steps[max(0, len(steps) + 1 - (run.average.last or 1)) :], step]
+    return [*steps[max(0, len(steps) + 1 - (last or 1)) :], step]
 
 
 def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
@@ -284,7 +284,7 @@ def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
         *(each.step for one in best for each in one),
     }
     if run.average.last is not None and manifests:
-        steps |= manifests.keys() & averaged(run, max(manifests), manifests[max(manifests)].every)
+        steps |= manifests.keys() & averaged(run.average.last, max(manifests), manifests[max(manifests)].every)
     return steps
 
 
@@ -427,19 +427,19 @@ def check_resumable(job: Job) -> Manifest | None:
             reason = f"{damage}, and it belongs to another run"
         unusable.append(f"{path.name}: {reason}")
     if unusable:
-        raise none_usable(job.run, unusable)
+        raise none_usable(job.run.folder, job.run.remote_dir, unusable)
     return None
 
 
-def none_usable(run: Run, reasons: Iterable[str]) -> RunError:
-    """Error for a run whose checkpoints are all unusable: starting over would delete them."""
+def none_usable(folder: Path, mirror: str | None, reasons: Iterable[str]) -> RunError:
+    """Error for an output folder whose checkpoints are all unusable: starting over would delete them."""
     rows = "\n".join(f"  {reason}" for reason in reasons)
-    also, then = (f" or {run.remote_dir}", ", and give another mirror") if run.remote_dir else ("", "")
+    also, then = (f" or {mirror}", ", and give another mirror") if mirror else ("", "")
     return RunError(
         "LS6050",
-        f"{folder_of(run.folder)}{also} has checkpoints, but none of them can be used:\n{rows}\nThey were left "
+        f"{folder_of(folder)}{also} has checkpoints, but none of them can be used:\n{rows}\nThey were left "
         "unchanged. Make one readable (permissions, a disk that is not mounted, the version of lockstep that "
-        f"wrote it), or give another output=FOLDER; to train from the start, move {run.folder} away{then}",
+        f"wrote it), or give another output=FOLDER; to train from the start, move {folder} away{then}",
     )
 
 

@@ -275,9 +275,9 @@ class RemoteSync:
             raise
 
 
-def require_extra(run: Run) -> None:
+def require_extra(remote_dir: str) -> None:
     """Check that the library that the mirror needs is installed. Errors: `RunError`."""
-    require(address_of(str(run.remote_dir)), "remote_dir")
+    require(address_of(remote_dir), "remote_dir")
 
 
 def check(run: Run) -> list[str]:
@@ -311,7 +311,7 @@ def _refuse_unwritable(mirror: RemoteSync, bucket: Bucket) -> list[str]:
 def _checked(run: Run, refuse: Callable[[RemoteSync, Bucket], list[str]]) -> list[str]:
     """Call `refuse` with the mirror and return its notes. Errors: `RunError`, also for a store
     that does not answer, unless OUTPUT has a checkpoint."""
-    require_extra(run)
+    require_extra(str(run.remote_dir))
     mirror = RemoteSync(run)
     try:
         mirror._opened = bucket = Bucket(mirror.address, BRIEF)

@@ -47,16 +47,16 @@ def status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(args: argparse.Namespace) -> int:
     run, record = run_and_record(args.output, args.trust)
-    state = state_of(run, record, args.trust)
+    state = state_of(run.folder, record, args.trust)
     metrics = last_metrics(run.folder)
-    sound, damaged = checkpoints(run, args.verify)
+    sound, damaged = checkpoints(run.folder, args.verify)
     total = (record.steps if record else None) or next((m.steps for m in sound.values()), None) or run.steps
     reached = (record.reached if record else None) or 0
     recorded = max((line["step"] for line in metrics.values()), default=0)
     step = max([recorded, reached, *sound])
     ended = came_to_its_end(run, sound, total or 0)
     finished = ended and (run.folder / "export" / "config.json").exists()
-    lacking = _lacks_export(run, record, state)
+    lacking = _lacks_export(run.folder, record, state)
     looks = args.verify and not state.live and (lacking or (run.folder / "export").is_dir())
     if looks and (fault := export_hashes.damage(run.folder)) is not None:
         finished, damaged["export"] = False, fault
@@ -102,15 +102,17 @@ def run_status(args: argparse.Namespace) -> int:
         )
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
-    rows["resume"] = advice(run, state, finished, max(sound, default=None), ended, lacking or "export" in damaged)
+    rows["resume"] = advice(
+        run.folder, state, finished, max(sound, default=None), ended, lacking or "export" in damaged
+    )
     Console(True).facts(rows)
     return status
 
 
-def _lacks_export(run: Run, record: JobRecord | None, state: State) -> bool:
+def _lacks_export(folder: Path, record: JobRecord | None, state: State) -> bool:
     """Return whether a run that is done has no export, although its disk was not full."""
     rescued = record is not None and record.rescued is not None
-    return state.status == 0 and not rescued and not (run.folder / "export" / "config.json").exists()
+    return state.status == 0 and not rescued and not (folder / "export" / "config.json").exists()
 
 
 NOT_WRITTEN = f"there is no readable {job_record.FILE}: no run was launched into this folder"
@@ -147,12 +149,12 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 
 
-def state_of(run: Run, record: JobRecord | None, trusted: bool = False) -> State:
+def state_of(folder: Path, record: JobRecord | None, trusted: bool = False) -> State:
     """Return the present state of the run. Errors: `RunError` if the launcher cannot be asked."""
     if record is None:
         return State("unknown", NOT_WRITTEN)
-    state = launcher_of(record, trusted).state(run.folder, record)
-    _, lock_state = output_lock.now(run.folder, record)
+    state = launcher_of(record, trusted).state(folder, record)
+    _, lock_state = output_lock.now(folder, record)
     return lock_state if lock_state is not None and state.word in ("unknown", "gone") else state
 
 
@@ -188,14 +190,14 @@ def last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
     return {line["split"]: line for line in history.lines_of(folder / "metrics.jsonl", ("step", "split"))}
 
 
-def checkpoints(run: Run, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
+def checkpoints(folder: Path, thorough: bool) -> tuple[dict[int, Manifest], dict[str, str]]:
     """Return the resumable checkpoints by step, and the faults of the others by name. File contents are compared with
     their hashes only if `thorough`."""
     from lockstep.checkpoint.manifest import broken, candidates, misfit
 
     sound: dict[int, Manifest] = {}
     damaged: dict[str, str] = {}
-    for path, manifest in candidates(run.folder):
+    for path, manifest in candidates(folder):
         if isinstance(manifest, str):
             damaged[path.name] = manifest or "not readable"
         elif (reason := broken(path, manifest) if thorough else misfit(path, manifest)) is not None:
@@ -213,16 +215,16 @@ def came_to_its_end(run: Run, sound: dict[int, Manifest], total: int) -> bool:
 
 
 def advice(
-    run: Run, state: State, finished: bool, newest: int | None, ended: bool = False, damaged: bool = False
+    folder: Path, state: State, finished: bool, newest: int | None, ended: bool = False, damaged: bool = False
 ) -> str:
     """Say whether the run can continue, from where, and how. `ended`: its last step has a checkpoint. `damaged`: the
     export differs from what was written."""
     if finished:
-        return f"nothing left to do; the model is in {run.folder / 'export'}"
-    words = ["lockstep", "train", str(run.folder / "run.yaml")]
-    if Path(str(read_yaml((run.folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != run.folder:
+        return f"nothing left to do; the model is in {folder / 'export'}"
+    words = ["lockstep", "train", str(folder / "run.yaml")]
+    if Path(str(read_yaml((folder / "run.yaml").read_text(encoding="utf-8")).get("output"))) != folder:
         # Commands as in this folder: the run was started in another one.
-        words.append(override_of("output", str(run.folder)))
+        words.append(override_of("output", str(folder)))
     again = shlex.join(words)
     if state.live:
         where = f"step {newest}" if newest else "the start"
@@ -231,9 +233,9 @@ def advice(
         )
     if damaged and ended:
         return f"`{again}` writes the export again, from the checkpoint of step {newest}"
-    if state.word == "done" and not damaged and (run.folder / "export" / "config.json").exists():
+    if state.word == "done" and not damaged and (folder / "export" / "config.json").exists():
         where = f"step {newest}" if newest else "the start"
-        return f"the model is in {run.folder / 'export'}, but its checkpoint is gone: `{again}` trains from {where}"
+        return f"the model is in {folder / 'export'}, but its checkpoint is gone: `{again}` trains from {where}"
     if newest is None:
         return f"there is no checkpoint: `{again}` starts over"
     return f"`{again}` resumes from step {newest}"
@@ -291,13 +293,13 @@ def run_stop(args: argparse.Namespace) -> int:
             "processes or jobs in it; if you trust it, add --trust",
         )
     launcher, console = launcher_of(record, args.trust), Console(True)
-    state = state_of(run, record, args.trust)
+    state = state_of(run.folder, record, args.trust)
     if not state.live and state.word != "unknown":
         console.say(f"{run.folder} is not running: {state_sentence(state)}")
         return 0
     console.say(launcher.stop(run.folder, record))
     until = time.monotonic() + args.wait
-    while (state := state_of(run, record, args.trust)).live and time.monotonic() < until:
+    while (state := state_of(run.folder, record, args.trust)).live and time.monotonic() < until:
         time.sleep(0.2 if record.job is None else 2.0)  # poll a scheduler less often
     console.say(f"{run.folder}: {state_sentence(state)}")
     if state.live and args.wait:
@@ -389,7 +391,7 @@ def watched(folder: Path) -> int:
         while True:
             run, _ = run_and_record(str(folder))
             record = job_record.read(folder)
-            state = state_of(run, record)
+            state = state_of(run.folder, record)
             steps = record.steps if record is not None else None
             page = write_report(
                 folder, Live(LIVE_EVERY_S, "training" if state.word == "running" else state.word, steps)

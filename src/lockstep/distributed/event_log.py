@@ -23,7 +23,6 @@ import torch
 
 from lockstep.config.errors import CodedError
 from lockstep.config.output_files import open_file, redirected
-from lockstep.config.run import Run
 from lockstep.config.sections import LaunchSection, ModelSection
 from lockstep.distributed import step_timer
 from lockstep.distributed.hardware import processor
@@ -99,21 +98,27 @@ class EventLog:
 
 
 def facts(
-    run: Run, world: World, engines: Iterable[str], opening: dict[str, str], clock: str, waits_inside: Sequence[str]
+    launch: LaunchSection,
+    model: ModelSection,
+    world: World,
+    engines: Iterable[str],
+    opening: dict[str, str],
+    clock: str,
+    waits_inside: Sequence[str],
 ) -> dict[str, Any]:
     """Return the facts of a start: processes, hosts, hardware, versions, git. `engines`: packages that the strategy
     needs. Collective."""
     places = world.all_gather((world.host, _device(world)))
     return {
         "processes": world.size,
-        "launch": launched_by(run.launch),
+        "launch": launched_by(launch),
         "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
         "hosts": [host for host, _ in places],
         "devices": [device for _, device in places],
         "threads": world.threads,
         "clock": clock,
         "waits_inside": list(waits_inside) if world.size > 1 else [],
-        "versions": versions(run.model, engines),
+        "versions": versions(model, engines),
         "git": git_state(Path.cwd()) if world.is_main else None,
         "opening": opening,
     }

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from lockstep.config.errors import coded
 from lockstep.config.output_files import FolderInside
-from lockstep.config.run import Run
+from lockstep.config.sections import ProfileSection
 from lockstep.distributed.world import World
 from lockstep.track.console import error
 
@@ -153,19 +154,19 @@ TOP_OPERATORS = 20  # operators in a summary
 class Profiler:
     """Profiles `profile.steps` steps of this process, after `profile.after` others and one warmup step."""
 
-    def __init__(self, run: Run, world: World) -> None:
-        self._rank, self._place, self._count = world.rank, FolderInside(run.folder, "profile"), run.profile.steps
+    def __init__(self, section: ProfileSection, output: Path, world: World) -> None:
+        self._rank, self._place, self._count = world.rank, FolderInside(output, "profile"), section.steps
         self._cuda = world.device.type == "cuda"
         self._step: int | None = None  # steps done of the run
         self._first = 0  # the first profiled step of the run
-        self._after = run.profile.after
+        self._after = section.after
         self._profile: profile | None = None
         if self._count:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints when it starts and stops
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
             self._profile = profile(
                 activities=activities,
-                schedule=schedule(wait=run.profile.after, warmup=1, active=self._count, repeat=1),
+                schedule=schedule(wait=section.after, warmup=1, active=self._count, repeat=1),
                 on_trace_ready=self._write,
                 acc_events=True,
             )

@@ -73,7 +73,7 @@ def branch(spec: str, run: Run) -> int:
     status = start.train(run)
     if status != DONE or begun is None:
         return status
-    return _compared(output, run, begun.step, step)
+    return _compared(output, run.folder, begun.step, step)
 
 
 def parsed(spec: str) -> tuple[Path, int]:
@@ -171,7 +171,7 @@ def _evaluated(run: Run) -> dict[str, Any]:
 def _needed(theirs: Run, run: Run, step: int, ours: Course, scored: bool) -> tuple[Manifest, ...]:
     """Return the checkpoints before `step` that the export may need. Errors: `RunError` if they are missing."""
     every = interval(run.checkpoint, ours)
-    if run.average.last is not None and (first := averaged(run, len(ours.rates), every)[0]) < step:
+    if run.average.last is not None and (first := averaged(run.average.last, len(ours.rates), every)[0]) < step:
         raise RunError(
             "LS8058",
             f"average.last: the export is the mean of checkpoints from step {first} on, but this run would "
@@ -212,7 +212,7 @@ def place(begun: Begun, run: Run, ours: Course) -> None:
     write_run_yaml(run)
     try:
         folder_of(run.folder).mkdir(parents=True, exist_ok=True)
-        _lines(begun, run)
+        _lines(begun, run.folder)
         for manifest in (*begun.needed, begun.manifest):
             source, aside = begun.output / "checkpoints" / name_of(manifest.step), f".{name_of(manifest.step)}.partial"
             _linked(source, folder_of(run.folder) / aside, manifest.hashes)
@@ -243,7 +243,7 @@ def _linked(source: Path, aside: Path, names: Mapping[str, str]) -> None:
             shutil.copyfile(source / name, aside / name)
 
 
-def _lines(begun: Begun, run: Run) -> None:
+def _lines(begun: Begun, folder: Path) -> None:
     """Return the original run's log lines up to the branch, marked with their origin."""
     for name in (fingerprints.FILE, "metrics.jsonl"):
         lines = [
@@ -251,15 +251,15 @@ def _lines(begun: Begun, run: Run) -> None:
             for line in lines_of(begun.output / name, ("step",))
             if line["step"] <= begun.step and (begun.scored or line.get("split", "train") == "train")
         ]
-        replace_text(run.folder / name, "".join(json.dumps(line) + "\n" for line in lines))
+        replace_text(folder / name, "".join(json.dumps(line) + "\n" for line in lines))
     event = {"time": round(time.time(), 3), "event": "branch", "step": begun.step, "from": str(begun.output)}
-    with suppress(OSError), open_file(run.folder / "events.jsonl", "a", encoding="utf-8") as file:
+    with suppress(OSError), open_file(folder / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(event) + "\n")
 
 
-def _compared(output: Path, run: Run, begun: int, step: int) -> int:
+def _compared(output: Path, branched: Path, begun: int, step: int) -> int:
     """Check that the recomputed steps `begun` + 1 to `step` equal the recorded ones."""
-    then, now = (by_step(fingerprints.recorded(folder)) for folder in (output, run.folder))
+    then, now = (by_step(fingerprints.recorded(folder)) for folder in (output, branched))
     for each in range(begun + 1, step + 1):
         if each in then and each in now and record_differences(then[each], now[each]):
             error(
@@ -267,7 +267,7 @@ def _compared(output: Path, run: Run, begun: int, step: int) -> int:
                     "LS8062",
                     f"step {each} was recomputed and differs from the record of {output} (loss {now[each].loss!r} "
                     f"now, {then[each].loss!r} then): the processor, package versions or threads differ. "
-                    f"{run.folder} is not bitwise what {output} would give; run lockstep diff for the first difference",
+                    f"{branched} is not bitwise what {output} would give; run lockstep diff for the first difference",
                 )
             )
             return FAILED

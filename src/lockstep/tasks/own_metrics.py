@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.job import Job
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.task import GivesPredictions, make_task
@@ -99,13 +99,13 @@ Metric = Callable[[np.ndarray, np.ndarray], float | Mapping[str, float]]
 _DRAWN = -3  # step number that seeds random draws of metric functions
 
 
-def functions(run: Run) -> dict[str, Metric]:
+def functions(names: Sequence[str]) -> dict[str, Metric]:
     """Import the user's metric functions by dotted name. Errors: `RunError` if a function does not exist or takes other
     arguments."""
     from lockstep.tasks.modules.dataset import error_line
 
     metrics: dict[str, Metric] = {}
-    for name in run.metrics:
+    for name in names:
         if "." not in name:
             raise RunError(
                 "LS3300", f"metrics: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
@@ -135,7 +135,7 @@ def check(job: Job) -> tuple[str, ...]:
     run = job.run
     if not run.metrics:
         return ()
-    metrics = functions(run)
+    metrics = functions(run.metrics)
     task = make_task(job)
     if not isinstance(task, GivesPredictions):
         raise RunError(
@@ -143,11 +143,11 @@ def check(job: Job) -> tuple[str, ...]:
             f"metrics: the task {run.task.name} collects no predictions that functions could receive: "
             f"{task.no_metric_inputs_reason}",
         )
-    return (*scored(run, metrics, task.dummy_predictions(), task.metric_names, " (tried on dummy predictions)"),)
+    return (*scored(run.seed, metrics, task.dummy_predictions(), task.metric_names, " (tried on dummy predictions)"),)
 
 
 def scored(
-    run: Run,
+    seed: int,
     metrics: Mapping[str, Metric],
     arrays: tuple[np.ndarray, np.ndarray],
     taken: Sequence[str],
@@ -159,7 +159,7 @@ def scored(
 
     numbers: dict[str, float] = {}
     for name, function in metrics.items():
-        seed_everything(run.seed, _DRAWN)
+        seed_everything(seed, _DRAWN)
         predictions, labels = copy.deepcopy(arrays)  # isolates functions that modify their arguments
         try:
             result = function(predictions, labels)

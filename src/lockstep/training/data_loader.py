@@ -19,7 +19,7 @@ import torch
 
 from lockstep.config.errors import coded
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run
+from lockstep.config.sections import DataSection
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.order import ByLength, ByShard, MixedOrder, MixedShards, Order, by_chance, total_steps
 from lockstep.data.streamed import Streamed, Unreadable
@@ -58,26 +58,26 @@ class StepLoader:
         self.shares: Shares | None = None  # micro-batches of all ranks, if shared unevenly
         self.columns = task.splits["train"]
         self.sources = task.sources(self.columns)
-        self.order = self._order(run)
+        self.order = self._order(run.data, run.batch_size, run.seed)
         order = self.order.order if isinstance(self.order, ByLength) else self.order
         self.mixed = order if isinstance(order, MixedOrder) else None
         self.micro_batches, self.seed = run.micro_batches, run.seed
         self.pads = task.padded_because is not None
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
-    def _order(self, run: Run) -> Order:
+    def _order(self, data: DataSection, batch_size: int, seed: int) -> Order:
+        how = batch_size, seed
         streamed = self.columns if isinstance(self.columns, Streamed) else None
-        how, window = (run.batch_size, run.seed), run.data.stream_window
-        if run.data.sources is not None:
-            schedules = [each.schedule for each in run.data.sources]
+        if data.sources is not None:
+            schedules = [each.schedule for each in data.sources]
             if streamed:
-                return MixedShards(streamed.sizes_of_sources, schedules, *how, window)
+                return MixedShards(streamed.sizes_of_sources, schedules, *how, data.stream_window)
             order: Order = MixedOrder([len(rows) for rows in self.sources.values()], schedules, *how)
         elif streamed:
-            return ByShard(streamed.shard_sizes, *how, window)
+            return ByShard(streamed.shard_sizes, *how, data.stream_window)
         else:
             order = Order(len(self.columns), *how)
-        together = run.data.group_by_length
+        together = data.group_by_length
         return ByLength(order, self.columns.lengths, together) if together > 1 else order
 
     @property

@@ -203,7 +203,7 @@ def finalize_metrics(
             from lockstep.tasks import own_metrics
 
             predictions = task.predictions(sums, columns, rows)
-            known |= own_metrics.scored(run, own_metrics.functions(run), predictions, list(known))
+            known |= own_metrics.scored(run.seed, own_metrics.functions(run.metrics), predictions, list(known))
         return known | {"examples": count}, task.tables(sums)
 
     return call_on_rank_zero(world, numbers)

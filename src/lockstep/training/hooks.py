@@ -65,7 +65,7 @@ class Profile(Hook):
 
     def __init__(self, session: Session) -> None:
         super().__init__(session)
-        self._profiler = Profiler(session.run, session.world)
+        self._profiler = Profiler(session.run.profile, session.run.folder, session.world)
 
     def after_step(self, state: TrainState, last: bool) -> bool:
         with state.meter.paused(), self.phases("profile"):

@@ -188,7 +188,7 @@ def check_average(job: Job) -> None:
         return
     feed = StepLoader(make_task(job), [], torch.device("cpu"))
     every = feed.interval(run.checkpoint.every)
-    if (there := len(averaged(run, feed.total, every))) < run.average.last:
+    if (there := len(averaged(run.average.last, feed.total, every))) < run.average.last:
         raise RunError(
             "LS5060",
             f"average.last: {run.average.last} checkpoints are averaged, but a run of {feed.total:,} steps "

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import transformers
@@ -55,15 +56,15 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
             call = getattr(importlib.import_module(module), function)  # `train_job`, if the job trains
         world = World(run, init_method)
         world.refusal = refusal
-        return note_end(run, world, words, call(for_rank(job, world), world, *words[1:]))
+        return note_end(run.folder, world, words, call(for_rank(job, world), world, *words[1:]))
     except RunError as caught:
         if world is None or world.local_rank == 0:  # on every machine, for its user
             text = with_defaults_named(str(caught), run)
             error(text, log if world is None or world.refusal is None else None)
-        return note_end(run, world, words, BAD)
+        return note_end(run.folder, world, words, BAD)
     except Exception as caught:
         if world is not None and world.stop.came and lost_contact(caught):
-            note_end(run, world, words, FAILED)
+            note_end(run.folder, world, words, FAILED)
             end_by_signal()  # another rank was not yet handling signals when the job was stopped
         unreached = isinstance(caught, rendezvous.Unreached)
         if not (unreached or isinstance(caught, CheckpointError | TrainingFailed)):
@@ -73,7 +74,7 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
         elif world.local_rank == 0 and isinstance(caught, TrainingFailed) and caught.everywhere:
             error(str(caught))
         status = caught.status if isinstance(caught, TrainingFailed) else FAILED
-        note_end(run, world, words, FAILED if status == HALTED else status)
+        note_end(run.folder, world, words, FAILED if status == HALTED else status)
         if world is not None and world.size > 1:
             if lost_contact(caught):
                 world.stop.wait(1.0)  # so that the launcher first sees the rank that caused the failure
@@ -85,14 +86,14 @@ def main(job: Run | Job, init_method: str = "env://", words: Sequence[str] = TRA
             world.close()
 
 
-def note_end(run: Run, world: World | None, words: Sequence[str], status: int) -> int:
+def note_end(folder: Path, world: World | None, words: Sequence[str], status: int) -> int:
     """Record how training ended, for `lockstep status`. Rank 0 only. Returns `status`."""
     if status == EXCLUDED or (status == FAILED and job_record.restarts_left()):
         return status  # the job will be restarted
     if world is None or redirected(world.log.parent) is not None:
         return status  # launch.json there belongs to another run
     if world.is_main and tuple(words) == TRAIN and world.refusal is None:
-        job_record.note(run.folder, status=status, ended=time.time())
+        job_record.note(folder, status=status, ended=time.time())
     return status
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from lockstep.config.output_files import replacing
-from lockstep.config.run import Run
 from lockstep.data.arrow_cache import digest
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
@@ -82,7 +82,7 @@ class RankZeroSinks(Sinks):
         """Close the trackers. No calls may follow."""
         self._trackers.close(end)
         if self._loud and end == "done":
-            forget_ids(self._session.run)
+            forget_ids(self._session.run.folder)
 
 
 RUN_IDS = "trackers.json"
@@ -105,10 +105,10 @@ def keep_ids(job: Job, code: Mapping[str, str], ids: Mapping[str, str]) -> None:
             aside.write_text(json.dumps({"run": _digest(job, code), "ids": dict(ids)}, indent=1) + "\n")
 
 
-def forget_ids(run: Run) -> None:
+def forget_ids(folder: Path) -> None:
     """Remove the file at the end of a run, so that a later start in the same folder is a new run of each tracker."""
     with suppress(OSError):
-        (run.folder / RUN_IDS).unlink(missing_ok=True)
+        (folder / RUN_IDS).unlink(missing_ok=True)
 
 
 def _digest(job: Job, code: Mapping[str, str]) -> str:

@@ -162,7 +162,7 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     blocks.check(job, machine.like_this_one)
     _refuse_unportable(job, machine.like_this_one)
     if run.remote_dir is not None:
-        remote_sync.require_extra(run)
+        remote_sync.require_extra(run.remote_dir)
     return replace(job, scope=Scope.OPTIONS)
 
 

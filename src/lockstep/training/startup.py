@@ -91,12 +91,13 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
     if step:
         console.say(f"resuming after step {step} of {session.feed.total}")
     ACTIVITY.set("starting")
+    waits = strategy.facts.waits_inside
     session.journal.event(
         "start",
         step,
         steps=session.feed.total,
         compared=compared,
-        **start_facts(run, world, strategy.needs, opening, strategy.phases.clock, strategy.facts.waits_inside),
+        **start_facts(run.launch, run.model, world, strategy.needs, opening, strategy.phases.clock, waits),
     )
     return state, compared
 

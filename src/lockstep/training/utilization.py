@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lockstep.config.run import Run
+from lockstep.config.sections import ModelSection
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
@@ -34,7 +34,7 @@ def per_token_rate(world: World, task: Task, strategy: Strategy) -> float:
     weights = strategy.weights
     operations = operations_per_token(strategy.model, weights.parameter_count, weights.trained_count, lengths)
     gpus = max(1, world.size // max(1, run.launch.processes_per_gpu))
-    return operations / (matrix_rate(world.device, dtype_of(run)) * gpus)
+    return operations / (matrix_rate(world.device, dtype_of(run.model, run.precision)) * gpus)
 
 
 def operations_per_token(model: nn.Module, parameters: int, trained: int, length: float) -> float:
@@ -49,11 +49,11 @@ def operations_per_token(model: nn.Module, parameters: int, trained: int, length
     return 4.0 * parameters + 2.0 * trained + 12.0 * layers * width * length
 
 
-def dtype_of(run: Run) -> torch.dtype:
+def dtype_of(model: ModelSection, precision: str) -> torch.dtype:
     """The dtype in which a run computes its matrix products."""
-    if run.model.trained_in_bfloat16:
+    if model.trained_in_bfloat16:
         return torch.bfloat16
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(run.precision, torch.float32)
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
