@@ -48,7 +48,7 @@ def verified() -> str:
         run = subprocess.run(command, env=environment, cwd=name, capture_output=True, text=True)
     if run.returncode != 1:
         raise SystemExit(f"status {run.returncode} and not 1:\n{run.stdout}\n{run.stderr}")
-    return run.stdout
+    return "".join(f"{line.rstrip()}\n" for line in run.stdout.splitlines())
 
 
 def terminal(text: str, theme: str) -> str:

@@ -33,15 +33,24 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         atexit.register(gc.freeze)  # skip a slow collection over thousands of modules at exit
     words = sys.argv[1:] if arguments is None else list(arguments)
-    status = _answer_words(words)
-    if status == 0 and not commands.of(words[0]).writes and (lost := streams.unwritten()) is not None:
-        from lockstep.config.errors import REMEDIES
-        from lockstep.track.console import error
+    try:
+        status = _answer_words(words)
+    except SystemExit as ended:  # argparse has printed help, or a message
+        if ended.code == 0 and _output_is_incomplete():
+            return 1
+        raise
+    return 1 if status == 0 and not commands.of(words[0]).writes and _output_is_incomplete() else status
 
-        text = f"standard output: {lost.strerror}; the printed output is incomplete"
-        error(coded("LS0230", "; ".join([text, *([REMEDIES[lost.errno]] if lost.errno in REMEDIES else [])])))
-        return 1
-    return status
+
+def _output_is_incomplete() -> bool:
+    """Report printed output that could not be written. Returns whether there is any."""
+    if (lost := streams.unwritten()) is None:
+        return False
+    from lockstep.track.console import error
+
+    text = f"standard output: {lost.strerror}; the printed output is incomplete"
+    error(coded("LS0230", "; ".join([text, *([REMEDIES[lost.errno]] if lost.errno in REMEDIES else [])])))
+    return True
 
 
 def _answer_words(words: list[str]) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -238,6 +239,28 @@ def test_a_push_that_cannot_be_is_refused_before_training(
     assert status == 2
     assert wanted in err
     assert "hub.push_to" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "private", "code"),
+    [
+        ({"model_type": "llama"}, True, "LS6023"),
+        ({"model_type": "gpt2", "vocab_size": 5}, True, None),  # the tokenizer's size is known later
+        ({}, False, "LS6021"),
+    ],
+)
+def test_a_repository_of_another_model_is_refused_before_training(
+    config: dict[str, Any], private: bool, code: str | None, hub: Hub, tmp_path: Path, lockstep: Command
+) -> None:
+    hub.put("models", "user/x", {"config.json": json.dumps(config).encode()}, private=private)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"hub": {"push_to": "user/x"}, "steps": 1}))
+    status, _, err = lockstep(tmp_path, "train", "run.yaml")
+    if code is None:
+        assert (tmp_path / "out/export").is_dir(), err
+        return
+    assert status == 2
+    assert mentions(err, code, "user/x")
     assert not (tmp_path / "out").exists()
 
 

@@ -271,6 +271,24 @@ def test_words_of_a_command_lose_their_secrets(words: list[str]) -> None:
     assert "plainsecret" not in " ".join(redacted)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "--key", "a81bc81bdead4e5dabff"],
+        ["train.py", "--key=a81bc81bdead4e5dabff"],
+        ["train.py", "--auth", "a81bc81bdead4e5dabff", "--x"],
+        ["train.py", "--service-key", "a81bc81bdead4e5dabff"],
+        ["train.py", "tracker.auth=a81bc81bdead4e5dabff"],
+        ["sh", "-c", "python train.py --auth a81bc81bdead4e5dabff; python b.py --key='a81bc81bdead4e5dabff' c"],
+    ],
+    ids=" ".join,
+)
+def test_a_key_or_auth_that_is_no_plain_word_is_a_secret(words: list[str]) -> None:
+    redacted = redact_words(words)
+    assert "a81bc81bdead4e5dabff" not in " ".join(redacted)
+    assert redacted[:1] == words[:1]
+
+
 def test_the_control_other_words_of_a_command_stay() -> None:
     words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
     words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
@@ -293,6 +311,8 @@ def test_the_control_other_words_of_a_command_stay() -> None:
         "padToken=x",
     ]
     words += ["sh", "-c", "mkdir -p a && docker run -a stdin -p 80:80 image; srun -pgpu python a.py --sortKey b"]
+    words += ["--key", "text", "--sort-key=column_2", "--auth", "basic", "--key", "keys/id.pub", "--key", "3"]
+    words += ["sh", "-c", "python a.py --key label --auth=none; sort --key 2,2 b", "--key", "-1"]
     words += ["--start", "10:30", "s3://bucket/path@2024/x", "user@host:/data", "sh", "-c", "python -u train.py a:b"]
     assert redact_words(words) == words
     assert redact(" ".join(words)) == " ".join(words)

@@ -69,6 +69,7 @@ def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> N
     assert head.endswith(":")
     assert first.startswith("  task.text: ")
     assert "1 of 40 rows have none (row 3 holds '')" in first
+    assert "train split of data.jsonl must" in first
     assert second.startswith("  task.text_pair: ")
     assert "5 of 40 rows have none (row 0 holds None)" in second
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,3 +152,15 @@ def test_a_child_says_why_it_failed(tmp_path: Path) -> None:
     assert again.wait(100)
     assert again.reason() == "AttributeError: module 'os' has no attribute 'no_such_function'"
     assert os.path.getsize(again.err) > len(again.errors)  # the file keeps what came before
+
+
+@pytest.mark.processes
+def test_a_child_whose_folder_is_removed_is_a_failure_with_a_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    child = Child("os.no_such_function", [], folder, "job")
+    shutil.rmtree(folder)
+    assert child.wait(100)
+    assert child.status
+    assert list(child.lines()) == []
+    assert child.reason() == f"{folder / 'job.err'} was removed while the job ran"

@@ -67,6 +67,7 @@ def test_it_records_compares_and_reports_without_the_rest_of_lockstep(place: Pat
     done = command("diff", "one", "other")
     assert done.returncode == 1
     assert "other examples: 32 in the reference, 16 here" in done.stdout
+    assert done.stdout.startswith("tolerance: "), "without examples in common, a table would be empty"
     done = command("report", "one", "other")
     assert (done.returncode, done.stdout) == (0, "other/report.html\n")
     page = (place / "other" / "report.html").read_text()
@@ -80,11 +81,28 @@ def test_verify_and_watch(place: Path) -> None:
     done = command("verify", "--reference", words, "--job", words, "--steps", "2", "-o", "verified")
     assert done.returncode == 0, done.stderr
     assert "the same bits in all 2 common steps" in done.stdout
+    assert not [line for line in done.stdout.splitlines() if line.startswith("loss")], "the commands' own output"
+    for name in ("reference", "job", "perturbed"):
+        assert (place / "verified" / f"{name}.log").read_text().startswith("loss ")
     assert (place / "verified" / "job" / "report.html").is_file()
     done = command("watch", "verified/job")
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "2 optimizer steps on 1 process"
     assert done.stdout.splitlines()[-1] == "the command ended with status 0"
+
+
+@pytest.mark.processes
+def test_verify_prints_the_end_of_a_failed_commands_output_without_secrets(place: Path) -> None:
+    text = "import os; print('export HF_TOKEN=swordfish-1234'); os.write(1, b'no data'); raise SystemExit(3)"
+    (place / "fails.py").write_text(f"for i in range(30): print('line', i)\n{text}\n")
+    failing = f"{sys.executable} -u fails.py"
+    done = command("verify", "--reference", failing, "--job", failing, "-o", "verified")
+    assert done.returncode == 3
+    rows = done.stdout.splitlines()
+    assert rows[-3:-1] == ["  export HF_TOKEN=***", "  no data"]
+    assert rows[-1].startswith("reference:")
+    assert rows[1] == "  line 17", "the last 15 lines"
+    assert "swordfish" not in (place / "verified" / "reference.log").read_text()
 
 
 @pytest.mark.processes
@@ -109,6 +127,22 @@ def test_bad_usage_is_one_message(place: Path, words: list[str], code: str) -> N
     assert done.stderr.startswith("lockstep-trace: ")
     assert f"[{code}]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_help_that_cannot_be_printed_is_no_success() -> None:
+    for words in ([], ["diff"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "lockstep_trace", *words, "--help"],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert done.returncode == 1
+        assert "[LS9130]" in done.stderr
 
 
 @pytest.mark.processes

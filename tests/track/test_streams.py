@@ -192,6 +192,7 @@ def test_arguments_of_a_locale_that_cannot_read_them() -> None:
     ("command", "why", "remedy"),
     [
         ("{} list > /dev/full", "No space left on device", "free space on the disk"),
+        ("{} train --help > /dev/full", "No space left on device", "free space on the disk"),
         ("ulimit -f 0; {} --version > printed", "File too large", "ulimit -f"),
     ],
 )

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -79,11 +79,12 @@ def pending(output: Path, repository: str | None) -> bool:
         return True
 
 
-def check(run: Run, timeout_s: float = 10.0) -> list[str]:
-    """Refuse, before training, a run whose push would fail. Returns notes for the user.
+def check(run: Run, config: Callable[[], Mapping[str, Any]], timeout_s: float = 10.0) -> list[str]:
+    """Refuse, before training, a run whose push would fail. Returns notes for the user. `config`: returns the model's
+    config as far as it is known; empty if none is exported.
 
-    Errors: `RunError` if there is no token, the Hub rejects it, or it lacks write permission. An unreachable Hub is
-    only a note: it may be reachable at the end.
+    Errors: `RunError` if there is no token, the Hub rejects it, or it lacks write permission, and if the repository is
+    public or holds another model. An unreachable Hub is only a note: it may be reachable at the end.
     """
     if not pending(run.folder, run.hub.push_to):
         return []
@@ -92,8 +93,9 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
     from huggingface_hub import HfApi
 
     _be_patient(timeout_s)
+    api = HfApi(token=token)
     try:
-        account = HfApi(token=token).whoami()
+        account = api.whoami()
     except Exception as error:  # any failure of Hub or network; only a refusal is for the user to fix
         if status_of(error) in (401, 403):
             raise RunError(
@@ -115,6 +117,12 @@ def check(run: Run, timeout_s: float = 10.0) -> list[str]:
             f"hub.push_to: HF_TOKEN belongs to {places[0]}, who cannot push to {user}; it can push to "
             f"{', '.join(places)}",
         )
+    try:
+        about = api.model_info(repository)
+        other = _another_model(api, repository, config(), about)
+    except Exception:  # no repository yet, or no network: the push checks again
+        return []
+    _refuse(repository, run.hub.private and about.private is False, other, PUSH_KEY, run.folder)
     return []
 
 
@@ -235,28 +243,14 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str,
     api = HfApi(token=token)
     api.create_repo(repository, private=private, exist_ok=True)
     about = api.model_info(repository)
-    if private and about.private is False:
-        if called != PUSH_KEY:
-            raise RunError(
-                "LS6120",
-                f"{called}: {repository} exists and is public, but without --public a push must be private. "
-                "Nothing was pushed; make the repository private on its page, or add --public",
-            )
-        raise RunError(
-            "LS6021",
-            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was pushed; "
-            "make the repository private on its page, or set hub.private=false",
-        )
+    path = folder / "config.json"
+    ours = json.loads(path.read_bytes()) if path.is_file() and not replace else {}
+    other = _another_model(api, repository, ours, about)
+    _refuse(repository, private and about.private is False, other, called, folder.parent)
     files: dict[str, Any] = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
     text = (folder / "README.md").read_text(encoding="utf-8")
     files["README.md"] = text.replace(HERE, repository).encode()
     there = [file.rfilename for file in about.siblings or []]
-    if not replace and (other := _another_model(api, repository, folder, there)) is not None:
-        raise RunError(
-            "LS6023",
-            f"{called}: {repository} holds another model ({other}), and nothing was pushed. Push to a new repository, "
-            f"or replace that model: lockstep push {folder.parent} {repository} --replace",
-        )
     stale = [name for name in there if name not in files and any(fnmatch(name, each) for each in _STALE)]
     stale = [name for name in stale if name not in _of_others(api, repository, stale)]
     commit = api.create_commit(  # not upload_folder, which may create several commits
@@ -270,9 +264,32 @@ def _once(folder: Path, repository: str, private: bool, token: str, called: str,
     return Pushed(repository, str(commit.oid), f"{api.endpoint}/{repository}")
 
 
-def _another_model(api: Any, repository: str, folder: Path, there: list[str]) -> str | None:
-    """Describe how the model of a repository differs in family or size from the export, or return None."""
-    if "config.json" not in there or not (folder / "config.json").is_file():
+def _refuse(repository: str, is_public: bool, other: str | None, called: str, output: Path) -> None:
+    """Refuse a repository that is public, for a private push, or holds another model: `other`. Errors: `RunError`."""
+    if is_public:
+        if called != PUSH_KEY:
+            raise RunError(
+                "LS6120",
+                f"{called}: {repository} exists and is public, but without --public a push must be private. "
+                "Nothing was pushed; make the repository private on its page, or add --public",
+            )
+        raise RunError(
+            "LS6021",
+            f"hub.private: {repository} exists and is public, but the run asks for a private one. Nothing was pushed; "
+            "make the repository private on its page, or set hub.private=false",
+        )
+    if other is not None:
+        raise RunError(
+            "LS6023",
+            f"{called}: {repository} holds another model ({other}), and nothing was pushed. Push to a new repository, "
+            f"or replace that model by the export: lockstep push {output} {repository} --replace",
+        )
+
+
+def _another_model(api: Any, repository: str, ours: Mapping[str, Any], about: Any) -> str | None:
+    """Describe how the model of a repository differs in family or size from a config, or return None. `about`: the
+    Hub's answer on the repository."""
+    if not ours or "config.json" not in [file.rfilename for file in about.siblings or []]:
         return None
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
@@ -285,7 +302,6 @@ def _another_model(api: Any, repository: str, folder: Path, there: list[str]) ->
         theirs = json.loads(answer.content)
     except (ValueError, RecursionError):
         return None
-    ours = json.loads((folder / "config.json").read_bytes())
     if not isinstance(theirs, dict):
         return None
     names = [name for name in ours if name in theirs and (name == "model_type" or _SIZE.search(name))]

@@ -33,7 +33,9 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     json_output.option(parser)
     parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
-    parser.add_argument("--verbose", action="store_true", help="print the complete files of a submitted job")
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print the command, its variables, and a submitted job's files"
+    )
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -51,12 +53,17 @@ def run_plan(args: argparse.Namespace) -> int:
     staged = not isinstance(job, str) and job.strategy.stages_of(run.strategy, plan.processes) > 1
     if staged or "tensor_parallel" in run.strategy.options:
         each = f"{run.micro_batches} micro-batches a step; some processes work on the same ones"
+    here = launcher.starts_all_ranks and launcher.forks_ranks  # the ranks are forks of this command
+    whole = args.verbose or RECORD.get() is not None
+    started = {
+        "launcher": run.launch.name,
+        "command": shlex.join(plan.command),
+        "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
+    }
     console.facts(
         {
-            "launcher": run.launch.name,
+            **({} if here and not whole else started),
             "processes": f"{plan.processes}, {each}",
-            "command": shlex.join(plan.command),
-            "variables": " ".join(f"{k}={v}" for k, v in plan.variables.items()) or "none",
             "strategy": f"{run.strategy.name}{', exact' if run.strategy.exact else ''}",
             **(amounts(run) if isinstance(job, str) else sizes_of(job)),
             "output": f"{run.folder}{f', copied to {run.remote_dir}' if run.remote_dir else ''}",
@@ -69,7 +76,7 @@ def run_plan(args: argparse.Namespace) -> int:
         run = job.run
         for text in (*job.notes, *remarks(job), *without_effect(job, launcher)):
             console.note(text)
-    whole = args.verbose or RECORD.get() is not None or not plan.facts
+    whole = whole or not plan.facts
     for path, text in plan.files.items() if whole else ():
         console.say(f"--- {path}\n{text}", whole=True)
     if not whole:
@@ -140,10 +147,10 @@ def remarks(job: Job) -> list[str]:
 
 
 def sizes_of(job: Job) -> dict[str, str]:
-    """Facts about the prepared job: resolved options, data and model."""
+    """Facts about the prepared job: strategy with resolved options, data and model."""
     from lockstep.training import model_stats
 
-    return {"resolved": job.summary()} | model_stats.facts(job)
+    return {"strategy": job.summary()} | model_stats.facts(job)
 
 
 PAGE = "lockstep-selftest.html"

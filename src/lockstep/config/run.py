@@ -494,7 +494,10 @@ def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     key = key.strip().lstrip("-").replace("-", "_")
     if not equals or not KEY.fullmatch(key):
-        several = "; a command takes one run file" if not equals and Path(text).exists() else ""
+        several = ""
+        if not equals and Path(text).exists():
+            is_run = Path(text).suffix in (".yaml", ".yml")
+            several = "; a command takes one run file" if is_run else f"; data need a key, such as data.test={text}"
         raise RunError("LS1113", f"{text!r} is not key=value, for example optim.learning_rate=3e-5{several}")
     try:
         return key, messages.read_yaml(value)

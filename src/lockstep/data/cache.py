@@ -32,7 +32,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 
-from lockstep.config.errors import OF_DISKS, remedy_of
+from lockstep.config.errors import OF_DISKS, reason_of, remedy_of
 from lockstep.config.output_files import wrapped_os_errors
 from lockstep.config.run import RunError
 from lockstep.distributed.hardware import available_cores
@@ -241,8 +241,8 @@ def placed(path: Path, make: Callable[[Path], None], resumed: Path | None = None
             raise
         raise RunError(
             "LS2031",
-            f"the token cache {cache_folder()} cannot be written: {error.strerror or error}; {remedy_of(error)} "
-            "(LOCKSTEP_CACHE names it)",
+            f"cannot write to the cache {cache_folder()}: {reason_of(error)}; {remedy_of(error)}; "
+            "LOCKSTEP_CACHE=FOLDER chooses another cache",
         ) from error
     finally:
         if resumed is None:

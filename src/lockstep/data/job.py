@@ -297,12 +297,12 @@ class Job:
         return default(self.run, key, self.task, self.optimizer)
 
     def summary(self) -> str:
-        """Describe the resolved options on one line."""
+        """Describe the strategy with the resolved options on one line."""
         parts = [
-            self.strategy.__name__,
+            self.run.strategy.name,
             f"attention {self.attention}",
             f"computes in {self.run.precision} with {self._weights()}",
-            "no padding" if self.padding is None else f"computes padding ({self.padding})",
+            *([f"computes padding ({self.padding})"] if self.padding is not None else []),
             "same bits as one process" if self.same_bits else "equal to one process within rounding",
         ]
         return "; ".join(parts)

@@ -12,7 +12,7 @@ import glob
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -27,6 +27,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache
 from lockstep.data.arrow_cache import digest, examples_in
+from lockstep_trace.plurals import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -389,7 +390,7 @@ def _load(
         files = {split: some for split, some in files.items() if some and not (data.stream and split == "train")}
         read = {split: _read(some, f"data.{split}", plain, data, use) for split, some in files.items()}
         of_texts = {split for split, some in files.items() if data.layout == "rows" and row_files.are_texts(some)}
-        source = Source(data.source or "local files", read, of_texts=frozenset(of_texts))
+        source = Source(data.source or _name_of(files), read, of_texts=frozenset(of_texts))
     elif data.stream:
         raise RunError(
             "LS2244", f"data.stream: {data.source} has no shards to stream; name files or a data set of the Hub"
@@ -437,6 +438,12 @@ def _typed(source: Source, data: DataSection, use: ColumnUse) -> Source:
             for note_of in (column_types.label_note, column_types.points_note, column_types.blanks_note):
                 notes += note_of(column, texts)
     return replace(source, splits=splits, notes=notes)
+
+
+def _name_of(files: Mapping[str, Sequence[Path]]) -> str:
+    """Name files that no key names together: the first one, without its folder, and the number of others."""
+    paths = list(dict.fromkeys(path for some in files.values() for path in some))
+    return paths[0].name + (f" and {quantity(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
 
 
 def _check_kind(data: DataSection, is_local: bool) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.config.errors import STOPPED
@@ -81,8 +81,8 @@ class Child:
         self.wait()
 
     def lines(self) -> Iterator[str]:
-        """Complete lines of standard output since the last call."""
-        with open(self.out, "rb") as file:
+        """Complete lines of standard output since the last call; none if the file was removed meanwhile."""
+        with suppress(FileNotFoundError), open(self.out, "rb") as file:
             file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n") and self.status is None:
@@ -93,9 +93,12 @@ class Child:
     @property
     def errors(self) -> str:
         """Standard error so far, without the prefix `lockstep:`."""
-        with open(self.err, "rb") as file:
-            file.seek(self._erred)
-            return file.read().decode(errors="replace").strip().removeprefix("lockstep: ")
+        try:
+            with open(self.err, "rb") as file:
+                file.seek(self._erred)
+                return file.read().decode(errors="replace").strip().removeprefix("lockstep: ")
+        except FileNotFoundError:
+            return f"{self.err} was removed while the job ran"
 
     def reason(self, most: int = 300) -> str:
         """Reason of a failure in one line: lockstep's own message, or the last line of a traceback."""

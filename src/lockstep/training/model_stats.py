@@ -206,10 +206,11 @@ def length(feed: StepLoader) -> str:
     run = feed.task.run
     each = feed.order.steps_per_epoch
     evaluations = (feed.total - 1) // every if (every := feed.interval(run.evaluate.every)) else 0
+    epochs = quantity(f"{feed.total / each:.4g}", "epoch")
     return (
         f"{feed.total:,} steps of {min(run.batch_size, feed.order.examples):,} examples: "
-        f"{feed.total / each:.4g} epochs of {quantity(each, 'step')}; "
-        f"{quantity(evaluations, 'evaluation')} during training"
+        f"{epochs} of {quantity(each, 'step')}; "
+        f"{quantity(evaluations or 'no', 'evaluation')} during training"
     )
 
 

@@ -408,10 +408,21 @@ def _refuse_unportable(job: Job, like_this_one: bool) -> None:
 def _output(run: Run, scope: Scope) -> tuple[str, ...]:
     """Check that results can be written to OUTPUT, the object store and the Hub. Returns notes. Errors: `RunError`."""
 
-    notes = hub_push.check(run) if scope == Scope.START and run.hub.push_to is not None else []
+    pushes = scope == Scope.START and run.hub.push_to is not None
+    notes = hub_push.check(run, lambda: _config_sizes(run)) if pushes else []
     notes += remote_sync.check(run) if run.remote_dir is not None else []
     check_output(run.folder)
     return tuple(notes)
+
+
+def _config_sizes(run: Run) -> dict[str, Any]:
+    """Return the entries of the model's config that do not depend on the data; empty if no model config is exported."""
+    from lockstep.tasks.models import model_configs
+
+    if (run.model.adapter or {}).get("export") == "adapter" or not (run.model.source or run.model.type):
+        return {}
+    config = model_configs.load_config(run.model).to_dict()
+    return {key: value for key, value in config.items() if key != "vocab_size" or run.tokenizer.train is None}
 
 
 def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:

@@ -25,7 +25,12 @@ WATCH_S = 2.0  # polling interval of a trace that is being written
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return the exit status."""
     streams.make_safe()
-    args = _parser().parse_args(arguments)
+    try:
+        args = _parser().parse_args(arguments)
+    except SystemExit as ended:  # argparse has printed help, or a message
+        if ended.code == 0 and _output_is_incomplete():
+            return 1
+        raise
     try:
         status = int(args.run(args))
     except TraceError as error:
@@ -33,12 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    if status == 0 and (lost := streams.unwritten()) is not None:
-        text = f"standard output: {lost.strerror}; the printed output is incomplete"
-        text += "; free some space" if lost.errno == errno.ENOSPC else ""
-        print(f"lockstep-trace: {coded('LS9130', text)}", file=sys.stderr)
-        return 1
-    return status
+    return 1 if status == 0 and _output_is_incomplete() else status
+
+
+def _output_is_incomplete() -> bool:
+    """Report printed output that could not be written. Returns whether there is any."""
+    if (lost := streams.unwritten()) is None:
+        return False
+    text = f"standard output: {lost.strerror}; the printed output is incomplete"
+    text += "; free some space" if lost.errno == errno.ENOSPC else ""
+    print(f"lockstep-trace: {coded('LS9130', text)}", file=sys.stderr)
+    return True
 
 
 def recording_options(parser: argparse.ArgumentParser) -> None:

@@ -89,6 +89,10 @@ _FIELD = re.compile(
 )
 _USER = r"-[uU]|--(?:[a-z]+[_-])*(?:user|username|userpwd|login|auth)"  # options whose value may be NAME:PASSWORD
 _PASSWORD = r"(?!\*\*\*|//|\d+(?:\s|$))[^\s\"']+"  # after NAME:, which may also be one of two numbers
+# --key VALUE, --auth VALUE: may also be a column or a method, so words, numbers and paths stay
+_MAYBE = r"key|auth|creds?|sig|signature"
+_MAYBE_NAME = re.compile(rf"(^|[_.-])({_MAYBE})$", re.IGNORECASE)
+_PLAIN = r"[A-Za-z]{1,20}(?:[ _.-](?:[A-Za-z]{1,20}|[0-9]{1,2}))*[0-9]{0,2}|[\d.,:-]+|[~.\w-]*/\S*|<\S+>|\W{0,3}"
 # In the words of a command, and in the texts of `sh -c`
 _IN_COMMANDS = (
     _FIELD,
@@ -101,6 +105,11 @@ _IN_COMMANDS = (
         r"(?P<keep>(?<![\w-])(?:--)?(?!(?:pad|eos|bos|unk|sep|cls|mask|start|end)Token)[a-z][A-Za-z0-9]*"
         r"(?:Token|Secret|Password|ApiKey|AccessKey|PrivateKey|SecretKey|Credentials?)(?:\\?[\"'])?(?:\s?[:=]\s?))"
         r"(?!\*\*\*|-)(?:\\?\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}]+)"
+    ),
+    re.compile(  # --key value, --auth=value, in a text
+        rf"(?P<keep>(?<![\w-])--(?:[a-z0-9]+[_.-])*(?:{_MAYBE})(?:\s+|=)[\"']?)"
+        rf"(?!\*\*\*|-|(?:{_PLAIN})(?:[\s\"';|&)]|$))[^\s\"';|&)]+",
+        re.IGNORECASE,
     ),
     re.compile(rf"(?P<keep>(?<![\w-])(?:{_USER})(?:\s+|=)?[\"']?[\w.@+-]+:){_PASSWORD}"),  # -u name:password
     re.compile(r"(?P<keep>\bAuthorization:\s*(?:Digest|AWS4-HMAC-SHA256)\s+)(?!\*\*\*)[^\n]+", re.IGNORECASE),
@@ -173,6 +182,8 @@ def redact_words(words: Sequence[str]) -> list[str]:
 
 def _hides(name: str, value: str) -> bool:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)  # accessToken
+    if _MAYBE_NAME.search(name) is not None and re.fullmatch(_PLAIN, value) is None and not os.path.exists(value):
+        return True
     return names_secret(name) or (_SIGNED_IN.search(name) is not None and not value.isdigit())
 
 

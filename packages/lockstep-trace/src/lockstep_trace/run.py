@@ -11,36 +11,49 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep_trace import streams
 from lockstep_trace.errors import TraceError
 from lockstep_trace.read import ABOUT, about
-from lockstep_trace.redaction import redact_words
+from lockstep_trace.redaction import printable, redact, redact_words
 from lockstep_trace.tracer.settings import Settings
 
 INJECT = "inject"
 SOURCES = Path(__file__).parent
+JOIN_S = 1.0  # wait for the last output; a process that outlives the command keeps the pipe open
 
 
-def run(command: Sequence[str], folder: Path, **settings: Any) -> int:
+def run(command: Sequence[str], folder: Path, log: Path | None = None, **settings: Any) -> int:
     """Trace a command into a new folder and return its exit status.
 
     The status is 128 + N if signal N ended the command, 127 if it cannot be started. The command inherits the standard
-    streams. `settings`: fields of `Settings`, except `folder`. Errors: `TraceError`."""
+    streams. `log`: file for its standard output and errors instead; a terminal shows their last line while it runs.
+    `settings`: fields of `Settings`, except `folder`. Errors: `TraceError`."""
     folder = folder.absolute()
     prepare(folder, command, Settings(str(folder), **settings))
     began = time.time()
     environment = environment_of(folder)
+    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log is not None else {}
     try:
-        process = subprocess.Popen(list(command), env=environment)
+        process = subprocess.Popen(list(command), env=environment, **merged)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise TraceError("LS9030", f"{command[0]!r} cannot be started: {error.strerror or error}") from None
+    copier = threading.Thread(target=_copy, args=(process, log), daemon=True)
+    if log is not None:
+        copier.start()
     status = _wait(process)
+    if log is not None:
+        copier.join(JOIN_S)
+        if sys.stderr.isatty():
+            streams.put(sys.stderr, streams.CLEAR, flush=True)
     _note(folder, ended=time.time(), seconds=time.time() - began, status=status)
     return status
 
@@ -96,6 +109,22 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
         for number, handler in passed.items():
             signal.signal(number, handler)
     return status if status >= 0 else 128 - status
+
+
+def _copy(process: subprocess.Popen[bytes], log: Path) -> None:
+    """Copy the output of a command to a file, without secrets, and show its last line on a terminal."""
+    assert process.stdout is not None
+    live, line = sys.stderr.isatty(), b""
+    with log.open("w", encoding="utf-8") as file:
+        while chunk := os.read(process.stdout.fileno(), 1 << 16):
+            *complete, line = (line + chunk).split(b"\n")
+            file.writelines(f"{redact(text.decode(errors='replace'))}\n" for text in complete)
+            file.flush()
+            shown = [text for text in [*complete[-1:], *line.split(b"\r")] if text.strip()] if live else []
+            for text in shown[-1:]:
+                fitting = printable(text.decode(errors="replace"))[: shutil.get_terminal_size().columns - 1]
+                streams.put(sys.stderr, f"{streams.CLEAR}{fitting}", flush=True)
+        file.write(redact(line.decode(errors="replace")))
 
 
 def _note(folder: Path, **values: Any) -> None:

@@ -28,6 +28,7 @@ from lockstep_trace.report import write
 from lockstep_trace.rules.finding import SUSPICIOUS, WRONG
 from lockstep_trace.run import note_difference, run, step_of_difference
 
+LINES = 15  # last lines of a failed command's output that `verify` prints
 ROWS = 6  # most steps in the table of a comparison: the first three and the last three
 
 
@@ -243,17 +244,22 @@ def verify(
     output: Output,
     exact: bool = False,
 ) -> int:
-    """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces
-    and a page; None: they are removed. Returns 0, 1 where they differ, or a command's own status. Errors:
-    `TraceError`."""
+    """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces,
+    the commands' output and a page; None: they are removed. A command that fails has the end of its output printed.
+    Returns 0, 1 where they differ, or a command's own status. Errors: `TraceError`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         root = folder or Path(aside)
         commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})
         for name, command in commands.items():
-            output.say(f"{name}: {' '.join(redact_words(command))}")
-            status = run(command, root / name, steps=steps, perturb=name == "perturbed")
+            label = "reference with the weights' last bits changed" if name == "perturbed" else name
+            output.say(f"{label}: {' '.join(redact_words(command))}")
+            log = root / f"{name}.log"
+            root.mkdir(parents=True, exist_ok=True)
+            status = run(command, root / name, log, steps=steps, perturb=name == "perturbed")
             if status:
-                output.say(f"{name}: the command ended with status {status}")
+                for line in log.read_text(errors="replace").splitlines()[-LINES:]:
+                    output.say(f"  {line}")
+                output.say(f"{label}: the command ended with status {status}")
                 return status
         perturbed, temporary = None if exact else root / "perturbed", folder is None
         verdicts = compared(root / "reference", root / "job", output, exact, perturbed, temporary=temporary)
@@ -273,7 +279,8 @@ def say_numbers(output: Output, verdict: Comparison, title: str = "") -> None:
     if not rows_shown:
         return
     cells = [row_cells(row) for row in rows_shown]
-    output.table(title, COLUMNS, cells, key="steps")
+    if title or any(any(row[1:]) for row in cells):  # without examples in common, only the step is known
+        output.table(title, COLUMNS, cells, key="steps")
     for what, of in (("gradient", "gradient_of"), ("update", "update_of")):
         row = max(rows, key=lambda r: _size(getattr(r, what)))
         if getattr(row, of):
