@@ -120,8 +120,8 @@ def _copy(process: subprocess.Popen[bytes], log: Path) -> None:
             *complete, line = (line + chunk).split(b"\n")
             file.writelines(f"{redact(text.decode(errors='replace'))}\n" for text in complete)
             file.flush()
-            shown = [text for text in [*complete[-1:], *line.split(b"\r")] if text.strip()] if live else []
-            for text in shown[-1:]:
+            texts = [text for text in [*complete[-1:], *line.split(b"\r")] if text.strip()] if live else []
+            for text in texts[-1:]:
                 fitting = printable(text.decode(errors="replace"))[: shutil.get_terminal_size().columns - 1]
                 streams.put(sys.stderr, f"{streams.CLEAR}{fitting}", flush=True)
         file.write(redact(line.decode(errors="replace")))
