@@ -417,8 +417,6 @@ def _output(run: Run, scope: Scope) -> tuple[str, ...]:
 
 def _config_sizes(run: Run) -> dict[str, Any]:
     """Return the entries of the model's config that do not depend on the data; empty if no model config is exported."""
-    from lockstep.tasks.models import model_configs
-
     if (run.model.adapter or {}).get("export") == "adapter" or not (run.model.source or run.model.type):
         return {}
     config = model_configs.load_config(run.model).to_dict()
