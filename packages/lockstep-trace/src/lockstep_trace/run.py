@@ -40,9 +40,9 @@ def run(command: Sequence[str], folder: Path, log: Path | None = None, **setting
     prepare(folder, command, Settings(str(folder), **settings))
     began = time.time()
     environment = environment_of(folder)
-    merged = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log is not None else {}
+    stdout, stderr = (subprocess.PIPE, subprocess.STDOUT) if log is not None else (None, None)
     try:
-        process = subprocess.Popen(list(command), env=environment, **merged)
+        process = subprocess.Popen(list(command), env=environment, stdout=stdout, stderr=stderr)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise TraceError("LS9030", f"{command[0]!r} cannot be started: {error.strerror or error}") from None
