@@ -141,7 +141,7 @@ TOTAL = "num_training_steps=len(train) * 3 // 4"
 @pytest.mark.parametrize(
     ("total", "wanted"),
     [
-        ("len(train) * 3", "length is 3 epochs of batches, and 3 epochs of steps of 4 batches: 0.75"),
+        ("len(train) * 3", "length is 3 epochs of batches, and the run's 0.75 (3 epochs of steps of 4 batches)"),
         ("math.ceil(len(train) / 4) * 2", "length is 0.5 epochs of batches"),
         ("len(train)", "length is 1 epoch of batches"),
     ],
