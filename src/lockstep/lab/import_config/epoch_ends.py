@@ -74,8 +74,9 @@ class ScheduleEnd:
         if passes is not None and epochs:
             if abs(passes * every - epochs) > 1e-6:
                 of_batches, of_steps = (quantity(f"{each:g}", "epoch") for each in (passes, epochs))
-                why = f"the schedule's length is {of_batches} of batches, and the run's {epochs / every:g} ({of_steps} of "
-                why += f"steps of {quantity(every, 'batch')}); here the schedule ends with the run"
+                of_run = f"{epochs / every:g} ({of_steps} of steps of {quantity(every, 'batch')})"
+                why = f"the schedule's length is {of_batches} of batches, and the run's {of_run}; "
+                why += "here the schedule ends with the run"
                 draft.lacks(f"{self.where}: num_training_steps={code}", why, "optim.schedule")
             return
         if (other := self._other_loader(self.node)) is not None:
