@@ -523,4 +523,6 @@ def test_a_label_that_another_split_writes_differently_names_the_way_out(tmp_pat
     assert "data.types={tags: text}, 1 and '1' are" in hint("tags", 1, ["0", "1"])
     assert hint("label", "1", ["1.0", "01", "a"]) == ""  # not all are numbers
     assert hint("label", "1", ["1.0", "01"]) == ""  # two labels of train would become one
+    assert hint("label", "01", ["1", str(2**63)]) == ""  # an integer has 64 bits
+    assert column_types.label_note("label", ["01", "1"]) != column_types.label_note("label", ["01", str(2**63)]) == []
     assert "'b' only in blanks or capitals" in hint("label", " B", ["a", "b"])

@@ -54,6 +54,7 @@ NO_ROW = {
     "a run file that is not there",
     "a run to compare that is not there",
     "a text for a number",
+    "a tokenizer's folder that is not there",
     "an output folder that is a file",
     "an override without =",
     "an unknown command",

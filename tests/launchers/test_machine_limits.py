@@ -90,3 +90,14 @@ def test_one_process_needs_neither_proc_nor_loopback(tmp_path: Path, cache: Path
     if done.returncode == 99 or "unshare" in done.stderr:
         pytest.skip("no namespaces here")
     assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_that_needs_an_interface_for_one_process_is_refused(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path, steps=2)
+    words = ("launch.processes=1", "strategy={name: fsdp2, options: {gather: micro_batch}}")
+    done = _run(["-n"], "true", tmp_path, cache, *words)
+    if done.returncode == 99 or "unshare" in done.stderr:
+        pytest.skip("no namespaces here")
+    assert done.returncode == 2, done.stderr
+    assert "LS7043" in done.stderr
+    assert "Traceback" not in done.stderr

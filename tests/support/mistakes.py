@@ -172,6 +172,12 @@ MISTAKES = [
         f"plan run.yaml {OF_FOLDER}",
         inside("model", "config.json"),
     ),
+    Mistake(
+        "a tokenizer's folder that is not there",
+        "LS3134",
+        "tokenizer.source: the folder",
+        "plan run.yaml tokenizer={source: ./gone}",
+    ),
     Mistake("a new model without a tokenizer", "LS2301", "tokenizer.train", "plan run.yaml tokenizer={}"),
     Mistake("max_length above the model's positions", "LS3142", "512", "plan run.yaml data.max_length=512"),
     Mistake("an unknown type of model", "LS3130", "gpt2", "plan run.yaml model.type=gtp2"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -257,6 +260,16 @@ def test_a_checkpoint_of_another_version_is_named_and_not_used(
     assert "step-000010 is not used" not in said  # it is of a later step
     assert "step 6 of 12, recomputed from the start (" in said
     assert "6 of 6 steps were recorded; all have the same bits" in said
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs two instruction sets")
+def test_a_replay_from_the_start_names_another_instruction_set(output: Path) -> None:
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-m", "lockstep", "replay", str(output), "--step", "1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert "recomputed from the start (" in done.stdout, done.stderr
+    assert "instruction set was " in done.stdout, done.stdout
 
 
 def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

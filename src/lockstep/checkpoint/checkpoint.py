@@ -344,7 +344,7 @@ class Checkpoints:
         """Load the newest verified checkpoint of at most `most` updates. Every rank must see the folder; nothing is
         written to it. Returns its step (0: no such checkpoint) and notes for the user. Collective."""
         self._sees = True
-        every = manifests.candidates(self.run.folder) if self.world.is_main else ()
+        every = tuple(manifests.candidates(self.run.folder)) if self.world.is_main else ()
         here = [(path, each) for path, each in every if not (n := path.name[5:]).isdigit() or int(n) <= most]
         notes = [f"{path.name} is not used: {each}" for path, each in here if isinstance(each, str)]
         checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
@@ -354,6 +354,9 @@ class Checkpoints:
                     self.run, self.world, name, manifest, self.job.same_bits
                 )
             notes.append(f"{name} is not used: {fault}")
+        later = [(path.name, each) for path, each in every if isinstance(each, Manifest)]
+        for name, manifest in self.world.broadcast(later)[:1]:  # says where the run was trained
+            notes += manifests.differences_of_saving_run(self.run, self.world, name, manifest, self.job.same_bits)
         return 0, notes
 
     def take_best(self, sharded: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:

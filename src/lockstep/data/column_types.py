@@ -126,7 +126,7 @@ def same_label_hint(column: str, label: Any, known: Collection[Any]) -> str:
     if str(label) in texts:  # a number and its text
         return f"With data.types={{{column}: text}}, {label!r} and {texts[str(label)]!r} are the same label. "
     every = [*texts, str(label)]
-    if all(_NUMBER.fullmatch(text.strip()) for text in every):
+    if all(map(_is_integer, every)):
         same = [each for text, each in texts.items() if _value(text) == _value(str(label))]
         distinct = len({_value(text) for text in texts}) == len(texts)  # no two known labels become one
         if same and distinct:
@@ -139,15 +139,19 @@ def _value(text: str) -> int:
     return int(text.strip().partition(".")[0])
 
 
+def _is_integer(text: str) -> bool:
+    """Whether `data.types` could make an integer of a text."""
+    return _NUMBER.fullmatch(text.strip()) is not None and abs(_value(text)) < LARGEST
+
+
 def label_note(column: str, texts: Collection[str]) -> list[str]:
     """A note if all labels are integers but some are not in canonical form."""
     odd = [text for text in sorted(texts) if not _WHOLE.fullmatch(text.strip())]
-    if not odd or not all(_NUMBER.fullmatch(text.strip()) for text in texts) or whole_numbers(texts):
+    if not odd or not all(map(_is_integer, texts)) or whole_numbers(texts):
         return []
-    number = int(odd[0].strip().partition(".")[0])
     return [
         f"column {column!r} holds whole numbers, some not in the usual form ({odd[0]!r}), so the labels stay "
-        f"texts. With data.types={{{column}: integer}} they become numbers, and {odd[0]!r} is {number}"
+        f"texts. With data.types={{{column}: integer}} they become numbers, and {odd[0]!r} is {_value(odd[0])}"
     ]
 
 

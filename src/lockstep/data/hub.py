@@ -210,13 +210,16 @@ def of_checkpoint(checkpoint: Path) -> Path:
 
 def model_folder(source: str, key: str = "model.source") -> str:
     """Resolve `model.source` or `tokenizer.source`: an output folder to its export, a checkpoint to its model in the
-    cache; anything else unchanged. Errors: `RunError` for a run without an export, also if `source` names that."""
+    cache; anything else unchanged. Errors: `RunError` for a folder that does not exist, and for a run without an
+    export, also if `source` names that."""
     path = Path(source).expanduser()
     output, checkpoint = parts(path)
     if checkpoint is not None and (checkpoint / MANIFEST).is_file():
         return str(of_checkpoint(checkpoint))
     if path.name == "export" and not path.is_dir() and (path.parent / "run.yaml").is_file():
         output = path = path.parent
+    elif (source.startswith((".", "/", "~")) or source.count("/") > 1) and not path.exists():  # an id has one slash
+        raise RunError("LS3134", f"{key}: the folder {path} does not exist; correct the path")
     elif not (path / "run.yaml").is_file() or (path / "config.json").is_file():
         return source
     if not (path / "export" / "config.json").is_file():

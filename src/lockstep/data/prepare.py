@@ -129,8 +129,8 @@ def _dump(run: Run, part: str) -> object:
 def _files(run: Run) -> list[tuple[str, int, int]]:
     """Name, size and time of every local file that preparation reads, and the dialects of tables."""
     files = source.files_of(run.data)
-    for name in (run.model.source, run.tokenizer.source):
-        root = Path(hub.model_folder(name) if name is not None else "").expanduser()
+    for key, name in (("model.source", run.model.source), ("tokenizer.source", run.tokenizer.source)):
+        root = Path(hub.model_folder(name, key) if name is not None else "").expanduser()
         for folder in (root, root / TARGET, root / _TEMPLATES) if name is not None else ():
             if folder.is_dir():
                 files += sorted(f for f in folder.iterdir() if f.is_file() and f.suffix not in _WEIGHTS)

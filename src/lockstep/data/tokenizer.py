@@ -198,7 +198,7 @@ def _load_source(run: Run, source: str, **place: str) -> Any:
     from transformers import AutoTokenizer
 
     key = "tokenizer.source" if run.tokenizer.source else "model.source"
-    source, revision, trusted = _local(source), _revision(run), run.model.trust_remote_code
+    source, revision, trusted = _local(source, key), _revision(run), run.model.trust_remote_code
     if Path(source).is_dir():
         _refuse_folder(Path(source), key)
     try:
@@ -229,9 +229,9 @@ def _refuse_folder(folder: Path, key: str) -> None:
         )
 
 
-def _local(source: str) -> str:
+def _local(source: str, key: str = "tokenizer.source or model.source") -> str:
     """The local folder, or the Hub id."""
-    source = hub.model_folder(source, "tokenizer.source or model.source")
+    source = hub.model_folder(source, key)
     path = Path(source).expanduser()
     return str(path) if path.is_dir() else source
 

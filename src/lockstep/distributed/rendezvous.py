@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
-from lockstep.config.errors import CodedError
+from lockstep.config.errors import CodedError, RunError
 from lockstep.distributed import network, torch_internals
 from lockstep_trace.redaction import one_line
 
@@ -48,6 +48,19 @@ def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStor
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener.detach(),
     )
+
+
+def join_alone(backend: str) -> None:
+    """Create the default group of a job of one process, for engines that require one. Errors: `RunError`."""
+    try:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    except RuntimeError as caught:
+        raise RunError(
+            "LS7043",
+            "strategy: needs a network interface even for one process, and none can be used "
+            f"({one_line(caught, 120)}); bring up the loopback interface (ip link set lo up), or train with "
+            "strategy=single",
+        ) from caught
 
 
 def _listener(address: str, port: int) -> socket.socket:

@@ -25,6 +25,7 @@ from lockstep.config.sections import StrategySection
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.rendezvous import join_alone
 from lockstep.distributed.sharded import fill, local, whole
 from lockstep.distributed.world import World
 from lockstep.strategies.dry_run import DryRun
@@ -296,7 +297,7 @@ class FSDP2(Strategy):
 
     def make_mesh(self) -> DeviceMesh:
         if not dist.is_initialized():  # FSDP requires a group, even for one process
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            join_alone("gloo")
         sizes = {"replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         sizes = {self.world.mesh_axis(name): size for name, size in sizes.items() if size > 1 or name == "shard"}
         with self.world.forming():

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.distributed.rendezvous import join_alone
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.side_effects import refuse_own_tensors
 
@@ -27,8 +28,7 @@ def join_group(world: World) -> None:
     os.environ.setdefault("LOCAL_RANK", str(world.local_rank))  # DeepSpeed requires it, even in a job of one process
     cuda = world.device.type == "cuda"
     if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=0, world_size=1)
+        join_alone("cpu:gloo,cuda:nccl" if cuda else "gloo")
     deepspeed.init_distributed("nccl" if cuda else "gloo")
     if world.members is not None:
         _forget()

@@ -286,8 +286,6 @@ def local_or_id(section: ModelSection) -> str:
             )
         check_one_save(path, "model.source")
         return str(path)
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:  # a Hub id has at most one slash
-        raise RunError("LS3134", f"model.source: the folder {path} does not exist; correct the path")
     return source
 
 
