@@ -19,13 +19,13 @@ import pyarrow as pa
 from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
-from lockstep.data import arrow_cache, conversations, lm_documents, source, splitting, tokenizer, usable_rows
+from lockstep.data import arrow_cache, lm_documents, tokenizer
 from lockstep.data.arrow_cache import Columns, Make, digest, examples_in
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import discard
-from lockstep.data.token_checks import Limit
 from lockstep.tasks.models import heads
 from lockstep.tasks.per_token import LossChunk, PerToken, perplexity
 from lockstep.tasks.task import Forward, Generate, Generates
@@ -34,7 +34,13 @@ from lockstep.tasks.text_task import Arrays, TextData, check_template, in_batche
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from lockstep.tasks.models.inference import Decoding
+    from lockstep.data import conversations, source, splitting, token_checks, usable_rows
+    from lockstep.tasks.models import inference, model_configs, models, padding
+else:  # to prepare data that are not in the cache; for conversations and samples; models import torch
+    conversations, source, splitting = lazy("lockstep.data", "conversations", "source", "splitting")
+    token_checks, usable_rows = lazy("lockstep.data", "token_checks", "usable_rows")
+    inference, model_configs = lazy("lockstep.tasks.models", "inference", "model_configs")
+    models, padding = lazy("lockstep.tasks.models", "models", "padding")
 
 
 class LanguageModelingOptions(Section):
@@ -197,7 +203,7 @@ class LanguageModeling(PerToken, Generates):
             _check_template_arguments(self.options.chat_template or tok.chat_template, self.options.template_arguments)
         _check_model(self.run, self.options)
 
-    def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:
+    def limits(self, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
         return {}  # texts are cut into blocks of any tokens, special or not
 
     def answer_notes(self, data: TextData, rows: Dataset, tok: Any) -> list[str]:
@@ -234,8 +240,6 @@ class LanguageModeling(PerToken, Generates):
         return f"{digest(key, counts) if counts else key}.arrow"
 
     def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
-        from lockstep.tasks.models import models
-
         ends = {split: _cut(rows, files[split], self.options) for split, rows in data.splits.items()}
         fits = models.most_tokens(self.run.model) if any(ends.values()) else None
         positions = {} if fits is None or fits > self.options.block_size else {"positions": fits}
@@ -271,8 +275,6 @@ class LanguageModeling(PerToken, Generates):
     metric_names = ("accuracy", "perplexity", "bits_per_byte", "byte_perplexity", "word_perplexity")
 
     def checked_entries(self) -> dict[str, Any]:
-        from lockstep.tasks.models import model_configs
-
         return model_configs.causal_entries(self.run.model)
 
     @property
@@ -334,8 +336,6 @@ class LanguageModeling(PerToken, Generates):
         return metrics
 
     def samples(self, generate: Generate, forward: Forward) -> list[dict[str, str]]:
-        from lockstep.tasks.models import inference
-
         columns = self.splits["validation"]
         options = self.options
         if not options.samples:
@@ -382,15 +382,13 @@ class LanguageModeling(PerToken, Generates):
     def end_tokens(self) -> list[int]:
         return self._decoding(0).ends
 
-    def _decoding(self, tokens: int) -> Decoding:
-        from lockstep.tasks.models.inference import Decoding
-
+    def _decoding(self, tokens: int) -> inference.Decoding:
         end = lm_documents.end_of(self.tokenizer)
         pad = int(self.tokenizer.pad_token_id)
         talks = self.options.messages is not None
         other = conversations.turn_end(self.tokenizer, self.options.writing) if talks else None
         options = self.options
-        return Decoding(tokens, pad, end, turn_end=other, temperature=options.temperature, seed=self.run.seed)
+        return inference.Decoding(tokens, pad, end, turn_end=other, temperature=options.temperature, seed=self.run.seed)
 
     def input_columns(self) -> tuple[str, ...]:
         options = self.options
@@ -402,8 +400,6 @@ class LanguageModeling(PerToken, Generates):
 
     def predict(self, folder: Path, rows: Sequence[Sequence[Any]]) -> Iterator[dict[str, Any]]:
         """Yield the continuation of the text as `written`."""
-        from lockstep.tasks.models import inference, models
-
         options = self.options
         model, tok = models.exported(self.head, folder, self.run.model)
 
@@ -468,8 +464,6 @@ def _check_template_arguments(template: Any, arguments: Mapping[str, Any]) -> No
 
 
 def _check_model(run: Run, options: LanguageModelingOptions) -> None:
-    from lockstep.tasks.models import model_configs, models, padding
-
     models.check(run, heads.CAUSAL, options.block_size, "task.block_size", **model_configs.causal_entries(run.model))
     padding.check_foresight(run.model, "causal")
     if not options.attend_across_documents and (why := padding.crosses(run)) is not None:
