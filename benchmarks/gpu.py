@@ -99,13 +99,14 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_pro
 WHOLE = "lockstep:model.compile=whole"
 OF_LANGUAGE = (WHOLE, "old", "lockstep", "loop_compiled", "trainer", "trainer_liger")
 OF_ADAPTERS = (WHOLE, "old", "lockstep", "trainer", "trainer_liger", "trainer_compiled")
+OF_TEXTS = ("lockstep", WHOLE, "old", "accelerate")
 VARIANTS = tuple(f"{WHOLE},{key}" for key in ("micro_batches=1", "micro_batches=8", "strategy.exact=false"))
 JOBS = (
     Job("gpt2", "gpt2", GPT2, 1024, 32, (*OF_LANGUAGE, "loop", *VARIANTS, "lockstep:model.compile=true")),
     Job("llama", "llama", LLAMA, 2048, 16, OF_LANGUAGE, steps=8),
-    Job("classes", "gpt2", GPT2, 64, 16, ("lockstep", "old", "trainer", "loop"), 2, 60, labels=6),
-    Job("minilm", "bert", MINILM, 64, 128, ("lockstep", "old", "accelerate"), 2, 40, labels=6, precision="fp32"),
-    Job("minilm-bf16", "bert", MINILM, 64, 128, ("lockstep", "old", "accelerate"), 2, 40, labels=6),
+    Job("classes", "gpt2", GPT2, 64, 16, ("lockstep", WHOLE, "old", "trainer", "loop"), 2, 60, labels=6),
+    Job("minilm", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6, precision="fp32"),
+    Job("minilm-bf16", "bert", MINILM, 64, 128, OF_TEXTS, 2, 40, labels=6),
     Job("lora", "llama", EIGHT_B, 2048, 8, OF_ADAPTERS, steps=8, adapter=LORA),
 )
 BITS = Job("bits", "gpt2", GPT2 | {"n_layer": 4}, 256, 16, (), steps=60)

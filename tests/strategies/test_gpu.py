@@ -105,6 +105,22 @@ def test_attention_by_length_is_that_of_padded_texts_to_rounding(family: tuple[s
     assert none["loss"][0] == pytest.approx(batch["loss"][0], rel=2e-3)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", [(), BERT])
+def test_texts_padded_to_few_lengths_and_compiled_whole(family: tuple[str, ...], precision: str) -> None:
+    """Compiled by inductor for the GPU, with causal attention and with attention to both sides: the bits of one process
+    under every strategy with the whole model, and an uncompiled run's numbers to rounding."""
+    keys = (f"precision={precision}", "batch_size=16", *(family or STILL))
+    whole = (*keys, "model.compile=whole", "model.compile_lengths=[16, 32]")
+    one, plain = of("single", 1, *whole), of("single", 1, *keys)
+    assert one["digest"] != plain["digest"]
+    assert one["loss"] == pytest.approx(plain["loss"], rel=2e-2 if precision == "bf16" else 1e-4)
+    assert of("single", 1, *whole, again=1)["digest"] == one["digest"]
+    for name in ("ddp", "fsdp2"):
+        assert of(name, 2, *whole)["digest"] == one["digest"], name
+
+
 def test_cuda_and_cpu_agree_to_rounding() -> None:
     cuda, cpu = of("single", 1, *STILL), of("single", 1, *STILL, place=("launch.device=cpu",))
     assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-4)

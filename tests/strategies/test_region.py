@@ -270,7 +270,6 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
         ("packed", "model.checkpoint_activations=true", "layer by layer"),
         ("packed", "task.loss_chunk=16", "loss_chunk"),
         ("packed", "data.padding=batch", "transformers' attention"),
-        ("documents", "seed=1", "have the same length (the longest)"),
         ("reward", "seed=1", "have the same length (the longest)"),
     ],
 )

@@ -134,6 +134,7 @@ KEYS: dict[str, Tried | Elsewhere] = {
     "model.config": Tried("model.config.n_layer=1", "weights", quick=True),
     "model.attention": Tried("model.attention=eager", "weights"),
     "model.compile": Elsewhere("weights", "strategies/test_compiled.py", "a C++ compiler"),
+    "model.compile_lengths": Elsewhere("weights", "strategies/test_fixed_lengths.py", "model.compile=whole"),
     "model.checkpoint_activations": Tried("model.checkpoint_activations=true", "nothing"),
     "model.offload_activations": Elsewhere("nothing", "strategies/test_activations.py", "a GPU"),
     "model.adapter": Elsewhere("weights files", "tasks/test_adapters.py", "a pretrained model"),

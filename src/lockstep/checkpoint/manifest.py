@@ -345,6 +345,8 @@ def differing_keys(job: Job, manifest: Manifest) -> dict[str, tuple[Any, Any]]:
     then = {key: job.default(key) for key in now if key not in manifest.arithmetic} | manifest.arithmetic
     if job.run.model.compile == "auto":  # resolved later, to the value in the checkpoint
         then.pop("model.compile", None)
+    if job.run.model.fixed_lengths is None:  # as well
+        then.pop("model.compile_lengths", None)
     keys = sorted(k for k in now.keys() | then.keys() if now.get(k) != then.get(k))
     if manifest.data == job.data.key:
         same = {"data.sources"} if _drawn(now) == _drawn(then) else set()

@@ -295,9 +295,14 @@ class ModelSection(Section):
     compile: bool | Literal["whole", "auto"] = Field(
         "auto",
         description="torch.compile in training; true: of each layer; whole: of a micro-batch from the embedding to "
-        "the loss, for examples of one length and strategies with the whole model on each rank. Results "
+        "the loss, for examples of one or a few lengths and strategies with the whole model on each rank. Results "
         "of true, whole and false differ in bits; each is the same at any number of processes. auto: "
         "whole on GPUs, if possible and the run is long enough to pay for it, else false",
+    )
+    compile_lengths: list[Positive] | None = Field(
+        None,
+        description="lengths to which texts are padded for compile: whole, which compiles each; default: up to four, "
+        "chosen from the data, unless texts have one length",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -329,6 +334,11 @@ class ModelSection(Section):
         return self.compile is True
 
     @property
+    def fixed_lengths(self) -> list[int] | None:
+        """Lengths to which training texts are padded; None: each micro-batch has the length of its longest."""
+        return self.compile_lengths if self.compile == "whole" else None
+
+    @property
     def compiled(self) -> bool:
         """Whether training runs compiled code; `auto` is decided later (`strategies/engines/region.py`)."""
         return self.compile in (True, "whole")
@@ -344,6 +354,16 @@ class ModelSection(Section):
     def trained_in_bfloat16(self) -> bool:
         """Whether the trained weights are bfloat16 and all computation uses it."""
         return self.dtype == "bfloat16" and not self.adapter
+
+    @model_validator(mode="after")
+    def _increasing_lengths(self) -> ModelSection:
+        if self.compile_lengths is not None and (
+            not self.compile_lengths or self.compile_lengths != sorted({*self.compile_lengths})
+        ):
+            raise InvalidValue(
+                "LS1146", f"compile_lengths: {self.compile_lengths} are not increasing numbers of tokens; sort them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

@@ -385,6 +385,8 @@ def arithmetic(run: Run, task: type[TaskRules]) -> dict[str, Any]:
         del values["model"][key]
     if run.model.compile == "auto":  # not decided yet
         del values["model"]["compile"]
+    if run.model.fixed_lengths is None:
+        del values["model"]["compile_lengths"]
     pads = ("padding",) if task.own_model else ()  # its own collate function pads
     for key in ("follow_links", "workers", "stream_cache_gb", *pads):
         del values["data"][key]

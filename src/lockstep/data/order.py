@@ -64,6 +64,17 @@ def _bounds(descending: np.ndarray, budget: int, micro_batches: int) -> list[int
     return ends
 
 
+def equal_micro_batches(lengths: np.ndarray, micro_batches: int) -> list[np.ndarray]:
+    """Split positions into `lengths` into `micro_batches` groups of equal size, up to one, each of similar lengths.
+
+    Long and short groups take turns, so that ranks, which run consecutive micro-batches, have equal work. The last
+    groups are empty only if there are fewer examples than micro-batches."""
+    filled = min(micro_batches, len(lengths))
+    parts = np.array_split(np.argsort(-lengths, kind="stable"), filled)
+    turns = [parts[i // 2 if i % 2 == 0 else filled - 1 - i // 2] for i in range(filled)]
+    return turns + [parts[0][:0]] * (micro_batches - filled)
+
+
 def padded_cost(lengths: np.ndarray, groups: list[np.ndarray]) -> int:
     """Tokens including padding if each group is padded to its longest example."""
     return int(sum(len(g) * lengths[g].max() for g in groups if len(g)))

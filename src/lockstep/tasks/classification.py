@@ -54,6 +54,7 @@ class Classification(TextTask, Streams, LabelTask):
 
     Options = ClassificationOptions
     head = heads.CLASSIFICATION
+    targets_by_token = False
     column_keys = ("text", "label")
     column_aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "text": (

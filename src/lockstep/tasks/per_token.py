@@ -87,6 +87,7 @@ class PerToken(TokenLosses, Streams, Predicts, GivesPredictions):
     plugin = "tasks"  # a base: it has no name in a run file
 
     metric_inputs = ("predictions", "labels")
+    targets_by_token = True
     metric_names: tuple[str, ...] = ("accuracy", "perplexity")
 
     def tensors(self, columns: Columns, rows: np.ndarray) -> Arrays:

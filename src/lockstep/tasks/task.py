@@ -23,6 +23,7 @@ from lockstep.data import order, streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import STREAM
+from lockstep.data.fixed_lengths import fit
 from lockstep.data.job import Job, TaskRules
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class Task(TaskRules):
     in_batch_negatives: ClassVar[bool] = False  # whether the other rows of a micro-batch are an example's negatives
     drops_unlabeled_test: ClassVar[bool] = False  # whether a test split without labels is left out
     t5_prefix: ClassVar[str] = ""  # prefix with which T5 was trained for this task
+    targets_by_token: ClassVar[bool | None] = None
+    """Whether a micro-batch has a target per token (True) or per text (False); None: it cannot be padded to fixed
+    lengths (`model.compile_lengths`)."""
+
     unit: ClassVar[str | None] = None  # unit of an example's length; None: all examples have equal length
     no_metric_inputs_reason: ClassVar[str] = "only a task with the ability `GivesPredictions` (tasks/task.py) does"
     """Why the task passes no predictions to functions of `metrics`."""
@@ -212,12 +217,21 @@ class Task(TaskRules):
 
         A function of its arguments and the run file alone. The default suits losses that are sums over examples, for
         which every split has the same gradient."""
+        if self.run.model.fixed_lengths:
+            return order.equal_micro_batches(columns.lengths[rows], self.run.micro_batches)
         return order.cut_micro_batches(columns.lengths[rows], self.run.micro_batches)
+
+    def widened(self, micro: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
+        """Pad a micro-batch of texts, in host memory, to one of `lengths`. Only for tasks with `targets_by_token`."""
+        raise NotImplementedError
 
     def padded(self, columns: Columns, rows: np.ndarray, groups: Sequence[np.ndarray]) -> int:
         """Number of `unit`s that go through the model, padding included, if each of `groups` (indices into `rows`) is
         collated separately."""
-        return sum(order.padded_cost(side, list(groups)) for side in self.padded_lengths(columns, rows))
+        sides = self.padded_lengths(columns, rows)
+        if lengths := self.run.model.fixed_lengths:
+            return sum(len(g) * fit(lengths, int(side[g].max())) for side in sides for g in groups if len(g))
+        return sum(order.padded_cost(side, list(groups)) for side in sides)
 
     # -- loss and scores -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ streamed, for one source or several; micro-batches, the model and its export.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.data import tokenizer
+from lockstep.data import fixed_lengths, tokenizer
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.task import Task
@@ -394,6 +394,9 @@ class TextTask(Task):
         inputs = {name: torch.as_tensor(values) for name, values in inputs.items()}
         own_loss = {} if self.loss_chunk is None else {TARGETS: targets}
         return MicroBatch(index, inputs | own_loss, targets)
+
+    def widened(self, micro: MicroBatch, lengths: Sequence[int]) -> MicroBatch:
+        return fixed_lengths.widened(micro, lengths, int(self.tokenizer.pad_token_id), bool(self.targets_by_token))
 
     def decoded(self, ids: Tensor) -> list[str]:
         """Decode tokens [B, T] to texts, special tokens skipped."""

@@ -21,7 +21,16 @@ from lockstep.config.errors import coded
 from lockstep.config.lazy import lazy
 from lockstep.config.sections import DataSection
 from lockstep.data.batch import MicroBatch, StepBatch
-from lockstep.data.order import ByLength, ByShard, MixedOrder, MixedShards, Order, by_chance, total_steps
+from lockstep.data.order import (
+    ByLength,
+    ByShard,
+    MixedOrder,
+    MixedShards,
+    Order,
+    by_chance,
+    equal_micro_batches,
+    total_steps,
+)
 from lockstep.data.streamed import Streamed, Unreadable
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
@@ -35,6 +44,7 @@ else:
     (remote,) = lazy("lockstep.data", "remote")
 
 AHEAD = 2  # steps to prefetch
+LOOKED_AT = 200  # steps whose micro-batches are looked at to choose lengths
 FORESEEN = 2  # steps of a stream prepared before one is yielded: ranks agree on a stop one step after the request
 
 
@@ -62,7 +72,8 @@ class StepLoader:
         order = self.order.order if isinstance(self.order, ByLength) else self.order
         self.mixed = order if isinstance(order, MixedOrder) else None
         self.micro_batches, self.seed = run.micro_batches, run.seed
-        self.pads = task.padded_because is not None
+        self.lengths = run.model.fixed_lengths
+        self.pads = task.padded_because is not None or bool(self.lengths)
         self.total = total_steps(run.epochs, run.steps, self.order.steps_per_epoch)
 
     def _order(self, data: DataSection, batch_size: int, seed: int) -> Order:
@@ -82,14 +93,39 @@ class StepLoader:
 
     @property
     def mixture(self) -> dict[str, str]:
-        """Opening lines about a mixture's sources and a stream's shards; empty for one source that is not streamed."""
+        """Opening lines about a mixture's sources, a stream's shards and fixed lengths; empty for one source that is
+        not streamed."""
         lines = {} if self.mixed is None else {"mixture": self.mixed.summary(list(self.sources), self.total)}
+        if self.lengths:
+            lines["lengths"] = (
+                f"texts are padded to {', '.join(map(str, self.lengths))} tokens (model.compile: whole); "
+                f"{self.padding_share():.0%} of the computed tokens are padding"
+            )
         if isinstance(self.columns, Streamed):
             most = len(self.columns) if self.mixed is None else int(self.mixed.sizes.max())
             window = f"{min(self.task.run.data.stream_window, most):,} examples"
             some = window if self.mixed is None else f"up to {window} of each source"
             lines["stream"] = f"{len(self.columns.shard_sizes):,} shards, {some} shuffled together"
         return lines
+
+    def _looked_at(self) -> Iterator[np.ndarray]:
+        """Yield the rows of some steps, evenly spaced over an epoch."""
+        per_epoch = self.order.steps_per_epoch
+        for step in np.unique(np.linspace(0, per_epoch - 1, min(LOOKED_AT, per_epoch)).astype(int)).tolist():
+            yield self.order.step(step)
+
+    def equal_sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of examples and the longest example of micro-batches with equal numbers of examples."""
+        for rows in self._looked_at():
+            lengths = self.columns.lengths[rows]
+            groups = equal_micro_batches(lengths, self.micro_batches)
+            yield from ((len(group), int(lengths[group].max())) for group in groups if len(group))
+
+    def padding_share(self) -> float:
+        """Share of the computed tokens that are padding."""
+        steps = [(rows, self.task.split_micro_batches(self.columns, rows)) for rows in self._looked_at()]
+        real = sum(int(self.columns.lengths[rows].sum()) for rows, _ in steps)
+        return 1 - real / sum(self._tokens(rows, groups) for rows, groups in steps)
 
     def deal(self, shares: Shares, rank: int) -> None:
         """Set which micro-batches each rank runs, from the next batch that `steps` yields; `rank` is this rank."""
@@ -164,6 +200,8 @@ class StepLoader:
         if not self.task.collates_in_thread():  # may use random numbers; a collate in a thread does not
             seed_everything(self.seed, step, index, 1)
         micro = self.task.collate_at(self.columns, rows, index, step)
+        if self.lengths:
+            micro = self.task.widened(micro, self.lengths)
         if self.mixed is None:
             return micro
         of = self._source_of(rows if len(rows) else np.zeros(1, dtype=np.int64))  # a padding micro-batch has one row

@@ -477,8 +477,8 @@ def _compiled(job: Job) -> tuple[Run, list[str]]:
     from lockstep.training.data_loader import StepLoader
 
     task = make_task(job)
-    steps = StepLoader(task, [], device("cpu")).total
-    return region.decided(job, task, steps, resumes=then == "whole")
+    feed = StepLoader(task, [], device("cpu"))
+    return region.decided(job, task, feed.total, feed.equal_sizes(), {} if before is None else before.arithmetic)
 
 
 def fitted(run: Run) -> Run:

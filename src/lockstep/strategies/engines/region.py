@@ -1,8 +1,9 @@
 """A micro-batch as one compiled function, from the embedding to the loss: `model.compile: whole`.
 
-In: a strategy whose ranks hold the whole model, and micro-batches without padding, of few shapes, known before
-training. Out: the same loss and gradient for each of them, from one code per shape. Other micro-batches (with padding,
-or of a shape that has no code) run uncompiled, which depends on their inputs only.
+In: a strategy whose ranks hold the whole model, and micro-batches of few shapes, known before training: without
+padding, or of texts padded to a few lengths (`model.compile_lengths`). Out: the same loss and gradient for each of
+them, from one code per shape. Other micro-batches (with padding among examples of one length, or of a shape that has no
+code) run uncompiled, which depends on their inputs only.
 
 Exactness requires that a micro-batch has the same bits in every process. torch's switch for deterministic algorithms is
 off within a region, because it also slows down kernels that are deterministic anyway. Three things replace it:
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from typing_extensions import override
 
 from lockstep.config.run import Run, RunError
-from lockstep.data import host_facts
+from lockstep.data import fixed_lengths, host_facts
 from lockstep.data.batch import MicroBatch
 from lockstep.data.host_facts import RealTokens
 from lockstep.data.job import Job, with_compile
@@ -103,7 +106,7 @@ def refusal(job: Job) -> str | None:
 
 
 def _of_lengths(columns: Columns) -> str | None:
-    """Explain why examples of these lengths cannot be compiled whole; None if they can."""
+    """Explain why examples of these lengths cannot be compiled whole without padding; None if they can."""
     longest = int(columns.lengths[columns.longest(1)][0])
     count = sum(int((part == longest).sum()) for _, part in columns.lengths.parts())
     if count < OF_ONE_LENGTH * len(columns):
@@ -114,12 +117,18 @@ def _of_lengths(columns: Columns) -> str | None:
     return None
 
 
-def decided(job: Job, task: Task, steps: int, resumes: bool = False) -> tuple[Run, list[str]]:
-    """Decide `model.compile`; return the run and notes. `task`: with its data; `resumes`: from a checkpoint of a run
-    that was compiled whole. Errors: `RunError` if the run file asks for `whole` and that is impossible."""
+def decided(
+    job: Job, task: Task, steps: int, sizes: Iterable[tuple[int, int]], resumed: Mapping[str, Any]
+) -> tuple[Run, list[str]]:
+    """Decide `model.compile` and `model.compile_lengths`; return the run and notes. `task`: with its data; `sizes`:
+    examples and longest text of some micro-batches; `resumed`: the arithmetic of the checkpoint that the run starts
+    from, if any. Errors: `RunError` if the run file asks for `whole` and that is impossible."""
     run, lengths = job.run, _of_lengths(task.splits["train"])
     reason = refusal(job) or lengths
+    resumes = resumed.get("model.compile") == "whole"
     if run.model.compile == "whole":
+        if refusal(job) is None and (lengths is not None or run.model.compile_lengths):
+            return with_lengths(run, _fixed_lengths(task, sizes, resumed, lengths)), []
         if reason is not None:
             raise _refused(reason)
         return run, []
@@ -134,6 +143,33 @@ def decided(job: Job, task: Task, steps: int, resumes: bool = False) -> tuple[Ru
             f"not compiled: compiling pays from about {PAYS_AFTER} steps on, and this run has {steps}"
         ]
     return with_compile(run, "whole"), []
+
+
+def _fixed_lengths(
+    task: Task, sizes: Iterable[tuple[int, int]], resumed: Mapping[str, Any], unequal: str | None
+) -> list[int]:
+    """Return the lengths to which a run's texts are padded: those of the run file or of the checkpoint, or chosen for
+    micro-batches of these sizes. Errors: `RunError`."""
+    columns, own = task.splits["train"], task.run.model.compile_lengths
+    longest = int(columns.lengths[columns.longest(1)][0])
+    micro = task.collate(columns, columns.longest(1), 0)
+    if task.targets_by_token is None or not set(micro.inputs) <= set(fixed_lengths.PADDED):
+        cannot = "examples of this task cannot be padded to model.compile_lengths"
+        raise _refused(cannot if own or unequal is None else unequal)
+    if own and own[-1] < longest:
+        raise RunError(
+            "LS4052",
+            f"model.compile_lengths: the longest text has {longest} tokens, more than {own[-1]}; add {longest}",
+        )
+    before = list(resumed.get("model.compile_lengths") or [0])
+    if own or before[-1] >= longest:
+        return own or before
+    return fixed_lengths.choose(sizes, longest)
+
+
+def with_lengths(run: Run, lengths: list[int]) -> Run:
+    """Return the run with these `model.compile_lengths`."""
+    return run.model_copy(update={"model": run.model.model_copy(update={"compile_lengths": lengths})})
 
 
 def _refused(reason: str) -> RunError:
@@ -172,6 +208,7 @@ class Region:
         self.names: set[str] = set()  # of the model's inputs
         self.compiling = False
         self.exact = bool(self.run.strategy.exact)
+        self.padded = bool(self.run.model.fixed_lengths)
         repeatable.install(model)
         # not a bound method, whose function Accelerate binds to the model under mixed precision
         model.forward = partial(self.forward)
@@ -189,8 +226,12 @@ class Region:
         return inputs if _shapes(inputs) in self.shapes else micro.inputs
 
     def _without_masks(self, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return a micro-batch's inputs and targets, without masks that mask nothing."""
-        inputs = {name: v for name, v in micro.inputs.items() if name not in host_facts.MASKS or not _full(v)}
+        """Return a micro-batch's inputs and targets, without masks that mask nothing. Among padded texts all keep
+        their mask, without facts about its values, which the compiler would take for constants."""
+        if self.padded:
+            inputs = {name: v.detach() if name in host_facts.MASKS else v for name, v in micro.inputs.items()}
+        else:
+            inputs = {name: v for name, v in micro.inputs.items() if name not in host_facts.MASKS or not _full(v)}
         return {**inputs, TARGETS: micro.targets}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +256,7 @@ class Region:
         """Check that a micro-batch has neither padding nor several texts in a row. Errors: `NotRepeating`."""
         if host_facts.POSITIONS in micro.inputs:
             raise NotRepeating("its rows hold several texts with separate attention")
-        if any(name in self._without_masks(micro) for name in host_facts.MASKS):
+        if not self.padded and any(name in self._without_masks(micro) for name in host_facts.MASKS):
             raise NotRepeating("its examples are padded")
 
     @contextmanager
@@ -282,14 +323,29 @@ def warm_up(strategy: Strategy, task: Task) -> None:
 
 
 def examples(task: Task) -> Iterator[MicroBatch]:
-    """Yield a micro-batch of the longest examples for each number of examples that a run's micro-batches have."""
+    """Yield a micro-batch of the longest examples for each number of examples that a run's micro-batches have, and for
+    each length to which they are padded."""
     run = task.run
     columns = task.splits["train"]
     sizes = {-(-run.batch_size // run.micro_batches), run.batch_size // run.micro_batches}
     for size in sorted(sizes - {0}, reverse=True):
-        seed_everything(run.seed, -3)  # for a task whose collate draws random numbers
-        chosen = np.asarray(columns.longest(size), dtype=np.int64)
-        yield task.collate(columns, chosen, 0)
+        for length in reversed(run.model.compile_lengths or [0]):
+            seed_everything(run.seed, -3)  # for a task whose collate draws random numbers
+            if not length:
+                yield task.collate(columns, np.asarray(columns.longest(size), dtype=np.int64), 0)
+            elif len(rows := _of_at_most(columns, length, size)):
+                yield task.widened(task.collate(columns, rows, 0), [length])
+
+
+def _of_at_most(columns: Columns, length: int, size: int) -> np.ndarray:
+    """Return `size` rows of the longest texts of at most `length` tokens, and the shortest of them last, which mostly
+    has padding; none if there is no such text."""
+    lengths = np.asarray(columns.lengths)
+    rows = np.flatnonzero(lengths <= length)
+    rows = rows[np.argsort(-lengths[rows], kind="stable")]
+    chosen = np.resize(rows, size) if len(rows) else rows
+    chosen[-1:] = rows[-1:]
+    return chosen
 
 
 def _repeated(strategy: Any, micro: MicroBatch) -> str:
@@ -395,6 +451,7 @@ def _inductor_options(region: Region) -> Iterator[None]:
     try:
         with torch._inductor.config.patch(
             deterministic=region.exact,
+            post_grad_custom_pre_pass=_Sums(),
             shape_padding=False,
             coordinate_descent_tuning=False,
             max_autotune=False,
@@ -405,6 +462,19 @@ def _inductor_options(region: Region) -> Iterator[None]:
     finally:
         if cuda:
             shutdown_compile_workers()
+
+
+class _Sums(CustomGraphPass):
+    """The compiler's pass `repeatable.replace_sums`."""
+
+    @override
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        repeatable.replace_sums(graph)
+
+    @override
+    def uuid(self) -> str:
+        """Identify the pass in the key of cached code."""
+        return "lockstep::index_put_sum 1"
 
 
 def check_code(text: str) -> None:

@@ -67,7 +67,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 def _knowing(mask: object, other: Any) -> Any:
     """Attach the facts of `mask` to `other`, a tensor of the same values."""
-    real = _real_tokens(mask)
+    real = None if repeatable.inside() else _real_tokens(mask)
     if real is None or not isinstance(other, Tensor) or other.shape != (len(real.lengths), real.width):
         return other
     return host_facts.attach(other, real)

@@ -11,7 +11,7 @@ Letters: B examples, T tokens, h heads, d head size, V rows of an embedding, H i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -39,9 +39,9 @@ def inside() -> bool:
 
 
 @contextmanager
-def _deterministic(tensor: Tensor) -> Iterator[None]:
-    """A context with torch's deterministic switch set, on CUDA."""
-    if not tensor.is_cuda or torch.are_deterministic_algorithms_enabled():
+def _deterministic(tensor: Tensor, always: bool = False) -> Iterator[None]:
+    """A context with torch's deterministic switch set; on CUDA only, unless `always`."""
+    if not (tensor.is_cuda or always) or torch.are_deterministic_algorithms_enabled():
         yield
         return
     mode = torch.get_deterministic_debug_mode()
@@ -159,6 +159,57 @@ def fits(query: Tensor, value: Tensor, dropout: float) -> bool:
     size = query.shape[-1]
     supported = query.dtype in (torch.bfloat16, torch.float16) if query.is_cuda else not dropout
     return supported and size % 8 == 0 and size <= 256 and value.shape[-1] == size
+
+
+SHORT = 512  # tokens; scores of longer texts need too much memory
+
+
+def is_short(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
+    """Whether `written_out` computes these tensors: texts with padding and, on CUDA, others that `fits` excludes."""
+    return (query.is_cuda or mask is not None) and query.shape[2] <= SHORT and key.shape[2] <= SHORT
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, causal: bool, dropout: float, scale: float | None
+) -> Tensor:
+    """Attention by matrix products, which the compiler fuses with the softmax: query [B, h, T, d], key and value
+    [B, fewer heads, S, d], `visible` bool [B or 1, 1, T or 1, S] -> [B, T, h, d]."""
+    times = query.shape[1] // key.shape[1]  # query heads per key head
+    if times > 1:
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.matmul(query * scale, key.transpose(2, 3)).float()  # [B, h, T, S]
+    if causal:
+        visible = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if visible is not None:
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    chances = F.dropout(torch.softmax(scores, -1), dropout)
+    return torch.matmul(chances.to(value.dtype), value).transpose(1, 2).contiguous()
+
+
+# -- sums by index ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("lockstep::index_put_sum", mutates_args=())
+def _index_put_sum(into: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    """`index_put` with accumulation, which sorts the indices. It is the gradient of reading rows by index, such as the
+    last token of each text."""
+    with _deterministic(into, always=True):
+        return torch.ops.aten.index_put.default(into, indices, values, True)
+
+
+@_index_put_sum.register_fake
+def _(into: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    return torch.empty_like(into)
+
+
+def replace_sums(graph: torch.fx.Graph) -> None:
+    """Replace accumulating `index_put`, of which the compiler would make atomic additions, in a graph of aten
+    operations."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_put.default):
+        into, indices, values, *accumulate = node.args
+        if accumulate == [True]:
+            node.target, node.args = torch.ops.lockstep.index_put_sum.default, (into, indices, values)
 
 
 # -- embeddings -------------------------------------------------------------------------------------------------------

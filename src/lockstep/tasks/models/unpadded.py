@@ -204,9 +204,13 @@ def masked(
     **more: Any,
 ) -> RowMap | Tensor | None:
     """Create a model's mask: a `RowMap` if there are several complete examples."""
-    if repeatable.inside():  # rows without padding; the host must not read values
+    if repeatable.inside():  # the host must not read values
+        # padding is on the right, where causal attention does not see it
+        hidden = None if mask_function is causal_mask_function or attention_mask is None else attention_mask.bool()
+        if hidden is not None and mask_function is bidirectional_mask_function:
+            return hidden[:, None, None, :]
         return masks.sdpa_mask(
-            batch_size, q_length, kv_length, q_offset, mask_function=mask_function, attention_mask=None, **more
+            batch_size, q_length, kv_length, q_offset, mask_function=mask_function, attention_mask=hidden, **more
         )
     sizes = batch_size, q_length, kv_length, q_offset
     options = more | {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
@@ -244,10 +248,14 @@ def attention(
         return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
-    if repeatable.inside() and attention_mask is None and _is_plain(more) and repeatable.fits(query, value, dropout):
+    if repeatable.inside() and _is_plain(more) and not isinstance(attention_mask, RowMap | Across):
         causal = more.get("is_causal")
         causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal)
-        return repeatable.attention(query, key, value, bool(causal), dropout, scaling), None
+        if attention_mask is None and repeatable.fits(query, value, dropout):
+            return repeatable.attention(query, key, value, bool(causal), dropout, scaling), None
+        if repeatable.is_short(query, key, attention_mask):
+            visible, causal = attention_mask, attention_mask is None and bool(causal)
+            return repeatable.written_out(query, key, value, visible, causal, dropout, scaling), None
     if not isinstance(attention_mask, RowMap | Across):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **more)
     if more.get("position_bias") is not None:
