@@ -165,8 +165,12 @@ def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path)
             "step_scheduler_with_optimizer=False, mixed_precision",
             "step_scheduler_with_optimizer=False (lockstep has no such setting",
         ),
-        ("mixed_precision", "fsdp_plugin=plugin, mixed_precision", "fsdp_plugin=plugin (lockstep has no such setting"),
-        ("max_length=64)", "max_length=64, padding_side='left')", "tokenizer(padding_side='left') (what this argument"),
+        ("mixed_precision", "fsdp_plugin=plugin, mixed_precision", "fsdp_plugin=plugin) (lockstep has no such setting"),
+        (
+            "max_length=64)",
+            "max_length=64, padding_side='left')",
+            "tokenizer(padding_side='left') (lockstep has no such",
+        ),
         ("mixed_precision", "split_batches=True, mixed_precision", "split_batches=True (batch_size is a whole step's"),
         (
             "gradient_accumulation_steps=4",

@@ -12,10 +12,9 @@ import transformers
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from lockstep.lab.import_config import import_config
+from lockstep.lab.import_config import call_arguments, import_config
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import RunDraft
-from lockstep.lab.import_config.trainer_arguments import CALLS
 
 TEXT = """
 from datasets import load_dataset
@@ -70,15 +69,15 @@ def gaps(text: str) -> str:
 def test_each_argument_of_the_real_signatures_is_on_a_list_or_refused_by_its_name() -> None:
     usual, text, unread = gaps(TEXT), TEXT, {}
     for name, (call, function) in REAL.items():
-        row, parameters = CALLS[name], inspect.signature(function).parameters.values()
-        listed = {*row.get("order", ()), *row.get("read", ()), *row.get("quiet", ())}
+        row, parameters = call_arguments.TRAINERS[name], inspect.signature(function).parameters.values()
+        listed = {each for part in ("order", "code", "quiet", "told") for each in row.get(part, ())}
         names = [each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
         off = {each.name: each.default is True for each in parameters}
         unread[name] = [each for each in names if each not in listed and each != "self"] + ["of_no_release"]
         words = ", ".join(f"{each}={not off.get(each, False)}" for each in unread[name])
         assert call in text, call
         text = text.replace(call, f"{call}, {words}".replace("(, ", "("), 1)
-    assert "is not read" not in usual
+    assert "no such setting" not in usual
     refused = gaps(text)
     for name, arguments in unread.items():
         for each in arguments:

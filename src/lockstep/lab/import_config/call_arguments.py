@@ -1,20 +1,24 @@
-"""Arguments of the calls that the reader of a loop takes: each is read, without effect, printed, or refused.
+"""Arguments of the calls that the readers of scripts take: each is read, without effect, printed, or refused.
 
-In: such a call. Out: a line or a gap for each argument that no other reader takes. The rows of
-`config/foreign_keys/loop_arguments.yaml` have the names; what they do not list is refused.
+In: such a call, in a loop or in a script with a Trainer. Out: a line or a gap for each argument that no other reader
+takes. The rows of `config/foreign_keys/call_arguments.yaml` have the names; what they do not list is refused.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.lab.import_config.loading import RUNS
-from lockstep.lab.import_config.script import Call, Script, Unknown, code_of
+from lockstep.lab.import_config.script import Call, Kind, Script, Unknown, code_of
 from lockstep.lab.import_config.table import RunDraft
 
-ROWS: dict[str, dict[str, Any]] = foreign_keys("loop_arguments")
+Row = Mapping[str, Any]
+LOOPS: Mapping[str, Row] = foreign_keys("call_arguments")["loops"]
+TRAINERS: Mapping[str, Row] = foreign_keys("call_arguments")["trainers"]
 _HOW = "it changes how a step is computed, not what is learned; lockstep has its own way"
 _NONE = "lockstep has no such setting"
 _BY = {
@@ -33,20 +37,31 @@ _BY = {
 }
 
 
-def row_of(origin: str) -> dict[str, Any] | None:
-    """Return the row of a call by its whole name, else by its last one."""
+def row_of(origin: str) -> Row | None:
+    """Return the row of a call in a loop by its whole name, else by its last one."""
     name = origin.rpartition(".")[2]
-    return ROWS.get(origin, ROWS.get(name)) if "." not in name else None
+    return LOOPS.get(origin, LOOPS.get(name)) if "." not in name else None
+
+
+def row_of_trainer(call: Call, kind: Kind | None) -> Row | None:
+    """Return the row of a call in a script with a Trainer. `kind`: of what a method is called on."""
+    names = (f"{kind}.{call.name}", call.origin, call.name)
+    return next((TRAINERS[name] for name in names if name in TRAINERS), None)
 
 
 def positions(origin: str) -> tuple[str, ...]:
-    """Return the names of a call's positional arguments."""
+    """Return the names of a call's positional arguments in a loop."""
     return tuple((row_of(origin) or {}).get("order", ()))
 
 
-def check(script: Script, draft: RunDraft, call: Call, name: str = "") -> None:
-    """Add a line for each argument that decides something and is not read. `name`: of the row, for a method."""
-    row = ROWS.get(name) if name else row_of(call.origin)
+def is_quiet(name: str, argument: str) -> bool:
+    """Return whether no weight depends on an argument of a Trainer's call, so that its value need not be known."""
+    return argument in TRAINERS.get(name, {}).get("quiet", ())
+
+
+def check(script: Script, draft: RunDraft, call: Call, row: Row | None) -> None:
+    """Add a line for each argument that decides something and is not read. Calls without a row are checked by their
+    readers."""
     if row is None:
         return
     plain = [each for each in call.node.args if not isinstance(each, ast.Starred)]
@@ -67,20 +82,22 @@ def check(script: Script, draft: RunDraft, call: Call, name: str = "") -> None:
             _say(draft, call, f"**{code_of(node)}", "its content is unknown")
 
 
-def _argument(draft: RunDraft, call: Call, row: dict[str, Any], name: str, value: Any, code: str) -> None:
-    if name in (*row.get("quiet", ()), *row.get("code", ())):
+def _argument(draft: RunDraft, call: Call, row: Row, name: str, value: Any, code: str) -> None:
+    decided = {*row.get("read", ()), *row.get("told", ()), *row.get("usual", ())}
+    elsewhere = {*row.get("order", ()), *row.get("code", ())} - decided
+    if name in {*row.get("quiet", ()), *elsewhere} or (row.get("open") and name not in decided):
         return
     by = (_BY[name],) if name in _BY else ()
     if name in row.get("read", ()):
         if value is Unknown:
             _say(draft, call, f"{name}={code}", RUNS, *by)
-    elif value is None or ("usual" in row and name in row["usual"] and value == row["usual"][name]):
+    elif _is_off(value) if name not in row.get("usual", ()) else value in (None, row["usual"][name]):
         return
     elif name in row.get("told", ()):
         if not _is_named(draft, call, name):
             draft.drop(f"line {call.line}: {call.name}({name}={code})", None, _HOW)
     elif not _is_named(draft, call, name):
-        draft.lacks(f"line {call.line}: {name}={code}", _NONE, *by)
+        draft.lacks(f"line {call.line}: {call.name}({name}={code})", _NONE, *by)
 
 
 def _say(draft: RunDraft, call: Call, code: str, why: str, *by: str) -> None:
@@ -90,5 +107,14 @@ def _say(draft: RunDraft, call: Call, code: str, why: str, *by: str) -> None:
 
 def _is_named(draft: RunDraft, call: Call, name: str) -> bool:
     """Return whether a line of this call names the argument, or refuses the call as a whole."""
-    lines = [gap.name for gap in draft.gaps if gap.name.startswith(f"line {call.line}:")]
-    return any(name in each or each == str(call) for each in lines)
+    start = f"line {call.line}: "
+    for gap in (each.name for each in draft.gaps if each.name.startswith(start)):
+        other = re.match(r"[\w.]*?(\w+)\(", gap.removeprefix(start))  # the call that this gap names
+        of_call = other is None or other[1] == call.name
+        if gap == str(call) or (of_call and re.search(rf"\b{re.escape(name)}\b", gap)):
+            return True
+    return False
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or (isinstance(value, list | dict | str) and not value)

@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any
 
 from lockstep.lab.import_config import (
+    call_arguments,
     label_order,
     loss_means,
     script,
     text_blocks,
     text_columns,
     trainer,
-    trainer_arguments,
     tried_on_rows,
 )
 from lockstep.lab.import_config.loading import RUNS, Reading, without
@@ -46,7 +46,7 @@ def load(call: Call, at: Reading) -> None:
     """Read `load_dataset`."""
     arguments = at.script.arguments(call, ("path", "name"))
     path, config, split = (arguments.known.get(name) for name in ("path", "name", "split"))
-    arguments.unknown = {k: v for k, v in arguments.unknown.items() if not trainer_arguments.is_quiet(call.name, k)}
+    arguments.unknown = {k: v for k, v in arguments.unknown.items() if not call_arguments.is_quiet(call.name, k)}
     at.unknown(call, arguments, {"path": "data.source", "name": "data.config", "split": "data.train"})
     if path is None:
         if "path" not in arguments.unknown:
@@ -78,7 +78,7 @@ def load(call: Call, at: Reading) -> None:
     read = _reading(str(path), arguments.known, call, at)
     read += ("path", "name", "split", "data_files", "revision", "streaming", "trust_remote_code")
     for name, value in arguments.known.items():
-        if name not in read and not trainer_arguments.is_quiet(call.name, name) and value is not None:
+        if name not in read and not call_arguments.is_quiet(call.name, name) and value is not None:
             at.draft.unclear(f"line {call.line}: {name}={value}", "unknown argument")
     at.read(call, "data.source")
 
@@ -280,7 +280,7 @@ def _tokens(call: Call, function: Scope, at: Reading) -> None:
         why = "the longer text of a pair is truncated first (longest_first)"
         at.draft.lacks(f"line {call.line}: truncation={cut_!r}", why, "data.max_length")
     at.padded = at.padded or "padding" in arguments.unknown or bool(arguments.known.get("padding"))
-    trainer_arguments.check(at.script, call, "tokenizer.__call__", at.draft)
+    call_arguments.check(at.script, at.draft, call, call_arguments.TRAINERS["tokenizer.__call__"])
     words = arguments.known.get("is_split_into_words", False)
     if task != "token_classification" and (words or "is_split_into_words" in arguments.unknown):
         why = "texts are not split into words before they are tokenised"

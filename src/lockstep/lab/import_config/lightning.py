@@ -38,7 +38,7 @@ def modules(script: Script) -> list[ast.ClassDef]:
 
 def trainer(call: Call, loop: Any) -> None:
     arguments, draft = loop.script.arguments(call), loop.draft
-    call_arguments.check(loop.script, draft, call)
+    call_arguments.check(loop.script, draft, call, call_arguments.row_of(call.origin))
     keys: Mapping[str, str] = NAMES["lightning_trainer"]
     for name, usual in NAMES["lightning_deciding"].items():
         if (value := arguments.known.get(name)) is not None and str(value) not in usual:

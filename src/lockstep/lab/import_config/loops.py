@@ -124,7 +124,7 @@ class Loop(Reading):
         root = call.origin.partition(".")[0]
         evaluates = call.name == "DataLoader" and call is not self.loader
         if not evaluates and (call.name != "Trainer" or root in trainer_script.LOOPS) and call.name != "fit":
-            call_arguments.check(self.script, self.draft, call)
+            call_arguments.check(self.script, self.draft, call, call_arguments.row_of(call.origin))
 
     def _dispatch(self, call: Call) -> None:
         name = call.name

@@ -78,7 +78,7 @@ def _are_of_transport(script: Script, node: ast.expr) -> bool:
         one = script.bound(each, last=True) if isinstance(each, ast.Name) else each
         name = script.origin_of(one.func).rpartition(".")[2] if isinstance(one, ast.Call) else ""
         words = {word.arg for word in one.keywords} if isinstance(one, ast.Call) and not one.args else {None}
-        quiet = {*call_arguments.ROWS["DDP"]["quiet"]}
+        quiet = {*call_arguments.LOOPS["DDP"]["quiet"]}
         if name not in ("InitProcessGroupKwargs", "ProfileKwargs") and not (
             name == "DistributedDataParallelKwargs" and words <= quiet
         ):

@@ -73,7 +73,8 @@ def check_arguments(at: Any, call: ast.Call, kind: str) -> None:
         at.holders[kind] = ast.unparse(call.args[0])
     if kind in _ROWS:
         origin = at.script.origin_of(call.func)
-        call_arguments.check(at.script, at.draft, Call(call, origin.rpartition(".")[2], origin), _ROWS[kind])
+        of_step = Call(call, origin.rpartition(".")[2], origin)
+        call_arguments.check(at.script, at.draft, of_step, call_arguments.LOOPS[_ROWS[kind]])
 
 
 def check(at: Any) -> None:

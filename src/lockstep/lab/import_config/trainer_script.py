@@ -12,12 +12,12 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import (
     attributes,
+    call_arguments,
     dataset_calls,
     lightning,
     loading,
     loss_means,
     trainer,
-    trainer_arguments,
 )
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.library_names import is_own, whose
@@ -115,7 +115,7 @@ def read_call(call: Call, at: Reading) -> None:
     handler = _handler(call, at)
     kind = kind_of(at.script, call.receiver) if call.receiver is not None else None
     if handler is not None or kind is None:
-        trainer_arguments.check(at.script, call, trainer_arguments.name_of(call, kind), at.draft)
+        call_arguments.check(at.script, at.draft, call, call_arguments.row_of_trainer(call, kind))
     if handler is None:
         return
     if call.name not in _SEEDS and is_own(at.script, call.node.func):
