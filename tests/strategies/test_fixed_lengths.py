@@ -149,8 +149,8 @@ def test_the_run_file_s_lengths_or_the_checkpoint_s_are_used(tmp_path: Path, mon
 def test_lengths_that_cannot_be(tmp_path: Path) -> None:
     with raises("LS4052", "longest text"):
         resolved(texts(tmp_path, "documents", WHOLE, "model.compile_lengths=[4]"))
-    with raises("LS1146", "increasing"):
-        texts(tmp_path, "documents", WHOLE, "model.compile_lengths=[9, 4]")
+    unsorted = texts(tmp_path, "documents", WHOLE, "model.compile_lengths=[40, 9, 40]")
+    assert resolved(unsorted).model.compile_lengths == [9, 40]
     with raises("LS4051", "cannot be padded"):
         resolved(make(tmp_path, "questions", WHOLE, "model.compile_lengths=[4000]"))
 

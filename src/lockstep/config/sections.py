@@ -301,8 +301,7 @@ class ModelSection(Section):
     )
     compile_lengths: list[Positive] | None = Field(
         None,
-        description="lengths to which texts are padded for compile: whole, which compiles each; default: up to four, "
-        "chosen from the data, unless texts have one length",
+        description="lengths to which texts are padded for compile: whole; default: up to four, chosen from the data",
     )
     checkpoint_activations: bool = Field(
         False,
@@ -354,16 +353,6 @@ class ModelSection(Section):
     def trained_in_bfloat16(self) -> bool:
         """Whether the trained weights are bfloat16 and all computation uses it."""
         return self.dtype == "bfloat16" and not self.adapter
-
-    @model_validator(mode="after")
-    def _increasing_lengths(self) -> ModelSection:
-        if self.compile_lengths is not None and (
-            not self.compile_lengths or self.compile_lengths != sorted({*self.compile_lengths})
-        ):
-            raise InvalidValue(
-                "LS1146", f"compile_lengths: {self.compile_lengths} are not increasing numbers of tokens; sort them"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_origin(self) -> ModelSection:

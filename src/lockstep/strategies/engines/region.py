@@ -150,7 +150,7 @@ def _fixed_lengths(
 ) -> list[int]:
     """Return the lengths to which a run's texts are padded: those of the run file or of the checkpoint, or chosen for
     micro-batches of these sizes. Errors: `RunError`."""
-    columns, own = task.splits["train"], task.run.model.compile_lengths
+    columns, own = task.splits["train"], sorted({*(task.run.model.compile_lengths or ())})
     longest = int(columns.lengths[columns.longest(1)][0])
     micro = task.collate(columns, columns.longest(1), 0)
     if task.targets_by_token is None or not set(micro.inputs) <= set(fixed_lengths.PADDED):
