@@ -38,13 +38,13 @@ EMA = "average.ema=0.9"
 # -- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-def test_the_decay_grows_to_what_was_asked_for() -> None:
+def test_the_decay_warms_up_to_its_value() -> None:
     section = tiny("average.ema=0.5").average
     assert [section.decay(t) for t in (1, 7, 8, 100)] == [2 / 11, 8 / 17, 0.5, 0.5]
     assert tiny("average.ema=0.5", "average.ema_warmup=false").average.decay(1) == 0.5
 
 
-def test_the_mean_of_checkpoints_keeps_what_does_not_change() -> None:
+def test_averaging_keeps_unchanged_tensors() -> None:
     torch.manual_seed(0)
     frozen, counts = torch.randn(999), torch.arange(5)
     states = [
@@ -99,7 +99,7 @@ def test_what_cannot_be_averaged_is_refused(overrides: list[str], code: str) -> 
         (["average.ema=1"], ("LS1002", "1")),
     ],
 )
-def test_averages_that_say_nothing_are_refused(overrides: list[str], wanted: tuple[str, ...]) -> None:
+def test_averages_without_effect_are_refused(overrides: list[str], wanted: tuple[str, ...]) -> None:
     with raises(*wanted):
         tiny(*overrides)
 
@@ -110,7 +110,7 @@ def test_an_average_is_part_of_the_arithmetic_where_training_keeps_it() -> None:
     assert tiny("average.last=3", "evaluate.patience=2", "evaluate.every=2").export == "last"
 
 
-def test_memory_counts_it() -> None:
+def test_planned_memory_includes_the_average() -> None:
     for name, share in (("ddp", 1), ("fsdp2", 2), ("pipeline", 2)):
         run = load(None, [f"strategy.name={name}", "strategy.options={gather: step}"] if name == "fsdp2" else [], TINY)
         run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"name": name})})
@@ -171,7 +171,7 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_the_average_is_that_of_a_plain_loop(alone: dict[str, Any]) -> None:
+def test_the_average_matches_a_plain_loop(alone: dict[str, Any]) -> None:
     run = tiny("strategy.name=single", EMA)
     plain = run_on(1, loop, run)[0]
     assert alone["average"] == plain["average"]
@@ -193,7 +193,7 @@ def test_the_average_is_that_of_a_plain_loop(alone: dict[str, Any]) -> None:
         slow("allreduce", 3, []),
     ],
 )
-def test_the_same_bits_however_the_weights_are_cut(
+def test_the_average_has_the_same_bits_for_any_sharding(
     name: str, ranks: int, words: list[str], alone: dict[str, Any]
 ) -> None:
     run = tiny(f"strategy.name={name}", EMA, *words)
@@ -283,7 +283,7 @@ def test_the_average_is_evaluated_and_exported_and_changes_no_training(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "processes"), [("fsdp2", 2), slow("pipeline", 2), slow("ddp", 2)])
-def test_gone_on_with_on_another_strategy(
+def test_the_average_resumes_on_another_strategy(
     name: str, processes: int, averaged_job: Path, tmp_path: Path, job: CommandJob
 ) -> None:
     """Ranks of another strategy resume from step 2's checkpoint and load their shards of its full average."""
@@ -308,7 +308,7 @@ def test_the_best_of_the_averaged_models_is_exported(tmp_path: Path) -> None:
         assert the_same(saved(tmp_path, best, "ema."), exported(tmp_path))
 
 
-def test_an_average_cannot_be_begun_in_the_middle(
+def test_an_average_cannot_be_added_at_a_resume(
     plain_job: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(plain_job, tmp_path / "copy", symlinks=True))

@@ -93,7 +93,7 @@ def test_patience_counts_evaluations_without_a_better_one() -> None:
     assert Progress.of(other.checkpoint.best, progress.dump()) == Progress("-loss")
 
 
-def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
+def test_an_improvement_below_min_delta_does_not_count() -> None:
     run = run_of(evaluate={"every": 1, "patience": 2, "min_delta": 0.1}, checkpoint={"best": "accuracy"})
     progress, over = Progress.of(run.checkpoint.best, {}), []
     for step, score in enumerate([0.5, 0.55, 0.61, 0.65, 0.7], 1):
@@ -115,7 +115,7 @@ def test_an_evaluation_that_is_hardly_better_does_not_count() -> None:
         ("-macro_f1", "write macro_f1"),
     ],
 )
-def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> None:
+def test_a_metric_with_the_wrong_sign_is_refused(best: str, wanted: str) -> None:
     with raises("LS1064", str(wanted)):
         run_of(evaluate={"every": 1}, checkpoint={"best": best})
     assert run_of(evaluate={"every": 1}, checkpoint={"best": wanted.removeprefix("write ")})
@@ -123,7 +123,7 @@ def test_a_metric_is_not_chosen_the_wrong_way_round(best: str, wanted: str) -> N
     assert run_of(evaluate={"every": 1}, checkpoint={"best": "mine"})
 
 
-def test_of_equal_scores_the_earliest_is_best_and_nan_is_none() -> None:
+def test_the_earliest_of_equal_scores_is_best_and_nan_never() -> None:
     run = run_of(evaluate={"every": 1}, checkpoint={"best": "-loss"})
     scores = {3: {"loss": 2.0}, 2: {"loss": 1.0}, 4: {"loss": float("nan")}, 1: {"loss": 1.0}, 5: {}}
     assert [each.step for each in best_first(run.checkpoint.best, scores)] == [1, 2, 3]
@@ -150,7 +150,7 @@ def test_which_model_is_exported_by_default(values: dict[str, Any], export: str,
 @pytest.mark.parametrize(
     "values", [{"export": "best"}, {"evaluate": {"every": 0, "patience": 2}}, {"checkpoint": {"best": "loss"}}]
 )
-def test_there_must_be_evaluations_to_choose_from(values: dict[str, Any]) -> None:
+def test_best_needs_evaluations(values: dict[str, Any]) -> None:
     with raises("LS1063"):
         run_of(**{"evaluate": {"every": 0}} | values)
     assert run_of(export="best").evaluate.every == "epoch"  # evaluation is on by default
@@ -185,7 +185,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert json.loads(capfd.readouterr().out)["facts"]["finished"]
 
 
-def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None:
+def test_a_killed_run_ends_alike(early: Path, tmp_path: Path) -> None:
     folder = half_done(early, tmp_path)
     assert trained(folder) == 0
     assert end_of(folder / "out") == end_of(early / "out")
@@ -194,7 +194,7 @@ def test_a_killed_run_comes_to_the_same_end(early: Path, tmp_path: Path) -> None
     assert end_of(folder / "out") == end_of(early / "out")
 
 
-def test_a_stop_before_the_end_resumes_with_what_was_counted(early: Path, tmp_path: Path) -> None:
+def test_a_resume_keeps_the_count_of_patience(early: Path, tmp_path: Path) -> None:
     """The run is stopped in the middle of the evaluations without improvement."""
     folder = half_done(early, tmp_path)
     assert trained(folder, "checkpoint.every=1", "checkpoint.keep=100", "evaluate.patience=2") == 0
@@ -206,7 +206,7 @@ def test_a_stop_before_the_end_resumes_with_what_was_counted(early: Path, tmp_pa
     assert end_of(folder / "out") == end_of(early / "out")
 
 
-def test_the_last_may_be_the_best_and_may_be_asked_for(early: Path, tmp_path: Path) -> None:
+def test_the_last_model_can_be_exported(early: Path, tmp_path: Path) -> None:
     best = end_of(early / "out")[0]["step"]
     shutil.copy(early / "run.yaml", tmp_path)
     words = [f"steps={best}", "optim.schedule=constant", "evaluate.patience=null"]
@@ -262,7 +262,7 @@ def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
     assert end_of(folder / "out") == end_of(early / "out")
 
 
-def test_an_evaluation_of_a_part_is_of_the_same_examples_each_time(early: Path, tmp_path: Path) -> None:
+def test_limited_evaluations_use_the_same_examples(early: Path, tmp_path: Path) -> None:
     shutil.copy(early / "run.yaml", tmp_path)
     assert trained(tmp_path, "evaluate.limit=7", "evaluate.patience=null", "export=best", "steps=6") == 0
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
@@ -308,7 +308,7 @@ def test_resumed_on_another_strategy_the_same_model_is_exported(
 
 
 @pytest.mark.processes
-def test_from_the_start_on_two_processes(early: Path, tmp_path: Path, job: CommandJob) -> None:
+def test_the_best_model_on_two_processes(early: Path, tmp_path: Path, job: CommandJob) -> None:
     shutil.copy(early / "run.yaml", tmp_path)
     status, _, err = job.train("strategy=fsdp2", "launch.processes=2")
     assert status == 0, err

@@ -79,13 +79,13 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-def test_the_whole_state_comes_back(trained: tuple[Path, dict[int, str]]) -> None:
+def test_the_state_is_restored(trained: tuple[Path, dict[int, str]]) -> None:
     folder, digests = trained
     assert len(set(digests.values())) == 4
     assert resumed(run_in(folder)) == (4, [], digests[4])
 
 
-def test_going_on_gives_the_bits_of_never_having_stopped(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
     assert train(run_in(folder), 6)[6] == train(run_in(tmp_path / "untouched"), 6)[6]
 
 
@@ -107,7 +107,7 @@ def test_no_checkpoint_is_step_0(tmp_path: Path) -> None:
     assert resumed(run_in(tmp_path))[:2] == (0, [])
 
 
-def test_a_half_written_one_is_not_seen_and_is_cleared_away(folder: Path, trained: tuple) -> None:
+def test_a_partial_checkpoint_is_ignored_and_removed(folder: Path, trained: tuple) -> None:
     here = folder / "checkpoints"
     (here / "step-000004").rename(here / ".step-000004.partial")
     run = run_in(folder, "checkpoint.keep=4")
@@ -117,7 +117,7 @@ def test_a_half_written_one_is_not_seen_and_is_cleared_away(folder: Path, traine
 
 
 @pytest.mark.parametrize("name", [SHARD, "manifest.json"])
-def test_a_flipped_bit_falls_back_to_the_one_before_and_says_so(folder: Path, name: str, trained: tuple) -> None:
+def test_a_flipped_bit_falls_back_to_the_previous_checkpoint(folder: Path, name: str, trained: tuple) -> None:
     flip_a_bit(folder / "checkpoints" / "step-000004" / name)
     step, notes, state = resumed(run_in(folder))
     assert (step, state) == (3, trained[1][3])
@@ -134,7 +134,7 @@ def test_a_missing_file_falls_back_too(folder: Path, trained: tuple) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "of another step", "of another format", "empty"])
-def test_without_a_readable_manifest_it_is_none(folder: Path, damage: str, trained: tuple) -> None:
+def test_a_folder_without_a_readable_manifest_is_no_checkpoint(folder: Path, damage: str, trained: tuple) -> None:
     file = folder / "checkpoints" / "step-000004" / "manifest.json"
     text = file.read_text()
     changed = {
@@ -154,7 +154,7 @@ def test_without_a_readable_manifest_it_is_none(folder: Path, damage: str, train
     assert "manifest.json" in notes[0]
 
 
-def test_a_damaged_one_is_replaced_when_its_step_is_reached_again(folder: Path, trained: tuple) -> None:
+def test_a_damaged_checkpoint_is_replaced_at_its_step(folder: Path, trained: tuple) -> None:
     flip_a_bit(folder / "checkpoints" / "step-000004" / SHARD)
     run = run_in(folder, "checkpoint.keep=4")
     assert train(run, 4) == {4: trained[1][4]}
@@ -199,7 +199,7 @@ def test_other_data_is_refused(trained: tuple) -> None:
         ["name=other"],
     ],
 )
-def test_what_cannot_change_the_weights_may_change(trained: tuple, changes: list[str]) -> None:
+def test_keys_that_do_not_affect_weights_may_change(trained: tuple, changes: list[str]) -> None:
     run = run_in(trained[0], *changes)
     manifest = check_resumable(Job.of(run).with_data())
     assert manifest is not None
@@ -242,7 +242,7 @@ def test_the_same_data_in_another_cache_is_the_same_data(
     assert check_resumable(job) is not None
 
 
-def test_a_change_of_version_or_threads_is_told(folder: Path, trained: tuple) -> None:
+def test_a_change_of_version_or_threads_is_reported(folder: Path, trained: tuple) -> None:
     path = folder / "checkpoints" / "step-000004"
     changed = dataclasses.replace(manifest_of(path), threads=64, versions={"torch": "1.0"})
     (path / "manifest.json").write_bytes(changed.dump())
@@ -270,7 +270,7 @@ def test_finished_needs_the_last_step_and_the_export(folder: Path, tmp_path: Pat
     assert not finished(run_in(tmp_path / "none"), check_resumable(job.into(str(tmp_path / "none"))))
 
 
-def test_newest_is_by_number_and_not_by_letter(folder: Path) -> None:
+def test_newest_compares_numbers(folder: Path) -> None:
     here = folder / "checkpoints"
     later = dataclasses.replace(manifest_of(here / "step-000004"), step=1_000_000)
     (here / "step-1000000").mkdir()

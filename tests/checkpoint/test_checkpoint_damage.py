@@ -129,7 +129,7 @@ KINDS: list[Callable[[Path, Path, random.Random], None]] = [
 
 
 @pytest.mark.slow
-def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_not_loaded(trained: tuple[Path, dict[int, str], Path], tmp_path: Path) -> None:
     """Seeded damage to the newest checkpoints: each resume falls back to the newest intact one and says why. Without an
     intact one it refuses, and deletes nothing. One strategy loads all states in turn, so nothing of a previous one may
     remain."""
@@ -169,7 +169,7 @@ def test_nothing_that_is_damaged_is_loaded(trained: tuple[Path, dict[int, str], 
     assert fresh != digests[1]
 
 
-def test_a_whole_checkpoint_of_another_run_is_refused(trained: tuple[Path, dict[int, str], Path]) -> None:
+def test_a_checkpoint_of_another_run_is_refused(trained: tuple[Path, dict[int, str], Path]) -> None:
     run = run_in(trained[2])
     with raises("LS6051", "seed", "1", "0"):
         check_resumable(job_of(run))

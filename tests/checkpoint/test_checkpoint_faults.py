@@ -167,7 +167,7 @@ def on_a_full_disk(world: World, run: Run) -> tuple[list[str], list[str], str, i
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("fsdp2", 3)])
-def test_a_disk_that_is_full_in_the_middle(name: str, ranks: int, small_disk: Path) -> None:
+def test_a_disk_that_fills_during_a_run(name: str, ranks: int, small_disk: Path) -> None:
     run = tiny(f"output={small_disk}/out", f"strategy.name={name}")
     (said, after, left, newest), *others = run_on(ranks, on_a_full_disk, run)
     assert len(said) == 1
@@ -274,7 +274,7 @@ def one_rank_fails(world: World, run: Run, failing: int) -> tuple[list[str], str
 @pytest.mark.processes
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("then", ["continue", "stop"])
-def test_one_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_is_named(then: str, failing: int, tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}/out", "strategy.name=allreduce", f"checkpoint.on_failure={then}")
     found = run_on(3, one_rank_fails, run, failing)
     (text,) = found[0][0] if then == "continue" else [found[0][1]]
@@ -389,7 +389,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path: Path, cache: Path) -> None:
 @pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_path: Path, job: CommandJob) -> None:
+def test_on_failure_stop_ends_with_status_1(tmp_path: Path, job: CommandJob) -> None:
     job.write(checkpoint={"every": 10, "on_failure": "stop"})
     in_the_way(tmp_path / "out")
     status, out, err = job.train()
@@ -403,7 +403,7 @@ def test_a_run_that_is_to_stop_at_a_failed_checkpoint_ends_with_status_1(tmp_pat
 @pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_run_goes_on_without_checkpoints_and_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
+def test_on_failure_continue_trains_on_with_a_note(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     job.write()
     in_the_way(tmp_path / "out")
     assert job.finish().count("could not be written") == STEPS // 10

@@ -84,13 +84,13 @@ def straight(saved_by: Saved) -> dict[str, Any]:
     return run_on(1, gone_on_with, run, [run.folder])[0][0]
 
 
-def test_every_strategy_is_here() -> None:
+def test_every_strategy_is_in_a_pair() -> None:
     assert set(SAVING) == set(LOADING) == set(NAMES)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
-def test_one_layout(name: str, saved_by: Saved) -> None:
+def test_all_strategies_save_the_same_tensors(name: str, saved_by: Saved) -> None:
     """All strategies save the same full tensors, each once, however they are spread over files."""
     folder, state = saved_by(name)
     assert digest_of(folder / "checkpoints" / "step-000002") == state
@@ -128,14 +128,14 @@ def goes_on(name: str, savers: Sequence[str], saved_by: Saved, straight: dict[st
             assert (saver if saver not in EXACT else name) in found["notes"][0]
 
 
-# All strategies save one layout, spread over one file per rank (`test_one_layout`). These cover: a single rank,
-# replicated ranks, stages, fully sharded ranks, and an engine.
+# All strategies save the same tensors, spread over one file per rank (`test_all_strategies_save_the_same_tensors`).
+# These cover a single rank, replicated ranks, stages, fully sharded ranks, and an engine.
 SAVERS = ["single", "ddp", "pipeline", "fsdp2", "zero3"]
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", NAMES)
-def test_every_strategy_goes_on_from_others(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
+def test_every_strategy_resumes_from_others(name: str, saved_by: Saved, straight: dict[str, Any]) -> None:
     goes_on(name, [*dict.fromkeys([name, *SAVERS])], saved_by, straight)
 
 
@@ -160,7 +160,9 @@ def test_the_control_one_step_less_has_other_bits(straight: dict[str, Any]) -> N
 
 @pytest.mark.processes
 @pytest.mark.parametrize("option", ["replicate=2", "reshard_after_forward=false"])
-def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Saved, straight: dict[str, Any]) -> None:
+def test_fsdp2_resumes_with_other_meshes(
+    option: str, tmp_path: Path, saved_by: Saved, straight: dict[str, Any]
+) -> None:
     run = run_of("fsdp2", tmp_path / "out", f"strategy.options.{option}")
     state = run_on(4, saved, run)[0]
     assert state == saved_by("single")[1]
@@ -171,7 +173,7 @@ def test_fsdp2_in_other_arrangements(option: str, tmp_path: Path, saved_by: Save
 
 
 @pytest.mark.processes
-def test_shards_of_two_kinds_are_whole_again(tmp_path: Path) -> None:
+def test_shards_of_tensors_and_fsdp_are_reassembled(tmp_path: Path) -> None:
     """Tensor parallelism cuts tensors that FSDP cuts again. A run resumed from such shards has the bits of one
     process."""
 

@@ -203,7 +203,7 @@ def test_an_edited_index_of_shards_is_damage(output: Path) -> None:
         export_hashes.require_whole(output)
 
 
-def test_a_folder_that_is_no_run_is_no_business_of_this(output: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_not_checked(output: Path, tmp_path: Path) -> None:
     shutil.copytree(output / "export", tmp_path / "plain" / "export")
     fetch(tiny(model={"source": str(tmp_path / "plain" / "export")}))
     turned(tmp_path / "plain")
@@ -227,7 +227,7 @@ def gone(folder: Path) -> None:
 
 @pytest.mark.parametrize("fault", [turned, gone])
 @pytest.mark.parametrize("saved", [True, False])
-def test_status_says_one_thing_of_a_damaged_export(
+def test_status_and_its_command_agree_on_a_damaged_export(
     fault: Callable[[Path], None], saved: bool, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`status` and the command that it suggests agree on a damaged export, with and without its checkpoint."""

@@ -64,7 +64,7 @@ def test_every_file_has_the_mode_that_the_umask_leaves(trained: Job) -> None:
 
 
 @pytest.mark.parametrize("kib", [1, 4, 20])
-def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: Job, kib: int) -> None:
+def test_a_full_disk_is_an_oserror_for_every_writer(trained: Job, kib: int) -> None:
     before, limits = export_hashes.damage(trained.run.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (kib * 1024, limits[1]))  # Python ignores the signal SIGXFSZ
     try:
@@ -75,7 +75,7 @@ def test_what_a_full_disk_does_is_an_error_of_the_disk_whoever_writes(trained: J
     assert export_hashes.damage(trained.run.folder) == before
 
 
-def test_files_are_on_the_disk_before_they_have_their_name(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_synced_before_they_are_renamed(trained: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     sync, rename = export_hashes.sync, os.rename
     monkeypatch.setattr(export_hashes, "sync", lambda path: (events.append(f"sync {path.name}"), sync(path)))
@@ -141,7 +141,7 @@ def full(*_: Any) -> None:
     raise MemoryError("cannot allocate 3 GiB")
 
 
-def test_the_dry_run_takes_the_buffer_and_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_dry_run_allocates_the_buffer_and_leaves_nothing(tmp_path: Path) -> None:
     job, untouched = Job(run_in(tmp_path / "a")), Job(run_in(tmp_path / "b"))
     before = digest(job.strategy.state.state_dict())
     job.strategy.dry_run(job.feed.longest(), lambda: job.checkpoints.dry_run(job.strategy.state))
@@ -177,7 +177,7 @@ def test_without_memory_for_it_on_failure_says_what_happens(
     assert digest_of(tmp_path / "out/checkpoints/step-000002") == state
 
 
-def test_a_moment_that_comes_later_is_saved_too(tmp_path: Path) -> None:
+def test_moments_created_later_are_saved(tmp_path: Path) -> None:
     """A moment of a weight that the dry run, or the first save, did not use."""
     job = Job(run_in(tmp_path / "out"))
     job.step()

@@ -58,7 +58,7 @@ def exported(here: Path, kind: str) -> Path:
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else long(kind) if kind in LONG else slow(kind) for kind in KINDS]
 )
-def test_the_lines_of_its_card_run(kind: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_code_of_the_model_card_runs(kind: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     if kind == "pairs":

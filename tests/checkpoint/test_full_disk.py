@@ -105,7 +105,7 @@ SIZES = [900, 1300, *(pytest.param(size, marks=pytest.mark.long) for size in (64
 
 
 @pytest.mark.parametrize("kilobytes", SIZES)
-def test_a_disk_of_any_size(kilobytes: int, tmp_path: Path, weights: str) -> None:
+def test_a_run_on_a_disk_of_any_size_loses_nothing(kilobytes: int, tmp_path: Path, weights: str) -> None:
     """Either the run is refused before the first step, or it finishes; nothing is lost after training."""
     with disk(tmp_path / "disk", kilobytes):
         run = run_in(tmp_path / "disk/out", "checkpoint.every=1", "checkpoint.keep=3")
@@ -187,7 +187,7 @@ def test_a_disk_that_is_full_when_the_scores_are_there(tmp_path: Path, weights: 
         assert (last["step"], last["split"]) == (6, "test")
 
 
-def test_a_job_that_had_starts_left_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_restart_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk ends a job that has restarts left: it would train again and fail on the same disk."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
     with disk(tmp_path / "disk", 8000):

@@ -34,7 +34,7 @@ def same_bytes(hub: Hub, export: Path, name: str = "user/feelings") -> None:
 
 
 @pytest.mark.processes
-def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cache: Path) -> None:
+def test_a_push_uploads_to_a_private_repository(hub: Hub, finished: Path, cache: Path) -> None:
     done = process(finished, cache, hub, *LOCKSTEP, *PUSH)
     assert done.returncode == 0, done.stderr
     assert f"pushed to {hub.address}/user/feelings" in done.stdout
@@ -47,7 +47,7 @@ def test_the_bytes_arrive_in_a_private_repository(hub: Hub, finished: Path, cach
 
 
 @pytest.mark.processes
-def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_pushing_equal_files_sends_nothing(hub: Hub, finished: Path, lockstep: Command) -> None:
     assert lockstep(finished, *PUSH)[0] == 0
     before, commits = hub.received, hub.count("commit")
     assert lockstep(finished, *PUSH)[0] == 0
@@ -57,9 +57,7 @@ def test_the_same_bytes_again_send_nothing(hub: Hub, finished: Path, lockstep: C
 
 
 @pytest.mark.processes
-def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(
-    hub: Hub, finished: Path, lockstep: Command
-) -> None:
+def test_a_push_removes_weights_of_an_earlier_one(hub: Hub, finished: Path, lockstep: Command) -> None:
     mine = {"model-00001-of-00002.safetensors": b"old", "model.safetensors.index.json": b"{}", "notes.md": b"mine"}
     stale = {"chat_template.jinja": b"old", "additional_chat_templates/rag.jinja": b"old", "added_tokens.json": b"{}"}
     stale |= {"adapter_config.json": b"{}", "pytorch_model.bin": b"old"}
@@ -114,7 +112,7 @@ def test_a_model_of_another_size_is_replaced_on_request_alone(hub: Hub, finished
     ],
     ids=str,
 )
-def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_transient_errors_are_retried(faults: dict, hub: Hub, finished: Path, lockstep: Command) -> None:
     hub.faults = {what: list(each) for what, each in faults.items()}
     status, _, err = lockstep(finished, *PUSH)
     assert status == 0, err
@@ -124,7 +122,7 @@ def test_what_passes_is_tried_again(faults: dict, hub: Hub, finished: Path, lock
 
 
 @pytest.mark.processes
-def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_an_interrupted_push_continues(hub: Hub, finished: Path, lockstep: Command) -> None:
     """The push times out at the commit; the weights have arrived, and the next push does not send them again."""
     hub.faults = {"commit": ["cut"] * 4}
     status, out, err = lockstep(finished, *PUSH)
@@ -141,7 +139,7 @@ def test_a_push_that_was_cut_goes_on(hub: Hub, finished: Path, lockstep: Command
 
 
 @pytest.mark.processes
-def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_a_silent_hub_times_out(hub: Hub, finished: Path, lockstep: Command) -> None:
     assert lockstep(finished, "push", "out", "user/other")[0] == 0  # control
     hub.faults = {"commit": ["silent"] * 2}
     with pytest.raises(PushFailed, match="failed 2 times"):
@@ -159,7 +157,7 @@ def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, finished: Path, lockst
         (WRITER, {"repos": [401]}, ["401"]),
     ],
 )
-def test_what_is_refused_is_told_once(
+def test_a_refusal_is_not_retried(
     token: str | None, faults: dict, wanted: list[str], hub: Hub, finished: Path, lockstep: Command
 ) -> None:
     hub.faults = {what: list(each) for what, each in faults.items()}
@@ -175,7 +173,7 @@ def test_what_is_refused_is_told_once(
 
 
 @pytest.mark.processes
-def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_a_private_push_to_a_public_repository_is_refused(hub: Hub, finished: Path, lockstep: Command) -> None:
     hub.put("models", "user/feelings", {"a": b"b"}, private=False)
     status, _, err = lockstep(finished, *PUSH)
     assert status == 2
@@ -187,7 +185,7 @@ def test_a_public_repository_gets_nothing_private(hub: Hub, finished: Path, lock
 
 @pytest.mark.processes
 @pytest.mark.parametrize("word", ["feelings", "user/", "a/b/c", "../x"])
-def test_a_repository_that_is_none(word: str, hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_an_invalid_repository_name_is_refused(word: str, hub: Hub, finished: Path, lockstep: Command) -> None:
     status, _, err = lockstep(finished, "push", "out", word)
     assert status == 2
     assert "USER/REPO" in err
@@ -205,7 +203,7 @@ def test_an_unfinished_run_has_nothing_to_push(tmp_path: Path, lockstep: Command
 
 
 @pytest.mark.processes
-def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: Path, lockstep: Command) -> None:
+def test_a_run_pushes_at_its_end_and_retries_at_the_next_start(hub: Hub, tmp_path: Path, lockstep: Command) -> None:
     values = RUN | {"hub": {"push_to": "user/feelings"}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
     hub.faults = {"commit": [403]}
@@ -231,7 +229,7 @@ def test_a_run_pushes_at_its_end_and_again_where_it_failed(hub: Hub, tmp_path: P
         ("x-4711", "user/x", "401"),
     ],
 )
-def test_a_push_that_cannot_be_is_refused_before_training(
+def test_an_impossible_push_is_refused_before_training(
     token: str | None, push_to: str, wanted: str, tmp_path: Path, lockstep: Command
 ) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"hub": {"push_to": push_to}}))

@@ -46,7 +46,7 @@ def steps_in(store: Store) -> list[str]:
 # -- upload ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_output_keeps_is_copied_and_no_more(tmp_path: Path, store: Store) -> None:
+def test_only_kept_checkpoints_are_uploaded(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     for _ in range(4):
         trained.saved()
@@ -63,7 +63,7 @@ def test_what_output_keeps_is_copied_and_no_more(tmp_path: Path, store: Store) -
     assert not trained.said
 
 
-def test_the_manifest_comes_last(tmp_path: Path, store: Store) -> None:
+def test_the_manifest_is_uploaded_last(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)
@@ -71,7 +71,7 @@ def test_the_manifest_comes_last(tmp_path: Path, store: Store) -> None:
     assert put.index(SHARD) < put.index(FILE) < put.index("index.json")
 
 
-def test_what_is_there_is_not_sent_again(tmp_path: Path, store: Store) -> None:
+def test_uploaded_files_are_not_sent_again(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)
@@ -80,7 +80,7 @@ def test_what_is_there_is_not_sent_again(tmp_path: Path, store: Store) -> None:
     assert store.sent(SHARD) == 1
 
 
-def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+def test_a_part_stored_differently_is_detected(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     """A part stored differently is an error; the object is read back if its checksum cannot be computed locally."""
     trained = job(tmp_path / "out")
     trained.saved()
@@ -99,7 +99,7 @@ def test_a_part_that_is_stored_otherwise_is_found(tmp_path: Path, store: Store, 
 # -- download --------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_machine_goes_on_from_the_newest(tmp_path: Path, store: Store) -> None:
+def test_a_new_machine_resumes_from_the_newest_checkpoint(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     state = trained.saved()
@@ -110,7 +110,7 @@ def test_a_new_machine_goes_on_from_the_newest(tmp_path: Path, store: Store) -> 
     assert here(tmp_path / "elsewhere") == ["step-000002"]
 
 
-def test_the_newer_of_two_machines_counts(tmp_path: Path, store: Store) -> None:
+def test_the_newer_of_two_machines_checkpoints_is_used(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)
@@ -138,7 +138,7 @@ def test_without_a_manifest_it_is_no_checkpoint(tmp_path: Path, store: Store) ->
     assert steps_in(store) == ["step-000001", "step-000002"]
 
 
-def test_what_was_cut_off_is_removed_once_it_is_behind(tmp_path: Path, store: Store) -> None:
+def test_partial_uploads_are_removed_later(tmp_path: Path, store: Store) -> None:
     store.put(f"{AT}/step-000001/{SHARD}", b"half of it")
     trained = job(tmp_path / "out")
     trained.step()
@@ -147,7 +147,7 @@ def test_what_was_cut_off_is_removed_once_it_is_behind(tmp_path: Path, store: St
     assert [key for key in store.names(AT) if "step-000001" in key] == []
 
 
-def test_a_flipped_byte_is_refused_and_the_one_before_taken(tmp_path: Path, store: Store) -> None:
+def test_a_flipped_byte_falls_back_to_the_previous_checkpoint(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     state = trained.saved()
     trained.saved()
@@ -164,7 +164,7 @@ def test_a_flipped_byte_is_refused_and_the_one_before_taken(tmp_path: Path, stor
     assert third.checkpoints.resume(third.strategy.state)[0] == 2
 
 
-def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path, store: Store) -> None:
+def test_a_run_with_only_damaged_checkpoints_is_refused(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)
@@ -176,7 +176,7 @@ def test_where_all_are_damaged_nothing_begins_anew(tmp_path: Path, store: Store)
     assert before == {key: store.get(key) for key in store.names()}
 
 
-def test_a_damaged_local_one_is_taken_from_the_store(tmp_path: Path, store: Store) -> None:
+def test_a_damaged_local_checkpoint_is_downloaded(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     state = trained.saved()
     copied(trained)
@@ -189,7 +189,7 @@ def test_a_damaged_local_one_is_taken_from_the_store(tmp_path: Path, store: Stor
     assert "was downloaded" in notes[1]
 
 
-def test_a_listing_that_lacks_the_newest(tmp_path: Path, store: Store) -> None:
+def test_a_stale_listing(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     trained.saved()
@@ -232,7 +232,7 @@ def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> 
 
 
 @pytest.mark.parametrize("fault", ["cut", 503, 500], ids=str)
-def test_a_fault_that_passes_is_not_noticed(tmp_path: Path, store: Store, fault: str | int) -> None:
+def test_transient_faults_are_retried(tmp_path: Path, store: Store, fault: str | int) -> None:
     store.fault = once(fault, fault, on=SHARD)
     trained = job(tmp_path / "out")
     trained.saved()
@@ -243,7 +243,7 @@ def test_a_fault_that_passes_is_not_noticed(tmp_path: Path, store: Store, fault:
 
 
 @pytest.mark.parametrize("fault", ["cut", 503, 403], ids=str)
-def test_a_fault_that_stays_is_told_and_tried_again(tmp_path: Path, store: Store, fault: str | int) -> None:
+def test_a_permanent_fault_is_reported_and_retried(tmp_path: Path, store: Store, fault: str | int) -> None:
     store.fault = always(fault, on=SHARD)
     trained = job(tmp_path / "out")
     trained.saved()
@@ -262,7 +262,7 @@ def test_a_fault_that_stays_is_told_and_tried_again(tmp_path: Path, store: Store
 
 
 @pytest.mark.parametrize("fault", ["cut", 503], ids=str)
-def test_a_download_that_breaks_off_goes_on(tmp_path: Path, store: Store, fault: str | int) -> None:
+def test_an_interrupted_download_continues(tmp_path: Path, store: Store, fault: str | int) -> None:
     trained = job(tmp_path / "out")
     state = trained.saved()
     copied(trained)
@@ -301,7 +301,7 @@ def refused(run: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
+def test_an_unwritable_store_is_refused_before_training(tmp_path: Path, store: Store, monkeypatch: Any) -> None:
     run = run_in(tmp_path / "out", f"remote_dir={MIRROR}")
     assert mirrors.check(run) == []
     assert store.names() == []  # the trial left nothing
@@ -320,7 +320,7 @@ def test_what_cannot_be_written_is_refused_before(tmp_path: Path, store: Store, 
     assert "until it answers, lockstep cannot tell whether there are checkpoints" in refused(run)
 
 
-def test_a_store_that_is_away_stops_no_run_that_has_checkpoints(tmp_path: Path, store: Store) -> None:
+def test_an_unreachable_store_does_not_stop_a_run_with_checkpoints(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)
@@ -350,7 +350,7 @@ def test_another_run_in_the_mirror_is_refused(tmp_path: Path, store: Store) -> N
         other.checkpoints.resume(other.strategy.state)
 
 
-def test_a_model_that_output_does_not_take_is_in_the_mirror_too(
+def test_a_model_rescued_from_a_full_disk_is_uploaded(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is uploaded to the mirror and nothing else; without its checkpoint the run is not finished."""

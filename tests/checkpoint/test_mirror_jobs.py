@@ -37,7 +37,7 @@ def files_in(folder: Path) -> str:
     )
 
 
-def test_killed_in_an_upload_and_gone_on_with_elsewhere(
+def test_a_job_killed_in_an_upload_resumes_elsewhere(
     tmp_path: Path, cache: Path, store: Store, untouched: Path
 ) -> None:
     """Two ranks save shards; on another machine, with an empty folder, one process resumes."""
@@ -80,7 +80,7 @@ def test_killed_in_an_upload_and_gone_on_with_elsewhere(
     assert store.sent(r"export/model\.safetensors") == 1
 
 
-def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, store: Store) -> None:
+def test_a_refusing_store_loses_no_training(tmp_path: Path, cache: Path, store: Store) -> None:
     """The run ends with status 1 and everything in its output folder; the same command uploads it once the store
     accepts it."""
     write(tmp_path, remote_dir=MIRROR, steps=20, launch={"device": "cpu", "threads": 1, "processes": 1})
@@ -97,7 +97,7 @@ def test_a_store_that_refuses_costs_no_training(tmp_path: Path, cache: Path, sto
     assert SECRET not in out + err
 
 
-def test_a_stop_waits_for_the_copy_and_tells_what_is_missing(tmp_path: Path, cache: Path, store: Store) -> None:
+def test_a_stop_waits_for_the_upload_and_reports_what_is_missing(tmp_path: Path, cache: Path, store: Store) -> None:
     write(tmp_path, remote_dir=MIRROR)
     store.fault = lambda asked: (
         403 if asked.method == "PUT" and "step-0000" in asked.key and asked.key[-3:] != "son" else None
@@ -119,7 +119,7 @@ def test_a_stop_waits_for_the_copy_and_tells_what_is_missing(tmp_path: Path, cac
     assert f"{AT}/{newest}/manifest.json" in store.names()
 
 
-def test_plan_refuses_what_train_would(tmp_path: Path, cache: Path, store: Store) -> None:
+def test_plan_refuses_an_unwritable_store(tmp_path: Path, cache: Path, store: Store) -> None:
     write(tmp_path, remote_dir="s3://no-such-bucket/runs/job")
     for command in ("plan", "train"):
         job = start([*LOCKSTEP, command, "run.yaml"], tmp_path, cache, **store.environment)

@@ -48,7 +48,7 @@ def of_a_newer_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["newer", "manifests", "shards", "folder", "link"])
-def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: str, folder: Path) -> None:
+def test_a_run_without_a_usable_checkpoint_is_refused_and_unchanged(what: str, folder: Path) -> None:
     kept, steps = folder / "checkpoints", [folder / "checkpoints" / f"step-{step:06d}" for step in (1, 2)]
     if what == "newer":
         for step in steps:
@@ -76,7 +76,7 @@ def test_where_none_can_be_used_the_run_is_refused_and_nothing_is_touched(what: 
 
 
 @pytest.mark.parametrize("where", ["checkpoints", "checkpoints/step-000002", "checkpoints/step-000002/manifest.json"])
-def test_links_in_a_circle_are_called_that(where: str, folder: Path) -> None:
+def test_circular_links_are_reported(where: str, folder: Path) -> None:
     shutil.rmtree(folder / "checkpoints/step-000001")
     path = folder / where
     path.unlink() if path.is_file() else shutil.rmtree(path)
@@ -87,7 +87,7 @@ def test_links_in_a_circle_are_called_that(where: str, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
-def test_permission_denied_is_no_reason_to_begin_anew(folder: Path) -> None:
+def test_permission_errors_do_not_restart_training_from_scratch(folder: Path) -> None:
     (folder / "checkpoints").chmod(0)
     try:
         with pytest.raises(RunError, match="Permission denied"):
@@ -96,7 +96,7 @@ def test_permission_denied_is_no_reason_to_begin_anew(folder: Path) -> None:
         (folder / "checkpoints").chmod(0o755)
 
 
-def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]) -> None:
+def test_foreign_files_are_ignored(folder: Path, trained: tuple[Path, str]) -> None:
     kept = folder / "checkpoints"
     newest = kept / "step-000002"
     for path in (kept, newest):
@@ -113,7 +113,7 @@ def test_files_of_others_are_passed_over(folder: Path, trained: tuple[Path, str]
     assert {"step-000002 copy", "step-3", "notes.txt", ".DS_Store"} < set(here(folder))
 
 
-def test_one_that_cannot_be_read_is_kept_when_its_step_is_reached_again(folder: Path) -> None:
+def test_an_unreadable_checkpoint_is_kept_at_its_step(folder: Path) -> None:
     of_a_newer_version(folder / "checkpoints/step-000002/manifest.json")
     newer = bytes_in(folder / "checkpoints/step-000002")
     job = Job(run_in(folder))
@@ -140,7 +140,7 @@ def opened(folder: Path, after: int) -> Jsonl:
     return sink
 
 
-def test_metrics_are_not_emptied_before_there_is_something_to_put_there(tmp_path: Path) -> None:
+def test_metrics_are_not_truncated_before_the_first_new_line(tmp_path: Path) -> None:
     path, old = tmp_path / "metrics.jsonl", '{"step": 1, "split": "train"}\n{"step": 2, "split": "train"}\n'
     path.write_text(old)
     for after in (0, 1):
@@ -156,7 +156,7 @@ TEXT = "\u2028 \u00e9 \u0085 \U0001f600"
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_half_a_line_is_cut_wherever_it_ends(cut: int, tmp_path: Path) -> None:
+def test_partial_lines_are_truncated(cut: int, tmp_path: Path) -> None:
     """A full disk may cut a line in the middle of a multi-byte character; U+2028 and similar characters end no line."""
     sink = opened(tmp_path, 0)
     for step in (1, 2, 3):
@@ -172,7 +172,7 @@ def test_half_a_line_is_cut_wherever_it_ends(cut: int, tmp_path: Path) -> None:
     assert path.read_bytes() == whole
 
 
-def test_readers_pass_over_what_is_no_line(tmp_path: Path) -> None:
+def test_readers_skip_invalid_lines(tmp_path: Path) -> None:
     values = {"step": 1, "split": "train", "text": TEXT}
     line = json.dumps(values, ensure_ascii=False).encode()
     (tmp_path / "metrics.jsonl").write_bytes(b"\0\0\0\n" + line + b"\n\xff\xfe\n[1]\n" + line[:-4])
@@ -180,7 +180,7 @@ def test_readers_pass_over_what_is_no_line(tmp_path: Path) -> None:
     assert last_metrics(tmp_path) == {"train": values}
 
 
-def test_a_line_that_is_there_twice_is_kept_once(tmp_path: Path) -> None:
+def test_duplicate_lines_are_dropped(tmp_path: Path) -> None:
     line = '{"step": 1, "split": "train"}\n'
     (tmp_path / "metrics.jsonl").write_text(line * 2)
     sink = opened(tmp_path, 1)
@@ -189,7 +189,7 @@ def test_a_line_that_is_there_twice_is_kept_once(tmp_path: Path) -> None:
     assert [found["step"] for found in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_half_a_pair_of_code_units_is_written(tmp_path: Path) -> None:
+def test_lone_surrogates_are_written(tmp_path: Path) -> None:
     """A byte-level tokenizer may produce such text, which is no reason to lose the line."""
     sink = opened(tmp_path, 0)
     sink.show(1, [{"text": "\ud83d"}])

@@ -49,7 +49,7 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_bits(family: str, precision: str) -> None:
+def test_recomputed_activations_keep_the_bits(family: str, precision: str) -> None:
     """Recomputed activations keep the bits, with dropout and with the weight casts that autocast caches."""
     model = {"model": {"type": family, "config": FAMILIES[family]}}
     plain, again = (here(f"precision={precision}", *more, **model) for more in ((), (AGAIN,)))
@@ -57,7 +57,7 @@ def test_the_same_bits(family: str, precision: str) -> None:
     assert again["loss"] == plain["loss"]
 
 
-def test_the_control_other_numbers_have_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_control_new_dropout_masks_change_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: the bits differ if backward draws new dropout masks."""
     plain = here()
 
@@ -79,7 +79,7 @@ def each(world: World, runs: list[Run]) -> list[dict[str, Any]]:
     + [slow("zero3", "bf16")]  # exact strategies run in bf16 with other keys in test_pairs_of_keys.py
     + [long(n, "bf16") for n in NAMES if n not in ("single", "zero3")],
 )
-def test_every_strategy_has_the_bits_that_it_has_without(name: str, precision: str) -> None:
+def test_every_strategy_keeps_its_bits(name: str, precision: str) -> None:
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     runs = [tiny(f"strategy.name={name}", *stages, f"precision={precision}", *more) for more in ((), (AGAIN,))]
     (plain, again), others = run_on(2, each, runs, timeout_s=280)
@@ -98,7 +98,7 @@ class Drawing(nn.Module):
         return torch.tanh(self.linear(hidden) * random.random() + np.random.random())
 
 
-def test_python_and_numpy_draw_the_same_again() -> None:
+def test_recomputation_repeats_draws_of_python_and_numpy() -> None:
     found = []
     for more in ((), (AGAIN,)):
         torch.manual_seed(0)
@@ -126,20 +126,20 @@ def most_memory(*overrides: str) -> int:
     return written.most
 
 
-def test_what_is_computed_again_is_not_kept() -> None:
+def test_recomputed_activations_are_freed() -> None:
     """With 8 layers recomputed one at a time, memory holds one layer's activations and each layer's inputs."""
     plain, again = most_memory(), most_memory(AGAIN)
     assert again < 0.3 * plain, f"{again:,} of {plain:,} bytes"
 
 
-def test_a_resume_may_change_it() -> None:
+def test_a_resume_may_switch_recomputation() -> None:
     assert arithmetic_of(tiny(AGAIN, "model.offload_activations=true")) == arithmetic_of(tiny())
 
 
 # -- activation offloading to the host, tested without a GPU --------------------------------------------------
 
 
-def test_what_is_moved_comes_back_and_weights_stay() -> None:
+def test_offloaded_activations_return_and_weights_stay() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -210,19 +210,21 @@ def test_on_a_gpu_the_bits_are_the_same_and_memory_is_less(more: tuple[str, ...]
         ((AGAIN, "model.type=mpnet", "model.config={}"), ("LS4043",)),
     ],
 )
-def test_what_cannot_be(overrides: tuple[str, ...], said: tuple[str, ...]) -> None:
+def test_unsupported_activation_keys_are_refused(overrides: tuple[str, ...], said: tuple[str, ...]) -> None:
     with raises(*said) as caught:
         blocks.check(Job.of(tiny(*overrides)), here=True)
     assert "\n" not in str(caught.value)
 
 
-def test_running_statistics_would_move_twice() -> None:
+def test_running_statistics_are_refused() -> None:
     model = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)))
     with raises("LS4044"):
         blocks.prepare(tiny(AGAIN).model, model)
 
 
-def test_before_a_process_starts(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "launch.processes=1", "launch.device=cpu", "model.offload_activations=true"]) == 2
     said = capsys.readouterr().err

@@ -59,7 +59,7 @@ def here(*overrides: str, **values: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> None:
+def test_three_compiled_functions_serve_all_lengths_and_layers(codes: list[Any]) -> None:
     """Padded micro-batches, unpadded ones and single examples need three compiled functions, whatever shapes follow.
     Names of weights and results of the steps stay as without compilation."""
     sizes = ("model.config.n_layer=2", "batch_size=9")  # micro-batches of one and of two examples
@@ -84,7 +84,7 @@ def test_no_code_for_each_length_and_none_for_each_layer(codes: list[Any]) -> No
     assert found == here(*sizes)["digest"]
 
 
-def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
+def test_layers_are_compiled_before_training(codes: list[Any]) -> None:
     """Inputs that no compiled function fits run uncompiled."""
     layer = nn.Linear(4, 4)
     run = blocks.in_training(layer, layer.forward)
@@ -99,7 +99,7 @@ def test_code_is_made_before_training_and_used_in_it(codes: list[Any]) -> None:
     assert [code.calls for code in codes] == [2]
 
 
-def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
+def test_evaluation_runs_uncompiled_layers(codes: list[Any]) -> None:
     layer = nn.Linear(4, 4)
     run = blocks.in_training(layer, layer.forward)
     with blocks.making():
@@ -111,7 +111,7 @@ def test_evaluation_runs_the_layers_as_they_are(codes: list[Any]) -> None:
     assert codes == []
 
 
-def test_a_run_takes_no_code_that_was_made_for_other_sizes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_of_other_shapes_is_not_reused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each set of shapes has its own cache folder. Inductor alone would reuse code of other sizes, and a run's bits
     would depend on what ran before it on this machine."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -164,7 +164,7 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_bits_of_a_single_process(name: str, precision: str) -> None:
+def test_compiled_ranks_have_the_bits_of_one_process(name: str, precision: str) -> None:
     """`ranks` processes match one process bit for bit, with dropout, whose random numbers are the compiler's own."""
     one, two = (of(n, ranks, f"precision={precision}", COMPILE) for n, ranks in (("single", 1), (name, 2)))
     assert two["digest"] == one["digest"]
@@ -207,7 +207,7 @@ def test_layers_of_fsdp2_are_compiled_and_computed_again(gather: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("gather", ["alone", "step", "micro_batch"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_same_bits_where_activations_are_computed_again(gather: str, precision: str) -> None:
+def test_recomputed_activations_have_the_same_bits(gather: str, precision: str) -> None:
     words = (f"precision={precision}", COMPILE)
     again = (*words, "model.checkpoint_activations=true")
     alone = of("single", 1, *words)["digest"]
@@ -309,14 +309,14 @@ def test_a_machine_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "hf_accelerate"])
-def test_deepspeed(name: str) -> None:
+def test_deepspeed_is_refused(name: str) -> None:
     options = {"deepspeed": {"zero_stage": 2}} if name == "hf_accelerate" else {}
     run = tiny(COMPILE, strategy={"name": name, "options": options})
     with raises("LS4142"):
         resolve_strategy(run, 1)
 
 
-def test_a_layer_that_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         raise NotImplementedError("no kernel for this")
 
@@ -370,7 +370,7 @@ def test_embeddings_that_are_kept_in_one_piece_are_not_compiled(monkeypatch: pyt
         here(COMPILE, model=model)
 
 
-def test_it_is_a_part_of_what_a_checkpoint_agrees_on() -> None:
+def test_a_checkpoint_stores_whether_layers_are_compiled() -> None:
     assert arithmetic_of(tiny(COMPILE))["model.compile"] is True
     assert arithmetic_of(tiny("model.compile=false"))["model.compile"] is False
     assert "model.compile" not in arithmetic_of(tiny())  # decided later

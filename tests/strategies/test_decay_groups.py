@@ -133,7 +133,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("auto", "families"), [pytest.param("AutoModel", QUICK, id="quick"), *EVERY])
-def test_groups_are_those_of_trainer_but_for_what_is_written_here(auto: str, families: Sequence[str]) -> None:
+def test_decay_groups_equal_trainers_with_listed_exceptions(auto: str, families: Sequence[str]) -> None:
     transformers.logging.set_verbosity_error()
     unwanted, built = {}, 0
     for family in families:

@@ -92,7 +92,7 @@ def config_of(family: str, entries: dict[str, Any]) -> Any:
     return model_configs.load_config(tiny(model={"type": family, "config": entries}).model)
 
 
-def test_a_config_within_a_config_takes_entries() -> None:
+def test_entries_of_a_nested_config_can_be_set() -> None:
     found = config_of("t5gemma", T5GEMMA | {"dropout_rate": 0.25})
     assert found.encoder.num_hidden_layers == 2
     assert len(found.encoder.layer_types) == 2  # derived from its number of layers
@@ -113,7 +113,7 @@ def test_a_config_within_a_config_takes_entries() -> None:
         (2, ("LS3122", "model.config.encoder", "2")),
     ],
 )
-def test_what_a_config_within_a_config_does_not_take_is_refused(encoder: Any, said: tuple[str, ...]) -> None:
+def test_unknown_entries_of_a_nested_config_are_refused(encoder: Any, said: tuple[str, ...]) -> None:
     with raises(*said):
         config_of("t5gemma", {"encoder": encoder})
 
@@ -189,7 +189,9 @@ def test_no_other_family_loads_weights_that_were_not_saved(head: str, tmp_path: 
 @pytest.mark.processes  # a library starts ninja
 @pytest.mark.parametrize(("name", "options"), SHARDS)
 @pytest.mark.parametrize("family", layers.WRITES_WEIGHTS)
-def test_shards_would_lose_what_a_family_writes_to_its_weights(family: str, name: str, options: dict[str, Any]) -> None:
+def test_sharding_is_refused_for_families_that_write_to_their_weights(
+    family: str, name: str, options: dict[str, Any]
+) -> None:
     if name == "zero3" or "deepspeed" in options:
         pytest.importorskip("deepspeed")
     entry = layers.WRITES_WEIGHTS[family]
@@ -219,7 +221,7 @@ class Words:
         return {str(id_): id_ for id_ in range(40)}
 
 
-def test_the_parts_of_a_model_have_the_tokenizer_s_vocabulary(tmp_path: Path) -> None:
+def test_nested_configs_have_the_tokenizers_vocabulary(tmp_path: Path) -> None:
     words: Any = Words()
     model: Any = models.build(tiny(model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq", words)
     for part in (model.config.encoder, model.config.decoder):
@@ -247,7 +249,7 @@ def test_entries_of_layers_that_differ_can_be_set() -> None:
     ]  # the last layer is changed to full attention
 
 
-def test_positions_of_a_part_are_checked_too() -> None:
+def test_positions_of_nested_configs_are_checked() -> None:
     with raises("LS3142", "max_length", "65", "64"):
         models.check(tiny("data.max_length=65", model={"type": "t5gemma", "config": T5GEMMA}), "seq2seq")
 
@@ -258,7 +260,7 @@ def test_a_pipeline_refuses_an_adapter() -> None:
         Pipeline.check(Job.of(run, 2))
 
 
-def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:
+def test_a_model_from_scratch_may_have_a_larger_vocabulary() -> None:
     def built(size: object) -> Any:
         config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "vocab_size": size}
         words: Any = Words()
@@ -269,7 +271,7 @@ def test_a_model_from_scratch_may_have_room_for_more_entries() -> None:
         built(39)
 
 
-def test_too_few_entries_are_told_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
 
     def prepared(size: int) -> Path:

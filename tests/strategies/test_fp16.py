@@ -30,7 +30,7 @@ FINE, INF = torch.tensor(1.0), torch.tensor(float("inf"))
 LOSSES = torch.ones(8, dtype=torch.float64)
 
 
-def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_follows_torchs_grad_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = torch.amp.GradScaler("cpu")
     assert (theirs.get_scale(), theirs.get_growth_interval()) == (FIRST_SCALE, SCALE_INTERVAL)
     monkeypatch.setattr(precision, "SCALE_INTERVAL", 5)
@@ -50,7 +50,7 @@ def test_the_rule_is_that_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> 
     assert float(scale.value) == FIRST_SCALE / 2  # halved three times and doubled twice
 
 
-def test_the_scale_has_a_lowest_and_a_highest_value_and_does_not_heed_a_bad_loss() -> None:
+def test_the_loss_scale_is_bounded_and_ignores_nonfinite_losses() -> None:
     scale = LossScale(torch.device("cpu"))
     for _ in range(20):
         scale.follow(LOSSES, INF)
@@ -105,7 +105,7 @@ def of(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_an_overflow_is_left_out_and_the_scale_halved() -> None:
+def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     found = of("single", 1)
     assert found["used"] == [True, True, False, False, True, True]
     assert found["scales"] == [
@@ -129,14 +129,14 @@ def test_the_same_bits_and_the_same_skipped_steps(name: str, ranks: int) -> None
 
 
 @pytest.mark.processes
-def test_the_same_where_weights_are_gathered_for_each_micro_batch() -> None:
+def test_gathering_per_micro_batch_gives_the_same_bits() -> None:
     found = of("fsdp2", 2, "strategy.options.gather=micro_batch")
     assert {**found, "moved": 0} == {**of("single", 1), "moved": 0}
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
-def test_a_killed_job_goes_on_with_its_scale_and_tells_of_overflows(tmp_path: Path, cache: Path) -> None:
+def test_a_killed_job_resumes_with_its_scale_and_reports_overflows(tmp_path: Path, cache: Path) -> None:
     ends = []
     for name in ("straight", "killed"):
         write(folder := tmp_path / name)
@@ -182,7 +182,7 @@ def switched(world: World, run: Run) -> list[tuple[float, str]]:
 
 
 @pytest.mark.processes
-def test_another_strategy_goes_on_with_the_scale() -> None:
+def test_another_strategy_resumes_with_the_scale() -> None:
     run = tiny("strategy.name=allreduce", "precision=fp16")
     for straight, again in run_on(2, switched, run):
         assert straight == again
@@ -208,7 +208,7 @@ def bad_loss(world: World, run: Run) -> tuple[str, list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("what", "wanted"), [("stop", "step 1: micro-batches [0, 1, 2, 3"), ("skip", "skipped")])
-def test_a_loss_that_is_not_finite_is_what_it_is_in_fp32(what: str, wanted: str) -> None:
+def test_a_nonfinite_loss_is_handled_as_in_fp32(what: str, wanted: str) -> None:
     run = tiny("strategy.name=single", "precision=fp16", f"on_nonfinite={what}")
     said, scales = run_on(1, bad_loss, run)[0]
     assert said.startswith(wanted)

@@ -51,7 +51,7 @@ XLM = {"n_layers": 2, "n_heads": 2, "emb_dim": 32, "max_position_embeddings": 32
 
 @pytest.mark.processes
 @pytest.mark.parametrize("family", ["xlm", "flaubert"])
-def test_what_a_block_and_others_use_is_added_up_as_without_fsdp(family: str) -> None:
+def test_gradients_of_values_used_outside_a_block_are_complete(family: str) -> None:
     """XLM adds an attention's input to its output outside of the attention: the gradient sums four terms, of which FSDP
     would see three."""
     model = {"type": family, "config": XLM}
@@ -89,7 +89,7 @@ def groups_of(world: World, run: Run) -> tuple[int, int]:
         {"name": "pipeline", "options": {"stages": 2}},
     ],
 )
-def test_no_rank_waits_for_a_lost_one_in_a_group_of_its_strategy(strategy: dict) -> None:
+def test_strategies_form_groups_that_survivors_can_abort(strategy: dict) -> None:
     """After a rank failure, survivors abort the connections of groups that were formed within `forming`, so every group
     must be."""
     model = LLAMA if "tensor_parallel" in strategy["options"] else TINY["model"]
@@ -118,7 +118,7 @@ def order_of(world: World, run: Run) -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_block_s_gradients_leave_before_those_of_the_block_before_are_computed() -> None:
+def test_gradients_of_a_block_are_sent_during_backward() -> None:
     run = tiny("strategy.name=fsdp2", "micro_batches=2")
     found = run_on(2, order_of, run)[0]
     assert found == ["into 1", "out", "into 0", "out", "out"]
@@ -147,7 +147,7 @@ def test_the_engine_s_own_tensor_parallelism_is_equal_to_rounding(ranks: int, ex
 
 
 @pytest.mark.processes
-def test_every_rank_holds_its_part_only(single: dict) -> None:
+def test_every_rank_holds_only_its_shard(single: dict) -> None:
     whole = sum(count for _, count in single["held"].values())
     found = of(4, "strategy.name=fsdp2")
     assert found["local"] < whole / 4 * 1.02
@@ -178,7 +178,7 @@ def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
         assert 0.25 * size <= most < 0.4 * size, f"{most / size:.2f} of the model"
 
 
-def test_what_is_written_is_counted_until_it_is_gone() -> None:
+def test_written_memory_counts_until_it_is_freed() -> None:
     with Written() as seen:
         whole = torch.empty(1000)
         assert seen.most == 0
@@ -192,7 +192,7 @@ def test_what_is_written_is_counted_until_it_is_gone() -> None:
 
 
 @pytest.mark.processes
-def test_own_mixed_precision_is_what_it_says(single: dict) -> None:
+def test_fsdps_mixed_precision_option_has_its_effect(single: dict) -> None:
     options = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
     found = of(2, strategy={"name": "fsdp2", "options": options})
     assert found["dtypes"] == {torch.float32}  # the sharded weights; gathered ones are bf16
@@ -201,7 +201,7 @@ def test_own_mixed_precision_is_what_it_says(single: dict) -> None:
 
 
 @pytest.mark.processes
-def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
+def test_the_control_fsdps_own_reduction_has_other_bits(single: dict) -> None:
     assert of(3, "strategy.name=fsdp2", "strategy.exact=false")["digest"] != single["digest"]
 
 
@@ -217,7 +217,7 @@ def test_the_control_fsdp_s_own_sums_have_other_bits(single: dict) -> None:
         ({"tensor_parallel": 2}, 2, ("LS4085", "strategy.tensor_leaves", "2")),
     ],
 )
-def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str, ...]) -> None:
+def test_unsupported_options_are_refused(options: dict, ranks: int, said: tuple[str, ...]) -> None:
     with raises(*said):
         FSDP2.check(Job.of(tiny(strategy={"name": "fsdp2", "options": options}), ranks))
 
@@ -226,7 +226,7 @@ def test_what_cannot_work_is_refused(options: dict, ranks: int, said: tuple[str,
     ("model", "said"),
     [({"model": LLAMA}, ("LS4104", "2", "num_key_value_heads")), ({}, ("LS4103", "gpt2"))],
 )
-def test_what_the_engine_s_own_tensor_parallelism_cannot_share_is_refused(model: dict, said: tuple[str, ...]) -> None:
+def test_models_that_tensor_parallelism_cannot_shard_are_refused(model: dict, said: tuple[str, ...]) -> None:
     strategy = {"name": "fsdp2", "exact": False, "options": {"tensor_parallel": 4}}
     with raises(*said):
         FSDP2.check(Job.of(tiny(strategy=strategy, **model), 4))

@@ -38,7 +38,7 @@ def single() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "precision"), [(1, "fp32"), (2, "bf16"), (3, "fp32"), slow(4, "bf16"), slow(4, "fp32")]
 )
-def test_the_bits_of_single(ranks: int, precision: str, single: dict) -> None:
+def test_gather_step_has_the_bits_of_single(ranks: int, precision: str, single: dict) -> None:
     found = of(ranks, f"precision={precision}", strategy=STEP)
     for key in ("digest", "loss", "norm", "exported"):
         assert found[key] == single[precision][key], key
@@ -93,7 +93,7 @@ def two_steps_each(world: World, runs: list[Run]) -> list[tuple[str, str]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -> None:
+def test_a_resume_may_switch_gather(precision: str, tmp_path: Path) -> None:
     """A run may switch between the two ways of gathering at a resume; in fp16 the state includes the loss scale."""
     one, two = (
         [tiny(f"output={tmp_path}/{name}", f"precision={precision}", strategy=strategy) for strategy in ways]
@@ -117,7 +117,7 @@ def test_a_run_may_change_between_the_two_ways(precision: str, tmp_path: Path) -
         ({"exact": False}, None),
     ],
 )
-def test_what_is_said_is_done(strategy: dict, found: type | None) -> None:
+def test_gather_and_fsdp_options_are_obeyed(strategy: dict, found: type | None) -> None:
     """`gather` decides; without it, an option of FSDP or `exact: false` chooses FSDP, without looking at memory."""
     run = tiny(strategy={"name": "fsdp2"} | strategy)
     assert resolve_strategy(run, 2) is (found or FSDP2)
@@ -129,7 +129,7 @@ def decided(run: Run, processes: int, memory: int) -> str:
     return FSDP2.memory.choose(Job.of(run, processes), 100, 100, memory).strategy.options["gather"]
 
 
-def test_else_what_fits_into_half_of_the_memory() -> None:
+def test_by_default_step_is_chosen_if_it_fits_into_half_the_memory() -> None:
     """Without `gather` and FSDP options, `step` is chosen if it fits into half the memory. With 100 parameters and
     eight micro-batches it takes 4 + 4 + 8 / n bytes per parameter, and 4 for each waiting partial sum."""
     run = load(None, ["strategy.name=fsdp2"], TINY)
@@ -161,7 +161,7 @@ def test_the_smallest_memory_decides_for_all_ranks() -> None:
         ({"gather": "step", "tensor_parallel": 2}, ("LS4072", "strategy.options.tensor_parallel")),
     ],
 )
-def test_what_cannot_work_is_refused(options: dict, said: tuple[str, ...]) -> None:
+def test_unsupported_options_are_refused(options: dict, said: tuple[str, ...]) -> None:
     with raises(*said):
         resolve_strategy(tiny(strategy={"name": "fsdp2", "options": options}), 4)
 

@@ -90,13 +90,13 @@ def test_deepspeed_has_the_bits_of_ddp(name: str, tmp_path: Path) -> None:
         (*LLAMA, "data.padding=none", "precision=bf16"),
     ],
 )
-def test_what_a_model_can_be_told_has_equal_bits_too(keys: tuple[str, ...]) -> None:
+def test_model_options_keep_the_bits(keys: tuple[str, ...]) -> None:
     found = {name: of(name, ranks, *keys) for name, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2))}
     assert len({each["digest"] for each in found.values()}) == 1
 
 
 @pytest.mark.parametrize("family", [BERT, LLAMA])
-def test_attention_by_length_is_that_of_padded_texts_to_rounding(family: tuple[str, ...]) -> None:
+def test_variable_length_attention_equals_padded_attention_within_rounding(family: tuple[str, ...]) -> None:
     """In bf16 and without dropout, torch's variable-length attention computes it."""
     none, batch = (
         of("single", 1, *family, "precision=bf16", f"data.padding={padding}") for padding in ("none", "batch")
@@ -126,7 +126,7 @@ def test_cuda_and_cpu_agree_to_rounding() -> None:
     assert cuda["loss"] == pytest.approx(cpu["loss"], rel=1e-4)
 
 
-def test_losses_in_chunks_are_those_of_all_logits(tmp_path: Path) -> None:
+def test_chunked_losses_equal_the_loss_of_all_logits(tmp_path: Path) -> None:
     given = ("strategy.name=single", "launch.device=cuda", "task.samples=0", *STILL)
     found = [
         first_of(1, make(tmp_path, "prompts", *given, *own))
@@ -136,7 +136,7 @@ def test_losses_in_chunks_are_those_of_all_logits(tmp_path: Path) -> None:
     assert found[1]["digest"] == found[2]["digest"]
 
 
-def test_a_phase_is_the_devices_time_and_not_that_of_queueing() -> None:
+def test_phases_measure_device_time() -> None:
     """Work that the host only enqueues counts in the phase that enqueued it, even if the host has moved on."""
     found = StepTimer(torch.device("cuda", 0))
     matrix = torch.ones(4096, 4096, device="cuda")

@@ -89,7 +89,7 @@ def by_trainer(world: World, run: Run, folder: str) -> dict[str, torch.Tensor]:
     ("clip", "apart"),
     [("null", 0.0), ("0.5", 1e-5)],  # Trainer computes the norm in float32, and AdamW amplifies the difference
 )
-def test_hf_trainer_is_what_trainer_does(clip: str, apart: float, tmp_path: Path) -> None:
+def test_hf_trainer_has_the_results_of_trainer(clip: str, apart: float, tmp_path: Path) -> None:
     run = tiny("strategy.name=hf_trainer", "strategy.exact=false", f"optim.max_grad_norm={clip}", *CALM, *CONSTANT)
     ours = run_on(1, by_lockstep, run)[0]
     theirs = run_on(1, by_trainer, run, str(tmp_path))[0]
@@ -107,7 +107,7 @@ def in_temporary(world: World, run: Run, folder: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_killed_leaves_no_folder_of_trainer_s(tmp_path: Path) -> None:
+def test_a_killed_rank_leaves_no_trainer_folder(tmp_path: Path) -> None:
     run = tiny("strategy.name=hf_trainer")
     assert run_on(1, in_temporary, run, str(tmp_path)) == [[]]
 
@@ -167,7 +167,7 @@ def test_fsdp2_through_accelerate_takes_models_whose_embeddings_are_a_block() ->
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
+def test_zero_through_accelerate_shards_as_zero(stage: int, ranks: int) -> None:
     sgd = ("optim.name=sgd", "optim.learning_rate=0.1", *CONSTANT)
     run = tiny(*sgd, strategy={"name": "hf_accelerate", "options": {"deepspeed": {"zero_stage": stage}}})
     ours = run_on(ranks, by_lockstep, run)[0]
@@ -176,7 +176,7 @@ def test_zero_through_accelerate_is_zero(stage: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("family", "shared"), [("bart", True), ("marian", True), ("t5", True), ("gpt2", False)])
-def test_embeddings_that_two_modules_hold_are_known(family: str, shared: bool) -> None:
+def test_shared_embeddings_are_refused_under_accelerates_fsdp2(family: str, shared: bool) -> None:
     """Accelerate's FSDP2 fails with a traceback when it shards such embeddings."""
     task = {"name": "language_modeling"} if family == "gpt2" else {"name": "translation", "source": "a", "target": "b"}
     sizes = {} if family in ("gpt2", "t5") else {"encoder_layers": 1, "decoder_layers": 1}

@@ -116,7 +116,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
 
 
 @pytest.mark.processes
-def test_masters_are_what_float32_weights_would_be() -> None:
+def test_master_weights_equal_float32_weights() -> None:
     run = tiny("strategy.name=single", *LOW)
     apart, went, rounded, formats = run_on(1, beside_float32, run)[0]
     assert rounded
@@ -127,7 +127,7 @@ def test_masters_are_what_float32_weights_would_be() -> None:
 
 
 @pytest.mark.processes
-def test_what_is_saved_and_exported() -> None:
+def test_dtypes_of_checkpoint_and_export() -> None:
     found, without = of("single", 1, *LOW), of("single", 1, *WITHOUT)
     weight = "model.transformer.h.0.mlp.c_fc.weight"
     assert found["state"][weight].dtype == torch.float32
@@ -161,7 +161,7 @@ def switched(world: World, run: Run, names: list[tuple[str, dict[str, str]]]) ->
 
 @pytest.mark.processes
 @pytest.mark.parametrize("low", [LOW, WITHOUT])
-def test_every_strategy_goes_on_from_another_s_state(low: tuple[str, ...]) -> None:
+def test_every_strategy_resumes_another_ones_state(low: tuple[str, ...]) -> None:
     names: list[Any] = [("ddp", {}), ("fsdp2", {"gather": "step"})]
     names += [("fsdp2", {"gather": "micro_batch"})] if low == LOW else []
     run = tiny("strategy.name=allreduce", *low)
@@ -171,7 +171,7 @@ def test_every_strategy_goes_on_from_another_s_state(low: tuple[str, ...]) -> No
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("low", "formula"), [(LOW, 2 + 4 + 8), (WITHOUT, 2 + 8), ((), 4 + 8)])
-def test_bytes_a_parameter_between_steps(low: tuple[str, ...], formula: int) -> None:
+def test_bytes_per_parameter_between_steps(low: tuple[str, ...], formula: int) -> None:
     run = tiny("strategy.name=single", *low, model=MODEL)
     found = run_on(1, held, run, {})[0]
     assert near(found["rest"], formula * found["all"]), found["rest"] / found["all"]
@@ -189,7 +189,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("overrides", "said"), REFUSED)
-def test_what_does_not_go_together_is_refused(overrides: list[str], said: tuple[str, ...]) -> None:
+def test_incompatible_keys_are_refused(overrides: list[str], said: tuple[str, ...]) -> None:
     with raises(*said) as caught:
         resolve_strategy(tiny(*overrides), 2)
     assert "\n" not in str(caught.value)

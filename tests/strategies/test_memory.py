@@ -61,7 +61,7 @@ ASKED = [(name, n) for name in AT_UPDATE for n in (1, 2, 4) if n == 1 or name !=
     ("name", "ranks"),
     [long(*c) if c in BY_HAND or (c[0] in WHOLE and c[1] != 2) else slow(*c) if c[1] > 2 else c for c in ASKED],
 )
-def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
+def test_memory_at_the_update(name: str, ranks: int) -> None:
     options: dict[str, Any] = {}
     if name.startswith("zero"):
         extra = PREFETCH if name == "zero3" else {}
@@ -73,7 +73,7 @@ def test_what_is_held_at_the_update(name: str, ranks: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [slow(name, n) for name in OF_ENGINE for n in (1, 2)])
-def test_what_is_held_at_deepspeed_s_own_update(name: str, ranks: int) -> None:
+def test_memory_at_deepspeeds_own_update(name: str, ranks: int) -> None:
     extra = PREFETCH if name == "zero3" else {}
     options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
     formula = OF_ENGINE[name](ranks)
@@ -83,7 +83,7 @@ def test_what_is_held_at_deepspeed_s_own_update(name: str, ranks: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, slow(4)])
-def test_gathering_once_a_step_shares_out_the_optimizer(ranks: int) -> None:
+def test_gather_step_shards_the_optimizer_state(ranks: int) -> None:
     """`gather: step` shards the optimizer state always (ZeRO-1), and at the update the gradients too (ZeRO-2)."""
     moments = {"rest": 4 + 8 / ranks, "update": 4 + 12 / ranks}
     for rank in of("fsdp2", ranks, moments, options={"gather": "step"}):
@@ -107,7 +107,7 @@ def test_a_stage_of_a_pipeline_holds_its_layers(ranks: int) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, slow(4)])
-def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
+def test_stage_2_holds_fewer_gradients_between_micro_batches_than_stage_1(ranks: int) -> None:
     options = {"options": BUCKETS, "exact": False}
     for stage, formula in ((1, 4 + 4 + 12 / ranks), (2, 4 + 4 / ranks + 12 / ranks)):
         for rank in of(f"zero{stage}", ranks, {"between": formula}, **options):
@@ -115,7 +115,7 @@ def test_gradients_between_pieces_tell_stage_1_from_stage_2(ranks: int) -> None:
 
 
 @pytest.mark.processes
-def test_exact_sums_of_stage_2_hold_no_whole_gradient_between_pieces() -> None:
+def test_exact_stage_2_holds_no_whole_gradient_between_micro_batches() -> None:
     """On four ranks, a rank holds up to two partial sums of its shard, and buckets in flight: here a tenth of the
     model."""
     formula = 4 + 12 / 4 + 2 * 4 / 4
@@ -152,7 +152,7 @@ def faults(world: World) -> int:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="is about glibc's malloc")
-def test_memory_that_is_freed_is_used_again() -> None:
+def test_freed_memory_is_reused() -> None:
     assert run_on(1, faults)[0] < 2000  # 12,288 pages would fault each time otherwise
 
 
@@ -165,7 +165,7 @@ def test_the_measure_counts_a_storage_once() -> None:
     assert tensor_bytes() == before
 
 
-def test_waiting_hides_only_what_is_let_go() -> None:
+def test_waiting_for_memory_ignores_only_freed_memory() -> None:
     before = tensor_bytes()
     kept = torch.zeros(1000)
     late = [torch.zeros(500)]
@@ -178,7 +178,7 @@ def test_waiting_hides_only_what_is_let_go() -> None:
 
 
 @pytest.mark.parametrize("theirs", [None, "17"])
-def test_fewer_kernels_are_kept_unless_told(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_cache_is_limited_by_default(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEPT_KERNELS:
         monkeypatch.setenv(name, theirs or "")  # so that the test restores it afterwards
         if theirs is None:
@@ -193,7 +193,7 @@ def test_fewer_kernels_are_kept_unless_told(theirs: str | None, monkeypatch: pyt
 
 @pytest.mark.processes
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
-def test_kernels_of_ever_new_sizes_do_not_pile_up() -> None:
+def test_kernels_of_new_sizes_do_not_accumulate() -> None:
     """After bfloat16 products of 400 sizes, a process with lockstep's limit holds less memory than one with torch's
     default. Pages of files are not counted: a busy machine takes them back."""
     script = """

@@ -184,7 +184,7 @@ def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_deepspeed_is_equal_to_rounding_with_what_it_takes(folder: Path, name: str) -> None:
+def test_deepspeeds_optimizers_are_equal_within_rounding(folder: Path, name: str) -> None:
     pytest.importorskip("deepspeed")
     alone = of(folder, "single", 1, None)
     for case, found in of(folder, name, 2, "single").items():
@@ -193,7 +193,7 @@ def test_deepspeed_is_equal_to_rounding_with_what_it_takes(folder: Path, name: s
 
 
 @pytest.mark.slow
-def test_cases_differ(folder: Path) -> None:
+def test_the_control_optimizers_give_different_weights(folder: Path) -> None:
     """Control: each optimizer gives different weights, and keeps changing them."""
     alone = of(folder, "single", 1, None)
     assert len({found["after"] for found in alone.values()}) == len(alone)
@@ -216,7 +216,7 @@ def gone_on(world: World, runs: list[Run], others: list[Run]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saver", [long("fsdp2 step"), "fsdp2 micro_batch"])
-def test_single_goes_on_from_what_ranks_that_share_it_saved(folder: Path, saver: str) -> None:
+def test_single_resumes_a_sharded_state(folder: Path, saver: str) -> None:
     shared, alone = of(folder, saver, 3, "single"), of(folder, "single", 1, None)
     runs = [run_of("single", case, folder / "1") for case in shared]
     others = [run_of(saver, case, folder / "3") for case in shared]

@@ -94,7 +94,7 @@ def test_zero3_refuses_weights_that_some_examples_do_not_use(
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [("all", "zero3"), ("experts", "ddp"), ("experts", "fsdp2")])
-def test_others_are_planned(kind: str, strategy: str, words: list[str]) -> None:
+def test_supported_uses_of_own_weights_are_planned(kind: str, strategy: str, words: list[str]) -> None:
     if strategy == "zero3":
         pytest.importorskip("deepspeed")
     assert planned(kind, strategy, words) == 0
@@ -121,7 +121,7 @@ def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "name"), [("rarely", "scales.1"), ("rarely outside", "parts.1.weight")])
-def test_what_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
+def test_a_use_that_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
     """One row of 80 uses another list entry, or reads another weight. Ranks must end with one message; gloo once ended
     in SIGABRT."""
     pytest.importorskip("deepspeed")

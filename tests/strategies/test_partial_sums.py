@@ -61,7 +61,7 @@ def of_partial_sums(run: Run, ranks: int) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
-def test_the_formula_is_what_is_held(name: str) -> None:
+def test_the_formula_gives_the_number_of_partial_sums(name: str) -> None:
     ranks, options = CASES[name]
     runs = runs_of(name, ranks, options)
     formula = FORMULA.get(name, [1, 1, 3])
@@ -94,7 +94,7 @@ def between(world: World, run: Run) -> float:
 
 
 @pytest.mark.processes
-def test_what_waits_between_turns_of_fsdp() -> None:
+def test_partial_sums_between_rounds_of_fsdp() -> None:
     """Eight micro-batches run in four rounds of two: the sums of 0..3 and 4..5 wait for 6 and 7, each half a gradient
     per rank."""
     run = tiny("strategy.name=fsdp2", data=DATA, model=MODEL, batch_size=8, micro_batches=8)
@@ -103,7 +103,7 @@ def test_what_waits_between_turns_of_fsdp() -> None:
         assert rank == pytest.approx(2 / 2, abs=NEAR)
 
 
-def test_what_a_share_holds() -> None:
+def test_partial_sums_of_a_share() -> None:
     assert [most_held(n, 1) for n in (1, 2, 4, 8, 16, 32)] == [1, 1, 2, 3, 4, 5]
     assert [most_held(n, 1, whole_leaf=True) for n in (1, 2, 4, 8, 16, 32)] == [1, 2, 3, 4, 5, 6]
     assert [most_held(16, ranks) for ranks in (2, 4, 8, 16)] == [3, 2, 1, 1]

@@ -254,7 +254,7 @@ def restored(world: World, run: Run, kept: dict[str, Tensor]) -> tuple[dict[str,
 
 
 @pytest.mark.processes
-def test_a_state_goes_from_one_strategy_to_another_and_back() -> None:
+def test_state_moves_between_strategies() -> None:
     tied = ("task.name=test_pipeline.Language",)
     one, two = (tiny(f"strategy.name={name}", *tied) for name in ("single", "pipeline"))
     state, after = run_on(1, restored, one, {})[0]
@@ -343,7 +343,7 @@ def test_autograd_s_own_sums_are_equal_to_rounding(task: str) -> None:
         (2, (*HALVES, "model.config.decoder_layerdrop=0.1"), "model.config.decoder_layerdrop: a pipeline cannot"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_built(processes: int, overrides: tuple, said: str) -> None:
+def test_unsupported_options_are_refused_before_the_model_is_built(processes: int, overrides: tuple, said: str) -> None:
     with pytest.raises(RunError) as error:
         Pipeline.check(Job.of(tiny("strategy.name=pipeline", *overrides), processes))
     assert said in str(error.value)
@@ -355,7 +355,7 @@ def test_two_layers_are_enough_for_two_stages(processes: int, stages: tuple[str,
 
 
 @pytest.mark.processes
-def test_more_pieces_than_examples_leave_blank_ones() -> None:
+def test_more_micro_batches_than_examples_give_padding_micro_batches() -> None:
     short = ("data.limit=9", "batch_size=8", "micro_batches=8", "steps=4")  # every second step has one example
     same(of(2, *short, "strategy.name=pipeline"), of(1, *short, "strategy.name=single"))
 
@@ -379,7 +379,7 @@ def test_a_stage_finds_its_own_layers(family: str) -> None:
         assert all(id(part.get_submodule(path)) in found for path in cut.layers[own.start : own.stop]), stage
 
 
-def test_an_older_torch_is_refused_before_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_refused_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy class can still be imported with an older torch, as commands that list all strategies do."""
     monkeypatch.setattr(pipelining, "AVAILABLE", False)
     with raises("LS4431", "torch 2.13", torch.__version__):

@@ -26,7 +26,7 @@ from support.harness import run_on, tiny
 
 
 @given(st.integers(1, 17).flatmap(lambda n: st.tuples(st.just(n), st.permutations(range(n)))))
-def test_any_order_of_adding_gives_the_bits_of_the_bracket(case: tuple[int, list[int]]) -> None:
+def test_the_order_of_arrival_does_not_change_the_bits(case: tuple[int, list[int]]) -> None:
     leaves, order = case
     tree = ReductionTree(leaves)
     for k in order:
@@ -35,7 +35,7 @@ def test_any_order_of_adding_gives_the_bits_of_the_bracket(case: tuple[int, list
         assert torch.equal(tensor, bracket([leaf(k)[i] for k in range(leaves)]))
 
 
-def test_the_bracket_matters() -> None:
+def test_the_control_another_bracketing_has_other_bits() -> None:
     """Control: adding from left to right gives a different sum."""
     one_by_one = leaf(0)[0]
     for k in range(1, 8):
@@ -43,7 +43,7 @@ def test_the_bracket_matters() -> None:
     assert not torch.equal(one_by_one, bracket([leaf(k)[0] for k in range(8)]))
 
 
-def test_it_holds_few_partial_sums() -> None:
+def test_the_tree_holds_few_partial_sums() -> None:
     tree = ReductionTree(64)
     for k in range(64):
         tree.add(k, leaf(k))
@@ -59,7 +59,7 @@ def test_a_missing_leaf_is_an_error() -> None:
 
 
 @given(st.integers(1, 16), st.integers(1, 16))
-def test_ranks_share_all_leaves(leaves: int, ranks: int) -> None:
+def test_shares_cover_all_leaves(leaves: int, ranks: int) -> None:
     shares = [share(leaves, r, ranks) for r in range(ranks)]
     assert [k for s in shares for k in s] == list(range(leaves))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
@@ -71,7 +71,7 @@ def test_ranks_share_all_leaves(leaves: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("leaves", [*range(1, 18), 31])
-def test_any_contiguous_shares_hold_at_most_as_many_partial_sums_as_is_told(leaves: int) -> None:
+def test_contiguous_shares_hold_at_most_the_documented_number_of_partial_sums(leaves: int) -> None:
     def held(first: int, end: int) -> int:
         tree, most = ReductionTree(leaves), 0
         for k in range(first, end):
@@ -99,7 +99,7 @@ def exchange(
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("leaves", [4, 5, 8])
-def test_the_exchange_gives_every_rank_the_bits_of_the_bracket(ranks: int, leaves: int) -> None:
+def test_the_exchange_gives_every_rank_the_bits_of_the_tree(ranks: int, leaves: int) -> None:
     for tensors in run_on(ranks, exchange, leaves, run=tiny()):
         for i, tensor in enumerate(tensors):
             assert torch.equal(tensor, bracket([leaf(k)[i] for k in range(leaves)]))
@@ -126,7 +126,7 @@ def cut_at(leaves: int, *ends: int) -> tuple[int, Shares]:
 
 
 @pytest.mark.processes
-def test_uneven_shares_give_the_bits_of_the_bracket() -> None:
+def test_uneven_shares_give_the_bits_of_the_tree() -> None:
     """Includes shares that contain no whole subtree, and a rank with one leaf."""
     cases = [cut_at(8, 1, 2), cut_at(8, 3, 7), cut_at(8, 6, 7), cut_at(5, 1, 4), cut_at(13, 1, 12), cut_at(16, 5, 11)]
     for found in run_on(3, exchanged, cases, run=tiny()):
@@ -142,7 +142,7 @@ def test_buckets_hold_everything_in_order() -> None:
     assert len(groups) == 3
 
 
-def test_the_norm_is_that_of_float64() -> None:
+def test_the_norm_is_summed_in_float64() -> None:
     gradients = [t * 1e-3 for t in leaf(3)]
     parts = [Part(str(i), torch.nn.Parameter(g), g) for i, g in enumerate(gradients)]
     expected = torch.cat([g.double().reshape(-1) for g in gradients]).norm().float()

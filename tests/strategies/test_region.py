@@ -63,7 +63,7 @@ def packed(folder: Path, *overrides: str) -> Run:
     return make(folder, "packed", "strategy.name=single", *overrides)
 
 
-def test_one_code_for_each_shape_and_none_for_the_text_s_end(tmp_path: Path, code: Code) -> None:
+def test_each_shape_is_compiled_once_and_the_last_block_not(tmp_path: Path, code: Code) -> None:
     """The last block of texts is shorter: its micro-batch runs uncompiled."""
     run = packed(tmp_path, WHOLE, "batch_size=6", "micro_batches=4")  # micro-batches of two and of one
     _, strategy, feed = build_with_feed(run, World(run))
@@ -82,7 +82,7 @@ def test_one_code_for_each_shape_and_none_for_the_text_s_end(tmp_path: Path, cod
     strategy.close()
 
 
-def test_the_numbers_of_an_uncompiled_run_to_rounding(tmp_path: Path, code: Code) -> None:
+def test_results_equal_an_uncompiled_run_within_rounding(tmp_path: Path, code: Code) -> None:
     compiled, eager = (steps_of(World(run), run) for run in (packed(tmp_path, *PLAIN, WHOLE), packed(tmp_path, *PLAIN)))
     assert sum(code.calls) > 6
     assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
@@ -118,7 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_the_bits_of_one_process_under_every_strategy_with_the_whole_model(folder: Path) -> None:
+def test_every_strategy_with_the_whole_model_has_the_bits_of_one_process(folder: Path) -> None:
     """Code compiled by inductor, in processes with separate caches, keeps the bits, also with dropout, whose random
     numbers are the compiler's own."""
 
@@ -165,7 +165,7 @@ def test_generated_code_with_other_operations_is_refused(line: str) -> None:
         "triton_red_fused_add_0.run(buf0, buf1, 1024, 768, stream=stream0)",
     ],
 )
-def test_generated_code_that_repeats_is_used(line: str) -> None:
+def test_deterministic_generated_code_is_used(line: str) -> None:
     region.check_code(CALLS.format(line))
 
 
@@ -196,7 +196,7 @@ def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     ("backend", "reason"),
     [(drifting, "different bits"), (failing, "no kernel for this"), (wrong, "with the compiled code")],
 )
-def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
+def test_nondeterministic_wrong_or_missing_code(
     backend: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run file that asks for such code is refused; if lockstep chose to compile, the run goes on uncompiled."""
@@ -213,7 +213,7 @@ def test_code_that_does_not_repeat_or_is_wrong_or_cannot_be_made(
     strategy.close()
 
 
-def test_code_that_fits_no_more_is_an_error(tmp_path: Path, code: Code) -> None:
+def test_a_shape_without_compiled_code_is_an_error(tmp_path: Path, code: Code) -> None:
     """It is an error if compiled code no longer fits: a rank that ran uncompiled would have other bits."""
     run = packed(tmp_path, WHOLE)
     _, strategy, feed = build_with_feed(run, World(run))
@@ -233,7 +233,7 @@ def decided(run: Run, monkeypatch: pytest.MonkeyPatch, gpus: int = 1) -> tuple[A
     return run.model.compile, notes
 
 
-def test_auto_compiles_on_gpus_what_has_steps_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_long_runs_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = packed(tmp_path, f"steps={region.PAYS_AFTER}", "epochs=null")
     assert long.model.compile == "auto"
     assert not long.model.compiled
@@ -244,7 +244,7 @@ def test_auto_compiles_on_gpus_what_has_steps_enough(tmp_path: Path, monkeypatch
     assert notes == ["not compiled: compiling pays from about 500 steps on, and this run has 20"]
 
 
-def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_the_checkpoints_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run keeps its checkpoint's choice, with or without a GPU, and however many steps are left."""
     run = packed(tmp_path, "steps=20", "epochs=null")
     for then, gpus in (("whole", 0), (False, 1)):
@@ -254,7 +254,7 @@ def test_auto_goes_on_as_the_checkpoint_was_made(tmp_path: Path, monkeypatch: py
         assert decided(run, monkeypatch, gpus) == (then, [])
 
 
-def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_module_has_no_such_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decision would add a key to `model`, which ranks refuse for a user's module."""
     monkeypatch.syspath_prepend(tmp_path)
     run = job(tmp_path, NET, functions=NET_FUNCTIONS)
@@ -273,7 +273,7 @@ def test_a_module_of_ones_own_has_no_such_key(tmp_path: Path, monkeypatch: pytes
         ("reward", "seed=1", "have the same length (the longest)"),
     ],
 )
-def test_what_cannot_be_compiled_whole(
+def test_models_that_cannot_be_compiled_whole(
     kind: str, key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run file that asks for it is refused; `auto` does not choose it, and notes if another strategy would
@@ -299,7 +299,7 @@ def test_fsdp2_that_shards_for_lack_of_memory_is_not_compiled_whole(tmp_path: Pa
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [4, 2])
-def test_attention(causal: bool, heads: int) -> None:
+def test_compiled_attention_matches_torch(causal: bool, heads: int) -> None:
     drawn = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, h, 16, 8, generator=drawn).requires_grad_() for h in (4, heads, heads))
     out = repeatable.attention(query, key, value, causal, 0.0, None)
@@ -315,7 +315,7 @@ def test_attention(causal: bool, heads: int) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, 3])
-def test_embedding(padding: int | None) -> None:
+def test_compiled_embedding_matches_torch(padding: int | None) -> None:
     module = nn.Embedding(11, 8, padding_idx=padding)
     ids = torch.randint(0, 11, (4, 6), generator=torch.Generator().manual_seed(1))
     above = torch.randn(4, 6, 8)
@@ -327,7 +327,7 @@ def test_embedding(padding: int | None) -> None:
     torch.testing.assert_close(torch.autograd.grad(out, module.weight, above)[0], expected)
 
 
-def test_operations_call_those_of_cuda_as_they_are() -> None:
+def test_operations_match_the_signatures_of_cuda_kernels() -> None:
     """Meta tensors are used: CUDA kernels cannot run here, but their signatures are checked."""
     with FakeTensorMode(), torch.no_grad():
         query = torch.empty(2, 4, 16, 8, device="cuda", dtype=torch.bfloat16)

@@ -35,7 +35,7 @@ def planned(ranks: int, leaves: int, a_host: int) -> ReduceSchedule:
 
 
 @pytest.mark.parametrize(("ranks", "leaves", "a_host"), CASES)
-def test_every_slot_ends_as_the_root_on_its_rank(ranks: int, leaves: int, a_host: int) -> None:
+def test_every_rank_ends_with_the_root_of_its_slot(ranks: int, leaves: int, a_host: int) -> None:
     """The test simulates the messages on sets of tree nodes instead of numbers."""
     plan = planned(ranks, leaves, a_host)
     held: list[tuple[tuple[int, ...], set[Node]]] = []  # for each rank: its slots, and its partial sums of them
@@ -63,7 +63,7 @@ def test_every_slot_ends_as_the_root_on_its_rank(ranks: int, leaves: int, a_host
     assert len(plan.nodes) == 1
 
 
-def test_messages_grow_as_ranks_times_their_logarithm() -> None:
+def test_the_number_of_messages_is_ranks_times_their_logarithm() -> None:
     counts = {n: exchange_table.in_stages(n, n, 8).messages for n in (16, 32, 64, 128, 256, 512, 1024)}
     assert all(count <= 4 * n * math.log2(n) for n, count in counts.items())
     assert all(after < 2.4 * before for before, after in pairwise(counts.values()))
@@ -78,7 +78,7 @@ def test_whole_subtrees_send_the_bytes_of_a_ring(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [96, 100, 1000])
-def test_uneven_shares_send_not_much_more_than_at_once(ranks: int) -> None:
+def test_uneven_shares_send_little_more(ranks: int) -> None:
     ours, flat = exchange_table.in_stages(1024, ranks, 8), exchange_table.flat(1024, ranks, 8)
     assert ours.mean < 1.25 * flat.mean
     assert ours.between < flat.between
@@ -111,7 +111,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize(("ranks", "leaves", "a_host"), CASES[:-1])
-def test_what_is_sent_is_what_was_counted(ranks: int, leaves: int, a_host: int, run: Run) -> None:
+def test_sent_bytes_equal_the_counted_ones(ranks: int, leaves: int, a_host: int, run: Run) -> None:
     hosts = named(ranks, a_host)
     found, traffic = on_ranks(run, hosts, lambda world: exchanged(world, leaves, hosts))
     wanted = [bracket([leaf(k)[i] for k in range(leaves)]) for positions in BUCKETS for i in positions]

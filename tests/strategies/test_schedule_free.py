@@ -34,7 +34,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], trained[name]) for name in weights)
 
 
-def test_evaluations_leave_no_trace_in_training(tmp_path: Path) -> None:
+def test_evaluations_do_not_change_training(tmp_path: Path) -> None:
     """Training does not change after an evaluation, whether it ended or was interrupted."""
     straight, other = (Job(run_in(tmp_path / name, *WORDS)) for name in ("straight", "other"))
     for _ in range(2):

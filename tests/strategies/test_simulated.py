@@ -48,14 +48,14 @@ def alone(here: Path, micro_batches: int) -> set[str]:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_it_has_the_bits_of_one(name: str, here: Path) -> None:
+def test_simulated_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
     """Twelve ranks on hosts of five, with uneven shares."""
     assert hashes(here, 20, 12, 5, *STRATEGIES[name]) == alone(here, 20)
 
 
 @pytest.mark.parametrize("name", ["allreduce", "fsdp2 by step"])
 @pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
-def test_either_exchange_has_them(name: str, exchange: str, here: Path) -> None:
+def test_both_exchanges_have_the_bits_of_one(name: str, exchange: str, here: Path) -> None:
     """Three ranks on one host, with either all-reduce."""
     assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.all_reduce={exchange}") == alone(here, 8)
 
@@ -85,5 +85,5 @@ def test_1024_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("micro_batches", [1024, 4096])
 @pytest.mark.parametrize("ranks", [96, 100, 1000])
-def test_uneven_shares_of_a_thousand_ranks_have_them(ranks: int, micro_batches: int, here: Path) -> None:
+def test_a_thousand_ranks_with_uneven_shares_have_the_bits_of_one(ranks: int, micro_batches: int, here: Path) -> None:
     assert hashes(here, micro_batches, ranks, 8, *STRATEGIES["fsdp2 by step"]) == alone(here, micro_batches)

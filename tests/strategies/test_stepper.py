@@ -57,7 +57,7 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
     assert (rates["classifier.weight"], rates["bert.pooler.dense.weight"]) == (0.5, 0.25)
 
 
-def test_rates_fall_from_layer_to_layer(bert: torch.nn.Module) -> None:
+def test_layerwise_rates_decrease_towards_the_embedding(bert: torch.nn.Module) -> None:
     found = {n: how.scale for n, how in parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
@@ -90,12 +90,12 @@ def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) 
     assert said in str(caught.value)
 
 
-def test_no_layers_no_decay_from_layer_to_layer() -> None:
+def test_layerwise_decay_of_a_model_without_layers_is_refused() -> None:
     with raises("LS4171"):
         parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
-def test_what_is_frozen_is_in_no_group() -> None:
+def test_frozen_weights_are_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
     model = make_model.freeze(run.model, BertForSequenceClassification(BERT))
     names = {name for group in stepper.build(run.optim, model).param_groups for name in group["names"]}
@@ -180,14 +180,14 @@ def test_muon_is_torch_s(adjust: Any) -> None:
     assert torch.equal(weight, other)
 
 
-def test_muon_updates_what_is_no_matrix_by_adamw() -> None:
+def test_muon_updates_other_weights_by_adamw() -> None:
     ours, weight, other = pair("muon", shape=(16,))
     theirs = torch.optim.AdamW([other], betas=(0.9, 0.999), weight_decay=0.1, fused=True)
     stepped(ours, weight, theirs, other, RATES)
     assert torch.equal(weight, other)
 
 
-def test_lion_is_that_of_the_paper() -> None:
+def test_lion_matches_the_paper() -> None:
     ours, weight, other = pair("lion")
     mean = torch.zeros_like(other).double()
     expected = other.detach().double()
@@ -202,7 +202,7 @@ def test_lion_is_that_of_the_paper() -> None:
     assert torch.allclose(weight.double(), expected, atol=1e-6)
 
 
-def test_schedule_free_is_that_of_the_paper() -> None:
+def test_schedule_free_matches_the_paper() -> None:
     """Compare with the paper's AdamW in float64: average x, base sequence z, and y between them, where gradients are
     computed; a step's weight in the average is the square of the highest rate so far."""
     ours, weight, other = pair("schedule_free", "optim.schedule=constant", "optim.betas=[0.8, 0.9]")
@@ -228,7 +228,7 @@ def test_schedule_free_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.extras
-def test_schedule_free_is_that_of_its_library() -> None:
+def test_schedule_free_matches_its_library() -> None:
     library = pytest.importorskip("schedulefree")
     ours, weight, other = pair("schedule_free")
     theirs = library.AdamWScheduleFree([other], weight_decay=0.1, foreach=False)
@@ -246,7 +246,7 @@ def test_schedule_free_is_that_of_its_library() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("warmup", [0, 1, 3, 5])
-def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
+def test_the_warmup_of_schedule_free_matches_its_library(warmup: int) -> None:
     """The library applies warmup itself, at a constant rate. Control: other optimizers' warmup begins at 0."""
     library = pytest.importorskip("schedulefree")
     ours, weight, other = pair("schedule_free")
@@ -266,7 +266,7 @@ def test_the_warm_up_of_schedule_free_is_its_library_s(warmup: int) -> None:
         assert torch.allclose(weight, other, atol=1e-6)
 
 
-def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
+def test_schedule_free_exports_the_mean_of_its_iterates() -> None:
     """At a constant rate the export is the unweighted mean of all z, computed here without the library."""
     ours, weight, _ = pair("schedule_free", "optim.weight_decay=0")
     total = torch.zeros(weight.shape, dtype=torch.float64)
@@ -281,7 +281,7 @@ def test_schedule_free_exports_the_mean_of_where_the_steps_went() -> None:
 
 
 @pytest.mark.extras
-def test_8_bits_stay_near_32() -> None:
+def test_adamw_8bit_stays_near_adamw() -> None:
     pytest.importorskip("bitsandbytes")
     ours, weight, other = pair("adamw_8bit", shape=(64, 80))
     theirs = torch.optim.AdamW([other], betas=(0.9, 0.999), weight_decay=0.1, fused=True)
@@ -298,7 +298,7 @@ def test_8_bits_stay_near_32() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize(("least", "as_trainer", "wanted"), [(10**9, False, 1e-5), (4096, True, 1e-4), (0, True, 1e-4)])
-def test_8_bits_are_those_of_bitsandbytes(least: int, as_trainer: bool, wanted: float) -> None:
+def test_adamw_8bit_matches_bitsandbytes(least: int, as_trainer: bool, wanted: float) -> None:
     """Updates of 8 steps with the same gradients match `AdamW8bit` on a CPU: with all moments in 32 bits, and with
     those of embeddings in 32 bits, as in Trainer. Control: without that override bitsandbytes quantizes those of
     embeddings."""
@@ -342,7 +342,7 @@ def beside_bitsandbytes(least: int, as_trainer: bool) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "schedule_free"])
-def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> None:
+def test_an_element_has_the_same_bits_in_any_slice(name: str) -> None:
     """This holds for update rules that support any slice. Control: torch's kernel on bare slices gives other bits."""
     torch.manual_seed(0)
     whole = torch.randn(1003)
@@ -365,7 +365,7 @@ def test_a_number_has_the_same_bits_wherever_its_tensor_is_cut(name: str) -> Non
         assert torch.equal(trained(cuts), trained([1003]))
 
 
-def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
+def test_the_control_a_bare_kernel_depends_on_the_slice() -> None:
     torch.manual_seed(0)
     whole, gradient = torch.randn(1003), torch.randn(1003)
 
@@ -410,13 +410,13 @@ def test_the_control_a_bare_kernel_hangs_on_the_cut() -> None:
         ),
     ],
 )
-def test_what_cannot_be_updated_is_refused(words: list[str], said: str) -> None:
+def test_parameters_that_an_optimizer_does_not_support_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(RunError) as caught:
         resolve_strategy(run_of(*words), 2)
     assert said in str(caught.value)
 
 
-def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("LS1120", "adamw_8bit", "bitsandbytes", "pip install 'lockstep-train[quantization]'"):
         resolve_strategy(run_of("optim=adamw_8bit", "strategy=single"), 1)

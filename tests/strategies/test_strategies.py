@@ -82,10 +82,10 @@ def asked_by(
     few = 1 if name == "single" else 2
     return {
         "test_exact_means_the_bits_of_single": [(name, ranks, ("steps", f"precision={precision}"))],
-        "test_precisions_are_what_they_say": [(name, worlds(name)[-1], ("steps", "precision=bf16"))],
+        "test_dtypes_of_each_precision": [(name, worlds(name)[-1], ("steps", "precision=bf16"))],
         "test_the_engine_s_own_reduction_is_equal_to_rounding": [(name, ranks, ("steps", *ENGINES))],
-        "test_state_holds_all_that_matters": [(name, few, ("restored",))],
-        "test_all_ranks_score_the_same_and_the_first_exports": [(name, few, ("judged",))],
+        "test_the_state_is_complete": [(name, few, ("restored",))],
+        "test_all_ranks_evaluate_alike_and_rank_0_exports": [(name, few, ("judged",))],
     }.get(test, [])
 
 
@@ -117,7 +117,7 @@ def test_the_control_bf16_has_other_bits(single: dict) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_precisions_are_what_they_say(name: str, of: Answers, single: dict) -> None:
+def test_dtypes_of_each_precision(name: str, of: Answers, single: dict) -> None:
     """bf16 means autocast: bf16 losses, float32 weights and moments."""
     found = of(name, worlds(name)[-1], "precision=bf16")
     assert found["dtypes"] == {"torch.float32"}
@@ -205,7 +205,7 @@ def test_ddp_options_pass_through(option: str, of: Answers, single: dict) -> Non
     assert of("ddp", 2, f"strategy.options.{option}")["digest"] == single["fp32"]["digest"]
 
 
-def test_more_pieces_than_examples_leave_blank_ones(of: Answers, single: dict) -> None:
+def test_more_micro_batches_than_examples_give_padding_micro_batches(of: Answers, single: dict) -> None:
     short = (
         "data.limit=9",
         "batch_size=8",
@@ -232,7 +232,7 @@ def restored(world: World, run: Run) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_state_holds_all_that_matters(name: str, of: Answers) -> None:
+def test_the_state_is_complete(name: str, of: Answers) -> None:
     for straight, again in of.every(name, 1 if name == "single" else 2, "restored"):
         assert straight == again
 
@@ -250,7 +250,7 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_score_the_same_and_the_first_exports(name: str, of: Answers) -> None:
+def test_all_ranks_evaluate_alike_and_rank_0_exports(name: str, of: Answers) -> None:
     (alone,) = of.every("single", 1, "judged")
     (scores, exported), *others = of.every(name, 1 if name == "single" else 2, "judged")
     assert all(other == (scores, None) for other in others)

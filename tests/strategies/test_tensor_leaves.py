@@ -134,7 +134,7 @@ def test_every_family_has_the_bits_of_one_process(family: str, precision: str, s
         ("zero2", 2, {}),
     ],
 )
-def test_leaves_are_arithmetic_under_every_strategy(name: str, ranks: int, options: dict) -> None:
+def test_tensor_leaves_have_the_same_bits_under_every_strategy(name: str, ranks: int, options: dict) -> None:
     strategy = {"name": name, "tensor_leaves": 4, "options": options}
     assert same(of(ranks, model=FAMILIES["gpt2"], strategy=strategy), alone("gpt2", "fp32"))
 
@@ -149,7 +149,7 @@ def test_activations_that_are_computed_again_have_the_same_bits(family: str) -> 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("family", FAMILIES)
-def test_leaves_are_the_whole_model_to_rounding(family: str) -> None:
+def test_tensor_leaves_match_the_whole_model_within_rounding(family: str) -> None:
     """Weights after one step of plain gradient descent match the whole model, so the gradients do too."""
     model = {**FAMILIES[family], "config": FAMILIES[family]["config"] | STILL.get(family, {})}
     sgd = {"optim": {"name": "sgd", "learning_rate": 0.1}, "model": model}
@@ -203,7 +203,7 @@ def test_the_control_another_number_of_leaves_has_other_bits() -> None:
 
 
 @pytest.mark.parametrize("leaves", [2, 3, 4, 6, 8])
-def test_the_sum_is_that_of_the_tree(leaves: int) -> None:
+def test_leaves_are_summed_over_the_tree(leaves: int) -> None:
     parts = [torch.randn(33, generator=torch.Generator().manual_seed(i)) for i in range(leaves)]
     tree = ReductionTree(leaves)
     for i, part in enumerate(parts):
@@ -221,7 +221,7 @@ def test_low_precision_is_added_in_float32_and_rounded_once() -> None:
 
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (1, 1), (1, 3)])
-def test_the_gradient_of_a_cut_weight_is_put_together(dim: int, parts: int) -> None:
+def test_the_gradient_of_a_sharded_weight_is_assembled(dim: int, parts: int) -> None:
     weight = torch.randn(12, 24, requires_grad=True)
     leaves = cut_weight(weight, WeightCut(dim, parts), LeafRanks(4), torch.float32)
     assert all(leaf.is_contiguous() and leaf.data_ptr() % 64 == 0 for leaf in leaves)
@@ -230,7 +230,7 @@ def test_the_gradient_of_a_cut_weight_is_put_together(dim: int, parts: int) -> N
     assert torch.equal(weight.grad, 2 * weight * (of_leaf if dim else of_leaf[:, None]))
 
 
-def test_what_is_whole_learns_from_every_leaf_over_the_tree() -> None:
+def test_replicated_weights_get_gradients_of_all_leaves_over_the_tree() -> None:
     """A per-head norm's weight gets its gradient from all leaves, added over the tree. Autograd alone would add them
     from left to right."""
     ranks, weight = LeafRanks(4), torch.ones(500, requires_grad=True)
@@ -241,7 +241,7 @@ def test_what_is_whole_learns_from_every_leaf_over_the_tree() -> None:
     assert not any(torch.equal(weight.grad, from_left_to_right(ranks, order)) for order in orders)  # control
 
 
-def test_a_leaf_draws_the_same_numbers_whoever_computes_it() -> None:
+def test_a_leaf_draws_the_same_numbers_on_any_rank() -> None:
     ranks, dropped, after = LeafRanks(4), [], []
     for own in (range(4), range(2), range(2, 4)):
         ranks.own = own
@@ -272,7 +272,7 @@ class Lost(torch.autograd.Function):
         return gradient * 2
 
 
-def test_what_does_not_work_on_leaves_is_an_error() -> None:
+def test_unsupported_operations_on_leaves_raise() -> None:
     with raises("LS4303", "item"):
         leaves_of().sum().item()
     with raises("LS4303", "__setitem__"):
@@ -314,7 +314,7 @@ LLAMA = FAMILIES["llama"]
         ({"name": "fsdp2", "tensor_leaves": 3, "options": {"tensor_parallel": 2}}, {}, ("LS4085", "3")),
     ],
 )
-def test_what_cannot_be_cut_is_refused(strategy: dict, values: dict, said: tuple[str, ...]) -> None:
+def test_models_that_cannot_be_split_are_refused(strategy: dict, values: dict, said: tuple[str, ...]) -> None:
     with raises(*said):
         resolve_strategy(tiny(strategy={"name": "ddp"} | strategy, **{"model": FAMILIES["gpt2"]} | values), 2)
 
@@ -332,14 +332,14 @@ def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: 
     ("processes", "replicate", "wanted"),
     [(8, 1, (4, 1)), (6, 1, (2, 1)), (3, 1, (1, 1)), (7, 2, (1, 1)), (6, 2, (2, 1))],
 )
-def test_ranks_that_are_left_share_leaves_as_they_can(processes: int, replicate: int, wanted: tuple[int, int]) -> None:
+def test_surviving_ranks_share_all_leaves(processes: int, replicate: int, wanted: tuple[int, int]) -> None:
     options = {"tensor_parallel": 4, "replicate": replicate}
     run = tiny(strategy={"name": "fsdp2", "tensor_leaves": 4, "options": options})
     left = FSDP2.recovery.fit_options(run.strategy, processes)
     assert (left["tensor_parallel"], left["replicate"]) == wanted
 
 
-def test_leaves_are_part_of_the_arithmetic() -> None:
+def test_a_resume_with_other_tensor_leaves_is_refused() -> None:
     run = tiny(strategy={"name": "ddp", "tensor_leaves": 4})
     assert arithmetic_of(run)["strategy.tensor_leaves"] == 4
     assert Job.of(run).default("strategy.tensor_leaves") == 1

@@ -83,20 +83,20 @@ def single() -> dict[str, dict[str, Any]]:
         long("odd", "hf_accelerate", 4),
     ],
 )
-def test_weights_that_not_every_piece_uses_keep_the_bits(model: str, name: str, ranks: int, single: dict) -> None:
+def test_weights_used_by_some_micro_batches_keep_the_bits(model: str, name: str, ranks: int, single: dict) -> None:
     found = of(model, name, ranks)
     assert found["norms"] == single[model]["norms"]
     assert found["digest"] == single[model]["digest"]
 
 
 @pytest.mark.processes
-def test_without_exact_ddp_takes_them_to_rounding(single: dict) -> None:
+def test_without_exact_ddp_matches_within_rounding(single: dict) -> None:
     found = of("layerdrop", "ddp", 2, "strategy.exact=false")
     assert found["norms"][:2] == pytest.approx(single["layerdrop"]["norms"][:2], rel=1e-5)
 
 
 @pytest.mark.processes
-def test_what_no_piece_used_is_left_alone(single: dict) -> None:
+def test_weights_that_no_micro_batch_uses_do_not_change(single: dict) -> None:
     """Weight decay and momentum do not change a weight that no micro-batch of the step used; every save has the same
     names."""
     after = single["odd"]["weights"]
@@ -114,7 +114,7 @@ def test_what_no_piece_used_is_left_alone(single: dict) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
-def test_the_engine_of_zero_leaves_them_alone_too(stage: int, single: dict) -> None:
+def test_deepspeed_does_not_change_unused_weights_either(stage: int, single: dict) -> None:
     found, alone = of("unused", f"zero{stage}", 2, "strategy.exact=false"), single["unused"]
     assert found["norms"][:2] == pytest.approx(alone["norms"][:2], rel=1e-5)
     entities = [k for k in alone["weights"][-1] if k.startswith("model.") and "entity" in k]
@@ -147,13 +147,13 @@ def test_weights_of_another_precision_are_refused() -> None:
 
 
 @pytest.mark.processes
-def test_weights_that_some_pieces_use_are_an_error_of_deepspeed_s_own_reduction() -> None:
+def test_deepspeeds_own_reduction_refuses_weights_used_by_some_micro_batches() -> None:
     said = failed("zero1", 2, "Task", "strategy.exact=false")
     assert "DeepSpeed needs every micro-batch of a step to use the same weights" in said
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "pipeline"])
-def test_engines_that_cannot_leave_out_layers_say_so_before_any_process_starts(name: str) -> None:
+def test_engines_that_need_all_layers_are_refused_before_a_process_starts(name: str) -> None:
     marian = {"type": "marian", "config": {"encoder_layerdrop": 0.1}}
     with raises("LS4061" if name == "pipeline" else "LS4100", "model.config.encoder_layerdrop"):
         resolve_strategy(tiny(f"strategy.name={name}", model=marian), 2)

@@ -22,7 +22,7 @@ def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in ((3, 4), (5,), ())]
 
 
-def test_what_several_ranks_hold_counts_once_in_the_norm() -> None:
+def test_replicated_weights_count_once_in_the_norm() -> None:
     whole = [p.detach().clone() for p in parameters()]
     names = ["own", "shared", "other"]
     here = [Part("own", whole[0], whole[0], 1.0), Part("shared", whole[1], whole[1], 0.5)]
@@ -37,7 +37,7 @@ def test_what_several_ranks_hold_counts_once_in_the_norm() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.1, 1.0, 100.0])
-def test_it_is_clipped_as_torch_clips(limit: float) -> None:
+def test_clipping_matches_torch(limit: float) -> None:
     ours, theirs = parameters(), parameters()
     for mine, other in zip(ours, theirs, strict=True):
         mine.grad, other.grad = mine.detach().clone(), other.detach().clone()
@@ -50,7 +50,7 @@ def test_it_is_clipped_as_torch_clips(limit: float) -> None:
     assert torch.equal(ours[0].grad, ours[0].detach()) == (limit > float(norm))
 
 
-def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
+def test_unused_weights_get_no_gradient() -> None:
     used, unused, _ = parameters()
     parts = [Part("used", used, torch.ones(3, 4)), Part("unused", unused, torch.zeros(5))]
     gradient = Gradient(parts, ["unused", "used"])
@@ -62,7 +62,7 @@ def test_what_no_micro_batch_used_is_given_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), float("-inf")])
-def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
+def test_a_nonfinite_norm_makes_no_update(norm: float) -> None:
     losses = torch.ones(4)
     skipping, stopping = FiniteCheck(stops=False, late=False), FiniteCheck(stops=True, late=False)
     assert skipping.check(3, losses, torch.tensor(2.0))  # control
@@ -71,7 +71,7 @@ def test_a_norm_that_is_no_number_makes_no_update(norm: float) -> None:
         stopping.check(3, losses, torch.tensor(norm))
 
 
-def test_a_gradient_by_row_is_given_whole_and_lives_as_long_as_the_update() -> None:
+def test_row_sparse_gradients_are_dense_during_the_update() -> None:
     weight = nn.Parameter(torch.zeros(6, 2))
     for touched in ([1, 4], [0, 4], [5], []):
         whole = torch.zeros(6, 2)
@@ -105,7 +105,7 @@ def still(*overrides: str) -> Run:
     return tiny("strategy.name=single", *overrides, model={"type": "gpt2", "config": config})
 
 
-def test_the_loss_scale_is_out_of_the_gradient_before_its_norm() -> None:
+def test_gradients_are_unscaled_before_the_norm() -> None:
     low, norms, _ = stepped(still("precision=fp16"))
     plain, wanted, _ = stepped(still())
     assert norms == pytest.approx(wanted, rel=0.02)
@@ -113,7 +113,7 @@ def test_the_loss_scale_is_out_of_the_gradient_before_its_norm() -> None:
     plain.close()
 
 
-def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_in_float32() -> None:
+def test_bfloat16_weights_are_rounded_masters_and_gradients_float32() -> None:
     strategy, _, seen = stepped(still("model.dtype=bfloat16", "precision=bf16"))
     start, _, _ = stepped(still("model.dtype=bfloat16", "precision=bf16"), steps=0)
     moved = 0
@@ -130,7 +130,7 @@ def test_bfloat16_weights_are_their_masters_rounded_and_gradients_are_added_up_i
     start.close()
 
 
-def test_dropout_is_another_one_in_each_step_and_micro_batch_and_the_same_when_asked_again() -> None:
+def test_dropout_depends_on_step_and_micro_batch_and_repeats() -> None:
     run = tiny("strategy.name=single")
     task, strategy = build(run, World(run))
     batch = StepLoader(task, strategy.own_micro_batches(), strategy.world.device).make(0)

@@ -177,7 +177,7 @@ def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
         assert Counter(waits) == expected, f"step {step}"
 
 
-def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -> None:
+def test_full_rows_are_not_flattened(answers: dict[str, dict[str, Any]]) -> None:
     """Packed blocks, of which only the last may be short, keep their rows; documents of any length do not."""
     packed, documents, padded = (
         answers[name]["names"]
@@ -189,7 +189,7 @@ def test_full_rows_are_not_laid_end_to_end(answers: dict[str, dict[str, Any]]) -
         assert most > CASES["documents without padding"].micro_batches * STEPS, move
 
 
-def test_texts_of_any_length_go_through_attention_by_length(answers: dict[str, dict[str, Any]]) -> None:
+def test_texts_of_any_length_use_variable_length_attention(answers: dict[str, dict[str, Any]]) -> None:
     names = answers["attention by length"]["names"]
     assert any("varlen" in name or "_flash_attention_forward" in name for name in names), sorted(names)
 
@@ -202,7 +202,7 @@ def test_no_product_has_an_odd_vocabulary(name: str, answers: dict[str, dict[str
     assert 320 in products
 
 
-def test_the_control_what_is_planted_is_found(answers: dict[str, dict[str, Any]]) -> None:
+def test_the_control_planted_faults_are_found(answers: dict[str, dict[str, Any]]) -> None:
     found = answers["planted"]
     assert "Expected all tensors to be on the same device" in found["raised"]
     assert found["waits"] == {f"{what} no_gpu.py:planted": n for what, n in PLANTED.items()}

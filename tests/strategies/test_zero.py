@@ -150,7 +150,7 @@ def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) ->
 
 
 @pytest.mark.slow
-def test_a_weight_that_another_module_reads_is_waited_for() -> None:
+def test_a_weight_read_by_another_module_is_gathered_first() -> None:
     """LayoutLMv3 reads weights of layers that it never calls, and DeepSpeed prefetches those."""
     sizes = (
         "{hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, coordinate_size: 5, "
@@ -162,13 +162,13 @@ def test_a_weight_that_another_module_reads_is_waited_for() -> None:
 
 @pytest.mark.parametrize("ranks", [long(1), 2])
 @pytest.mark.parametrize("stage", [1, slow(2), 3])
-def test_accelerate_with_deepspeed_has_the_bits_too(stage: int, ranks: int, single_adamw: dict[str, Any]) -> None:
+def test_accelerate_with_deepspeed_has_the_bits_of_single(stage: int, ranks: int, single_adamw: dict[str, Any]) -> None:
     options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
     assert_same_bits(strategy_class("hf_accelerate", ranks, options), single_adamw)
 
 
 @pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
-def test_accelerate_with_deepspeed_has_them_under_autocast(stage: int) -> None:
+def test_accelerate_with_deepspeed_has_the_bits_of_single_in_bf16(stage: int) -> None:
     """If Accelerate were told about bf16, it would let DeepSpeed convert the weights to bf16."""
     options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
     single = alone("precision=bf16")
@@ -221,7 +221,7 @@ def test_which_options_leave_the_bits_to_deepspeed(options: str, bits: bool) -> 
         ),
     ],
 )
-def test_what_cannot_have_the_bits_is_refused_unless_the_run_says_so(words: tuple[str, ...], key: str) -> None:
+def test_options_without_the_bits_are_refused_unless_exact_is_false(words: tuple[str, ...], key: str) -> None:
     with raises("LS5138", key, "strategy.exact=false"):
         resolve_strategy(tiny(*words), 2)
     own = tiny(*words, OWN)
@@ -296,7 +296,9 @@ def test_options_reach_the_engine() -> None:
 
 @pytest.mark.parametrize("extra", [("precision=bf16",), BF16_WEIGHTS], ids=["autocast", "bf16 weights"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_is_close(stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]) -> None:
+def test_inexact_bf16_is_close_to_single(
+    stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]
+) -> None:
     bf16 = single_bf16
     found = strategy_class(f"zero{stage}", 2, OWN, *extra, *SGD)
     exact_at_first = 1e-6 if len(extra) == 1 else 2e-3
@@ -371,7 +373,7 @@ def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tup
     ("stage", "overrides"),
     [slow(1, ()), (2, ()), (3, ()), slow(3, SGD), slow(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
 )
-def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str, ...]) -> None:
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stage: int, overrides: tuple[str, ...]) -> None:
     same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), OWN, *overrides)
     assert same
 
@@ -386,9 +388,7 @@ def test_going_on_has_the_bits_of_not_stopping(stage: int, overrides: tuple[str,
         (("zero2", 2), ("ddp", 2)),
     ],
 )
-def test_a_state_travels_between_strategies_and_numbers_of_processes(
-    start: tuple[str, int], end: tuple[str, int]
-) -> None:
+def test_state_moves_between_strategies_and_numbers_of_processes(start: tuple[str, int], end: tuple[str, int]) -> None:
     same, losses, others = travel(start, end)
     assert same
     assert others == losses
@@ -412,7 +412,7 @@ def test_a_state_travels_between_strategies_and_numbers_of_processes(
         ("{comunication_data_type: fp32}", "comunication_data_type", "communication_data_type"),  # DeepSpeed ignores it
     ],
 )
-def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: str, key: str, value: str) -> None:
+def test_options_that_deepspeed_ignores_or_other_keys_set_are_refused(options: str, key: str, value: str) -> None:
     run = tiny("strategy.name=zero2", f"strategy.options={options}")
     with raises("LS4131", f"strategy.options.{key}: ", value):
         class_of(run).check(Job.of(run, 2))
@@ -424,7 +424,7 @@ def test_what_deepspeed_would_ignore_or_the_run_file_says_is_refused(options: st
     ids=["zero3", "accelerate"],
 )
 @pytest.mark.parametrize("family", layers.READS_WITHIN)
-def test_weights_that_are_used_within_are_not_computed_with_again(
+def test_recomputation_is_refused_for_weights_used_outside_their_module(
     family: str, name: str, options: dict[str, Any]
 ) -> None:
     """Recomputed activations are refused for these families: DeepSpeed fails with a traceback."""
@@ -458,7 +458,7 @@ def tried(world: World, run: Run) -> None:
     strategy.train_step(feed.make(0), 1e-3)
 
 
-def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line() -> None:
+def test_weights_in_another_order_than_recorded_are_one_message() -> None:
     """A family in no list is detected by a first step in the order that DeepSpeed recorded."""
     sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "num_hidden_layers": 2, "state_size": 16, "n_groups": 2}
     task = {"name": "language_modeling", "block_size": 16, "samples": 0}
@@ -466,7 +466,7 @@ def test_weights_in_another_order_than_deepspeed_recorded_are_told_in_one_line()
         run_on(2, tried, tiny("strategy.name=zero3", model={"type": "mamba2", "config": sizes}, task=task))
 
 
-def test_activations_that_all_models_share_are_made_the_models_own() -> None:
+def test_shared_activation_modules_are_copied_per_model() -> None:
     """Each model gets its own activations: DeepSpeed's hooks on shared ones act on other models, and ranks deadlock."""
     from transformers import FlaubertConfig, FlaubertModel
     from transformers.activations import gelu

@@ -77,7 +77,7 @@ def test_an_ordinary_config_needs_one_change_and_says_so() -> None:
     assert keeps_bf16_weights({"bf16": {"enabled": True}})
 
 
-def test_values_that_agree() -> None:
+def test_equal_values_are_accepted() -> None:
     agreeing = {
         "train_batch_size": 22,
         "train_micro_batch_size_per_gpu": 2.75,
@@ -91,7 +91,7 @@ def test_values_that_agree() -> None:
     assert refusals(agreeing) == []
 
 
-def test_all_that_differ_are_named_at_once() -> None:
+def test_all_differing_values_are_named_in_one_message() -> None:
     differing = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
@@ -120,12 +120,12 @@ def test_all_that_differ_are_named_at_once() -> None:
     assert refusals({"optimizer": {"type": "Lion"}, "scheduler": {"type": "OneCycle"}}) == ["optimizer", "scheduler"]
 
 
-def test_under_accelerate_the_same() -> None:
+def test_accelerates_deepspeed_config_is_checked_too() -> None:
     with raises("LS4131", "strategy.options.deepspeed", "2"):
         check(run_of({"deepspeed": {"zero_stage": 1, **ORDINARY}}, "hf_accelerate"), 2)
 
 
-def test_plan_says_so(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_differing_values(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "strategy.name=zero2", "launch.processes=2"]
     assert main([*words, "strategy.options={train_batch_size: 7, gradient_clipping: 3.0}"]) == 2
     said = capsys.readouterr().err
@@ -178,7 +178,7 @@ def test_versions_known_to_be_wrong_are_refused_by_their_report(
         zero_agreement.refuse_known_bad(stage, options, f"zero{stage}", "cpu")
 
 
-def test_a_version_that_is_wrong_on_cpus_alone_is_let_through_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_is_wrong_only_on_cpus_is_allowed_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.19.7")
     zero_agreement.refuse_known_bad(2, SCATTERED, "zero2", "cuda")
     with raises("LS4130", "DeepSpeed#8382"):
@@ -206,7 +206,7 @@ def test_a_run_does_not_start_with_such_a_version(
         resolve_strategy(run_of(options, name), 2)
 
 
-def test_no_such_version_is_installed_by_pip() -> None:
+def test_pip_installs_no_wrong_version() -> None:
     """The extra, the development tools and the lock of `.ci/run` exclude such versions."""
     root = ROOT
     extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]

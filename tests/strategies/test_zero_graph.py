@@ -42,7 +42,7 @@ def gradients(model: Fused, saving: Any = None) -> tuple[Tensor, Tensor]:
     return inputs.grad, model.weight.grad
 
 
-def test_parts_of_a_weight_are_read_where_they_lie() -> None:
+def test_slices_of_a_weight_are_read_in_place() -> None:
     plain, model = gradients(Fused()), Fused()
     model._parameters = Mapping(model._parameters)
     weight: Any = model.weight
@@ -58,7 +58,7 @@ def test_parts_of_a_weight_are_read_where_they_lie() -> None:
     assert [each[-1] for each in kept if isinstance(each, tuple)] == [0, 12]
 
 
-def test_a_weight_that_was_asked_for_in_advance_is_waited_for_where_it_is_read() -> None:
+def test_a_prefetched_weight_is_awaited_where_it_is_read() -> None:
     waited: list[str] = []
     model = Fused()
     model._parameters = Mapping(model._parameters)

@@ -27,7 +27,7 @@ def feed_of(run: Run, rank: int = 0, ranks: int = 1) -> StepLoader:
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int) -> None:
+def test_ranks_share_the_examples_of_a_step_without_overlap(ranks: int, group: int) -> None:
     run = tiny(f"data.group_by_length={group}")
     feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
     for step in range(5):  # the last step of an epoch is short: 100 = 4 * 22 + 12
@@ -43,19 +43,19 @@ def test_all_ranks_together_hold_the_step_s_examples_once(ranks: int, group: int
             assert part.tokens <= part.padded
 
 
-def test_an_epoch_covers_everything_once() -> None:
+def test_an_epoch_covers_every_example_once() -> None:
     feed = feed_of(tiny())
     ids = np.concatenate([feed.make(step).ids for step in range(feed.order.steps_per_epoch)])
     assert sorted(ids.tolist()) == list(range(100))
 
 
-def test_padded_is_what_is_computed() -> None:
+def test_the_counted_padding_is_the_computed_one() -> None:
     batch = feed_of(tiny("data.padding=batch")).make(1)
     assert batch.padded == sum(m.inputs["input_ids"].numel() for m in batch.micro_batches)
     assert batch.tokens == sum(int(m.inputs["attention_mask"].sum()) for m in batch.micro_batches)
 
 
-def test_fewer_examples_than_pieces_makes_blank_ones() -> None:
+def test_fewer_examples_than_micro_batches_give_padding_micro_batches() -> None:
     run = tiny("batch_size=8", "data.limit=20", "steps=3")
     batch = feed_of(run).make(2)  # 20 = 8 + 8 + 4
     assert (batch.examples, len(batch.micro_batches)) == (4, 8)
@@ -65,7 +65,7 @@ def test_fewer_examples_than_pieces_makes_blank_ones() -> None:
 
 
 @pytest.mark.parametrize("after", [0, 1, 4, 5, 6])
-def test_the_stream_is_what_make_makes_from_any_step(after: int) -> None:
+def test_the_loader_yields_the_batches_of_make_from_any_step(after: int) -> None:
     feed = feed_of(tiny())
     found = list(feed.steps(after=after))
     assert [batch.step for batch in found] == list(range(after, 6))
@@ -79,12 +79,12 @@ def test_the_stream_is_what_make_makes_from_any_step(after: int) -> None:
 
 
 @pytest.mark.parametrize(("length", "total"), [("epochs=2", 10), ("epochs=0.5", 2), ("epochs=0.01", 1), ("steps=7", 7)])
-def test_how_many_steps(length: str, total: int) -> None:
+def test_the_number_of_steps(length: str, total: int) -> None:
     run = tiny(length)
     assert feed_of(run).total == total
 
 
-def test_an_error_is_raised_where_the_batch_is_wanted_and_no_thread_stays() -> None:
+def test_an_error_is_raised_at_the_batch_and_the_thread_ends() -> None:
     feed = feed_of(tiny())
     whole = feed.task.collate
 
@@ -103,7 +103,7 @@ def test_an_error_is_raised_where_the_batch_is_wanted_and_no_thread_stays() -> N
     assert not [t for t in threading.enumerate() if t.name == "lockstep-feed"]
 
 
-def test_leaving_early_ends_the_thread() -> None:
+def test_closing_early_ends_the_thread() -> None:
     stream = feed_of(tiny("steps=50")).steps(after=0)
     next(stream)
     assert [t for t in threading.enumerate() if t.name == "lockstep-feed"]
@@ -124,7 +124,7 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
     assert padded[1] < 0.95 * padded[0]
 
 
-def test_a_feed_of_no_micro_batch_knows_the_step() -> None:
+def test_a_loader_without_micro_batches_knows_the_step() -> None:
     """`lockstep plan` has such a loader."""
     run = tiny()
     batch = StepLoader(task_of(run), [], torch.device("cpu")).make(0)
@@ -143,9 +143,7 @@ class Drawing(Classification):
         return super().collate_at(columns, rows, index, step)
 
 
-def test_what_a_collate_draws_is_another_thing_in_each_step_and_micro_batch_and_the_same_at_any_number_of_ranks() -> (
-    None
-):
+def test_random_draws_of_collate_depend_on_step_and_micro_batch_alone() -> None:
     run = tiny()
     found = []
     for ranks in (1, 2):

@@ -53,7 +53,7 @@ def test_any_number_of_ranks_gives_the_same_bits_and_uses_each_example_once(rank
 
 
 @pytest.mark.processes
-def test_it_is_what_a_plain_loop_computes(alone: dict) -> None:
+def test_evaluation_matches_a_plain_loop(alone: dict) -> None:
     run = run_of()
     task = Classification(run).opened(Job.of(run).with_data().data)
     model = task.model().eval()
@@ -87,7 +87,7 @@ def macro_f1(true: list[int], predicted: list[int]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_macro_f1_is_scikit_learn_s(seed: int) -> None:
+def test_macro_f1_matches_scikit_learn(seed: int) -> None:
     random = np.random.default_rng(seed)
     true = random.integers(0, 6, 50)
     predicted = np.where(random.random(50) < 0.5, true, random.integers(0, 4, 50))
@@ -111,7 +111,7 @@ def test_macro_f1_is_scikit_learn_s(seed: int) -> None:
     assert found == pytest.approx(f1_score(true, predicted, average="macro"), abs=1e-12)
 
 
-def test_a_missing_example_is_noticed() -> None:
+def test_a_missing_example_raises() -> None:
     run = run_of("strategy.name=single", "launch.processes=1")
     world = World(run)
     task, strategy = build(run, world)
@@ -121,7 +121,7 @@ def test_a_missing_example_is_noticed() -> None:
         evaluate(world, task, strategy, task.splits["validation"])
 
 
-def test_a_model_that_gives_no_numbers_scores_nothing() -> None:
+def test_nan_logits_give_no_scores() -> None:
     """Not even accuracy is reported: the argmax of NaNs is the position of the first one."""
     run = tiny("strategy.name=single", "launch.processes=1")
     task, strategy = build(run, World(run))

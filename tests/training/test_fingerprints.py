@@ -67,7 +67,7 @@ def test_one_bit_anywhere_changes_the_hash(dtype: torch.dtype, shape: tuple[int,
             assert hashed(model_w=changed.view(shape))["weights"] != before["weights"]
 
 
-def test_the_hash_tells_places_names_shapes_and_kinds_apart() -> None:
+def test_the_hash_depends_on_positions_names_shapes_and_dtypes() -> None:
     tensor = torch.arange(6.0)
     swapped = tensor[[1, 0, 2, 3, 4, 5]]
     found = [
@@ -85,7 +85,7 @@ def test_the_hash_tells_places_names_shapes_and_kinds_apart() -> None:
     assert state["optimizer"] != hashed(model_w=tensor)["optimizer"]
 
 
-def test_a_part_of_a_tensor_is_hashed_as_in_the_whole() -> None:
+def test_hashes_of_shards_add_up_to_the_hash_of_the_tensor() -> None:
     """The hashes of a tensor's rows, columns or blocks on different ranks add up to the hash of the full tensor."""
     whole = torch.randn(50, 40, 45, generator=torch.Generator().manual_seed(0))
     wanted = int(hash_sum(whole))
@@ -110,7 +110,7 @@ def state_after(world: World, run: Run) -> list[dict[str, str]]:
 
 
 @pytest.mark.processes
-def test_the_hash_is_that_of_one_process_however_the_state_is_cut() -> None:
+def test_the_hash_of_a_sharded_state_is_that_of_one_process() -> None:
     run = tiny("strategy.name=single")
     (alone,) = run_on(1, state_after, run)
     assert alone[0] != alone[1]
@@ -132,7 +132,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_step_has_a_line_and_some_the_state(output: Path) -> None:
+def test_every_step_has_a_line_and_some_have_the_states_hash(output: Path) -> None:
     found = lines(output)
     assert [line["step"] for line in found] == list(range(1, 13))
     assert [line["step"] for line in found if "weights" in line] == [4, 5, 8, 10, 12]
@@ -142,7 +142,7 @@ def test_every_step_has_a_line_and_some_the_state(output: Path) -> None:
     assert (found[0]["loss"], found[0]["grad_norm"]) == (first["loss"], first["grad_norm"])
 
 
-def test_a_run_that_goes_on_has_the_lines_of_one_that_was_not_stopped(output: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(output: Path, tmp_path: Path) -> None:
     assert trained(tmp_path, "out", "max_time=0.001s")[0] == 75
     begun = lines(tmp_path / "out")
     assert 0 < len(begun) < 12
@@ -185,9 +185,7 @@ def test_a_step_is_replayed_from_the_checkpoint_before_it(
 
 
 @pytest.mark.processes
-def test_a_line_that_is_not_what_the_step_comes_to_is_found(
-    output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_finds_a_wrong_line(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     copy = tmp_path / "out"
     shutil.copytree(output, copy, symlinks=True)
     rewritten = StepRecord.of_numbers(8, 1.0, 1.0).to_json()
@@ -204,7 +202,7 @@ def test_a_line_that_is_not_what_the_step_comes_to_is_found(
 
 
 @pytest.mark.processes
-def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
+def test_a_step_can_be_replayed_from_python(output: Path) -> None:
     found = lockstep.replay(output, 7)
     assert found.same
     total = found.batch.targets
@@ -241,7 +239,9 @@ def test_from_python_a_step_can_be_computed_by_hand(output: Path) -> None:
     ],
 )
 @pytest.mark.processes
-def test_what_cannot_be_replayed(words: list[str], said: str, output: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_steps_that_cannot_be_replayed_are_refused(
+    words: list[str], said: str, output: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["replay", str(output), *words]) == 2
     assert said in " ".join(capfd.readouterr().err.split())
 
@@ -272,6 +272,6 @@ def test_a_replay_from_the_start_names_another_instruction_set(output: Path) -> 
     assert "instruction set was " in done.stdout, done.stdout
 
 
-def test_a_folder_that_is_no_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_output_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path), "--step", "3"]) == 2
     assert mentions(capfd.readouterr().err, "LS1123")

@@ -50,9 +50,7 @@ def started_again(folder: Path, shard: str) -> str:
     return log
 
 
-def test_shares_are_taken_from_copies_and_a_rank_that_comes_gets_its_own(
-    tmp_path: Path, cache: Path, alone: Path
-) -> None:
+def test_shards_are_restored_from_peer_copies(tmp_path: Path, cache: Path, alone: Path) -> None:
     """`gather: step` on three ranks: one fails within a step, then rank 0 fails after its update."""
     strikes = [(5, 1, "agreed", 3), (11, 0, "updated", 3)]
     done = rank_kills.carried_out(
@@ -86,7 +84,7 @@ def test_one_replica_of_each_shard_is_enough_to_finish_the_step(
 
 
 @pytest.mark.slow
-def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Path, cache: Path) -> None:
+def test_tensor_ranks_shrink_to_a_divisor_of_the_survivors(tmp_path: Path, cache: Path) -> None:
     """Two pairs of ranks share each matrix product: each of three survivors computes all leaves."""
     leaves = ("strategy.tensor_leaves=2",)
     alone = untouched(tmp_path / "alone", cache, *leaves)
@@ -98,7 +96,7 @@ def test_tensor_ranks_become_as_many_as_divide_those_that_are_left(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
+def test_losing_both_holders_of_a_shard_restarts_the_job_with_a_reason(
     tmp_path: Path, cache: Path, alone: Path
 ) -> None:
     """Two replicas: while the survivors form a group, a second rank fails, the other holder of the same shard."""
@@ -114,7 +112,7 @@ def test_both_holders_of_a_shard_are_lost_and_all_start_again_and_say_why(
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_losing_a_rank_and_then_its_peer(kind: str, tmp_path: Path, cache: Path) -> None:
     """A rank fails and is replaced, then the rank with its copy fails; later both fail before they are replaced. State
     that only they had in memory is lost, and all ranks restart and say so."""
     words = [*COPIED, *KINDS[kind]]
@@ -129,7 +127,9 @@ def test_both_of_a_pair_in_a_row(kind: str, tmp_path: Path, cache: Path) -> None
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path: Path, cache: Path) -> None:
+def test_losing_a_rank_and_a_sender_before_the_replacement_has_the_state(
+    kind: str, tmp_path: Path, cache: Path
+) -> None:
     """One rank fails, a replacement joins, and one of the ranks that send it state fails. The third rank has a copy of
     that rank's state, made while there were two."""
     alone = untouched(tmp_path / "alone", cache, *layers(kind), values=rank_kills.VALUES)
@@ -142,7 +142,7 @@ def test_both_of_a_pair_before_one_that_comes_has_the_state(kind: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, cache: Path, alone: Path) -> None:
+def test_without_copies_losing_a_second_rank_restarts_the_job(tmp_path: Path, cache: Path, alone: Path) -> None:
     """Two replicas without copies in memory: three ranks have resharded the state when a second rank fails."""
     strikes = [(13, 1, "step", 4), (13, 2, "handing", 4)]
     done = rank_kills.carried_out(
@@ -154,7 +154,7 @@ def test_without_copies_the_second_of_a_pair_starts_all_again(tmp_path: Path, ca
 
 
 @pytest.mark.slow
-def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
+def test_a_pipeline_continues_with_fewer_stages(tmp_path: Path, cache: Path) -> None:
     alone = untouched(tmp_path / "alone", cache, LAYERS)
     strikes = [(5, 1, "agreed", 3)]
     done = rank_kills.carried_out(
@@ -166,7 +166,7 @@ def test_a_pipeline_goes_on_with_fewer_stages(tmp_path: Path, cache: Path) -> No
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
-def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
+def test_random_failures(seed: int, tmp_path: Path, cache: Path) -> None:
     """Six failures, each with all ranks present. LOCKSTEP_SEED sets the random choice."""
     alone = untouched(tmp_path / "alone", cache, values=rank_kills.VALUES)
     chance = random.Random(seed + int(os.environ.get("LOCKSTEP_SEED", 0)))

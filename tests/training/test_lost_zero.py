@@ -85,7 +85,7 @@ def test_all_go_back_to_the_last_copy(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_with_deepspeeds_own_reduction(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """With `exact: false`, results match within rounding, and the bits differ."""
     struck = rank_kills.struck("StruckZero2", 3, *STRIKES)
     rank_kills.ended_after(struck, tmp_path, cache, untouched, *COPIED, "strategy.exact=false")
@@ -95,7 +95,7 @@ def test_with_the_reduction_of_deepspeed(tmp_path: Path, cache: Path, untouched:
 
 
 @pytest.mark.slow
-def test_one_of_two_is_lost_again_and_again(tmp_path: Path, cache: Path) -> None:
+def test_one_of_two_ranks_fails_repeatedly(tmp_path: Path, cache: Path) -> None:
     """The survivor is alone: no other rank has its state when a replacement joins. There is one new start per
     failure."""
     alone = rank_kills.untouched(

@@ -75,7 +75,7 @@ def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
-def test_memory_that_does_not_suffice_is_told_before_the_first_step(job: CommandJob) -> None:
+def test_insufficient_memory_is_reported_before_the_first_step(job: CommandJob) -> None:
     job.write()
     options = ["strategy.name=support.misbehaving.NoMemory", "launch.max_restarts=3"]
     status, _, err = job.train(*options, PYTHONPATH=TESTS_PATH)
@@ -95,7 +95,7 @@ def test_memory_that_does_not_suffice_is_told_before_the_first_step(job: Command
         pytest.param(0, [64, 64, 64], id="unknown"),
     ],
 )
-def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_all(
+def test_the_dry_run_uses_few_examples_if_memory_surely_suffices(
     free: int, tried: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """16 examples in each of 4 micro-batches and 64 per split in an evaluation; all are tried if memory may not
@@ -124,7 +124,7 @@ def test_few_of_the_longest_examples_are_tried_where_memory_surely_suffices_for_
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for peaks")
-def test_what_few_examples_take_bounds_what_all_take() -> None:
+def test_memory_of_few_examples_bounds_that_of_all() -> None:
     """A few examples bound the memory of all: each takes 16 MiB, and the optimizer's state 64 MiB."""
 
     def took(examples: int) -> float:
@@ -170,7 +170,7 @@ def dry_run(world: World, run: Run) -> tuple[str, str]:
         ("zero3", "{bf16: {enabled: true}}"),
     ],
 )
-def test_a_dry_run_leaves_no_trace(name: str, options: str) -> None:
+def test_a_dry_run_changes_nothing(name: str, options: str) -> None:
     precision = "bf16" if "bf16" in options else "fp32"
     run = tiny(f"strategy.name={name}", f"strategy.options={options}", f"precision={precision}")
     for with_one, without in run_on(1 if name == "single" else 2, dry_run, run):
@@ -195,7 +195,7 @@ def poisoned(world: World, run: Run) -> tuple[int, list[int] | None]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", plugins.names("strategies"))
-def test_every_strategy_finds_it_on_every_rank(name: str) -> None:
+def test_every_strategy_detects_nonfinite_steps_on_every_rank(name: str) -> None:
     run = tiny(f"strategy.name={name}")
     found = run_on(1 if name == "single" else 2, poisoned, run)
     bad = found[-1][0]
@@ -217,7 +217,7 @@ def bad_at_step_1(run: Run, late: bool, steps: int) -> tuple[list[str], list[boo
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_step_that_is_skipped_on_the_device_leaves_what_one_does_that_the_host_skips(optimizer: str) -> None:
+def test_skipping_on_the_device_equals_skipping_on_the_host(optimizer: str) -> None:
     run = tiny("strategy.name=single", "on_nonfinite=skip", f"optim.name={optimizer}")
     found = bad_at_step_1(run, late=True, steps=4)
     assert found == bad_at_step_1(run, late=False, steps=4)
@@ -225,7 +225,7 @@ def test_a_step_that_is_skipped_on_the_device_leaves_what_one_does_that_the_host
     assert found[0][0] == found[0][1] != found[0][2]
 
 
-def test_a_bad_step_is_told_in_the_next_one_and_nothing_was_updated() -> None:
+def test_a_nonfinite_step_is_reported_one_step_later_without_an_update() -> None:
     run = tiny("strategy.name=single")
     with pytest.raises(NotFinite, match=r"step 1: micro-batches \[0, 1, 2, 3, 4, 5, 6, 7\]") as caught:
         bad_at_step_1(run, late=True, steps=2)  # before anything is saved
@@ -240,7 +240,7 @@ def test_deepspeed_cannot_skip() -> None:
         strategy_class(run).check(Job.of(run, 2))
 
 
-def test_a_jump_is_told_from_a_wander() -> None:
+def test_loss_spikes_are_distinguished_from_drift() -> None:
     random = np.random.default_rng(0)
     spikes = Spikes()
     losses = 2 + 0.1 * random.standard_normal(200) - np.linspace(0, 1, 200)
@@ -278,7 +278,7 @@ def output(folder: Path, *losses: float) -> Path:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_passes_nowhere(
+def test_nonfinite_values_fail_every_comparison(
     bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Non-finite values fail every comparison, even with equal bits on both sides. The finite controls pass."""

@@ -72,7 +72,7 @@ def one_process() -> tuple[dict[int, float], Heard]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", WAYS)
-def test_each_micro_batch_is_heard_of_once_with_the_bits_of_one_process(way: str) -> None:
+def test_observers_see_each_micro_batch_once_with_the_bits_of_one_process(way: str) -> None:
     if way.startswith("zero"):
         pytest.importorskip("deepspeed")
     ranks, options = WAYS[way]

@@ -55,7 +55,7 @@ def test_each_rank_leaves_a_trace_and_a_summary(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("last", "seen"), [(3, [(3, 3)]), (2, [])])
-def test_a_run_that_ends_before_its_profile_keeps_what_there_is(last: int, seen: list, tmp_path: Path) -> None:
+def test_a_run_that_ends_early_keeps_a_partial_profile(last: int, seen: list, tmp_path: Path) -> None:
     run = tiny(f"output={tmp_path}", "profile.steps=5", "profile.after=1")
     run_on(1, steps, run, 1, last)
     assert [(s["first"], s["last"]) for s in summaries(tmp_path)] == seen
@@ -68,7 +68,7 @@ def test_without_the_key_nothing_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "profile").exists()
 
 
-def test_the_key_is_checked_and_no_part_of_the_arithmetic() -> None:
+def test_profile_keys_are_validated_and_do_not_affect_weights() -> None:
     assert arithmetic_of(tiny("profile.steps=5")) == arithmetic_of(tiny())
     with raises("LS1002", "profile.steps"):
         tiny("profile.steps=-1")

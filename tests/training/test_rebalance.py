@@ -63,7 +63,7 @@ def counts(shares: Any) -> list[int]:
 
 
 @given(RATES, st.integers(5, 12))
-def test_the_quickest_shares_are_the_quickest_there_are(rates: list[float], leaves: int) -> None:
+def test_the_chosen_shares_are_optimal(rates: list[float], leaves: int) -> None:
     found = quickest(rates, leaves)
     assert [k for each in found for k in each] == list(range(leaves))
     assert all(found)
@@ -86,7 +86,7 @@ def test_partial_sums_are_counted_as_the_tree_leaves_them(leaves: int) -> None:
         assert partial_sums(first, end, leaves) == len(partial_nodes(first, end, leaves))
 
 
-def test_many_ranks_are_shared_out_at_once() -> None:
+def test_shares_of_many_ranks_are_computed_quickly() -> None:
     rates = [1.0] * 255 + [3.0]
     found = quickest(rates, 1024)
     assert sum(counts(found)) == 1024
@@ -94,7 +94,7 @@ def test_many_ranks_are_shared_out_at_once() -> None:
     assert max(counts(found)) == 5
 
 
-def test_half_the_speed_is_worth_two_thirds_of_the_share() -> None:
+def test_a_rank_of_half_speed_gets_a_smaller_share() -> None:
     equal = even(8, 2)
     slow = decided(equal, equal, [1.0, 2.0])
     assert counts(slow) == [6, 2]  # 5 and 3 would take as long, and send four partial sums instead of three
@@ -103,14 +103,14 @@ def test_half_the_speed_is_worth_two_thirds_of_the_share() -> None:
 
 
 @given(st.integers(8, 64), st.floats(0.92, 1.08), st.floats(0.92, 1.08))
-def test_noise_moves_nothing(leaves: int, one: float, other: float) -> None:
+def test_noise_moves_no_micro_batches(leaves: int, one: float, other: float) -> None:
     equal = even(leaves, 2)
     if expected(equal, [1.0, 1.0]) * 2 == leaves:
         assert decided(equal, equal, [one, other]) == equal
 
 
 @given(RATES, RATES, st.integers(5, 24))
-def test_what_was_moved_stays_until_it_pays_to_move_it_again(one: list[float], two: list[float], leaves: int) -> None:
+def test_shares_stay_until_another_move_pays(one: list[float], two: list[float], leaves: int) -> None:
     rates = [a * b for a, b in zip(one, two, strict=False)]
     if len(rates) < 2:
         return
@@ -124,7 +124,7 @@ def test_what_was_moved_stays_until_it_pays_to_move_it_again(one: list[float], t
         assert expected(then, rates) <= (1 - least) * expected(first, rates) + 1e-9
 
 
-def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
+def test_a_temporarily_slow_rank_gets_its_share_back() -> None:
     """After any slowdown that moved micro-batches, equally fast ranks get equal shares again."""
     for leaves, others in itertools.product((4, 8, 16, 64, 256), (1, 2, 3)):
         equal = even(leaves, others + 1)
@@ -133,7 +133,7 @@ def test_who_was_slow_for_a_while_gets_back_all_of_it() -> None:
             assert decided(slow, equal, [1.0] * (others + 1)) == equal, (leaves, tenths)
 
 
-def test_what_a_person_reads() -> None:
+def test_the_message_of_a_move() -> None:
     equal, hosts = even(8, 3), ["a", "b", "c"]
     assert rebalance_message(quickest([1, 3, 1], 8), equal, [1, 3, 1], hosts, 12) == (
         "rebalanced: from step 13 on rank 1 on b runs 1 of 8 micro-batches, not 3: its time per token is 3.0 times "
@@ -153,7 +153,7 @@ def test_what_a_person_reads() -> None:
         (["strategy.exact=false"], "LS5135"),
     ],
 )
-def test_what_cannot_share_unevenly_is_refused(words: list[str], code: str) -> None:
+def test_strategies_without_uneven_shares_are_refused(words: list[str], code: str) -> None:
     with raises(code, "launch.rebalance_every: "):
         resolve_strategy(load(None, ["launch.rebalance_every=5", *words], TINY), 2)
 
@@ -233,7 +233,7 @@ def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow
 
 
 @pytest.mark.processes
-def test_nobody_hands_over_where_all_are_alike() -> None:
+def test_equally_fast_ranks_move_nothing() -> None:
     run = tiny("strategy.name=allreduce", f"steps={SHORT}", "launch.rebalance_every=2")
     for rank in run_on(2, trained, run, -1):
         assert rank["events"] == []
@@ -241,7 +241,7 @@ def test_nobody_hands_over_where_all_are_alike() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_job_of_which_one_rank_is_stopped_again_and_again(tmp_path: Path, cache: Path) -> None:
+def test_a_job_with_a_rank_that_is_suspended_repeatedly(tmp_path: Path, cache: Path) -> None:
     """The rank is suspended by SIGSTOP for three quarters of the time, as if other work used its core."""
     for name in ("untouched", "slowed"):
         write(tmp_path / name, micro_batches=8, launch={**RUN["launch"], "rebalance_every": 2})

@@ -32,7 +32,7 @@ HANG_S = 12  # on a busy machine a rank may get no CPU time for six seconds, whi
 
 # other tests cover `allreduce` in each CI run: the last rank alone, and a stopped rank
 @pytest.mark.parametrize("strategy", ["StruckDDP", long("StruckAllReduce")])
-def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_surviving_ranks_finish_the_step(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
     """Ranks fail within the all-reduce, while the group is re-formed, after an update that others have not made, and
     rank 0 while it saves and evaluates. Replacements get the state from the survivors."""
     strikes = [(3, 1, "sent", 3), (4, 1, "meeting", 2), (7, 0, "saving", 2), (15, 0, "evaluation", 2)]
@@ -53,7 +53,7 @@ def test_ranks_that_are_left_finish_the_step(strategy: str, tmp_path: Path, cach
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["StruckDDP", "StruckAllReduce"])
-def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
+def test_a_rank_fails_while_another_joins_or_while_it_writes(
     strategy: str, tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     """Ranks fail while they send state to a replacement and while they write a checkpoint file; rank 0 fails between
@@ -66,9 +66,7 @@ def test_a_rank_is_lost_while_another_one_joins_or_it_writes(
     assert not [path.name for path in kept.iterdir() if path.name.endswith(".partial")]
 
 
-def test_without_others_to_take_their_places_the_last_one_trains_alone(
-    tmp_path: Path, cache: Path, untouched: Path
-) -> None:
+def test_without_replacements_the_last_rank_trains_alone(tmp_path: Path, cache: Path, untouched: Path) -> None:
     strikes = [(5, 0, "forward", 3), (12, 1, "gradient", 2)]
     done = rank_kills.carried_out(
         rank_kills.struck("StruckAllReduce", 3, *strikes), tmp_path / "job", cache, untouched, replaced=0
@@ -80,7 +78,7 @@ def test_without_others_to_take_their_places_the_last_one_trains_alone(
 
 
 @pytest.mark.parametrize("rank", [1, slow(0)])
-def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
+def test_a_suspended_rank_is_awaited_and_then_killed(
     rank: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     """SIGSTOP for less than `hang_timeout_s` only costs time; after that the rank is killed, and the others go on."""
@@ -111,7 +109,7 @@ def test_a_rank_that_is_stopped_is_waited_for_and_then_left(
     each_step_once(tmp_path, untouched)
 
 
-def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: CommandJob) -> None:
+def test_a_stop_signal_to_a_joining_process(tmp_path: Path, job: CommandJob) -> None:
     """The signal arrives when the new process exists but does not yet handle signals; no other process gets it."""
     job.write(steps=400, checkpoint={"every": 1000}, evaluate={"every": 1000})
     (tmp_path / "hold").write_text("5")
@@ -134,7 +132,9 @@ def test_a_stop_signal_to_one_that_is_about_to_come_in(tmp_path: Path, job: Comm
     assert "SIGTERM" not in err
 
 
-def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
+def test_strategies_that_cannot_continue_restart_with_a_message(
+    tmp_path: Path, job: CommandJob, untouched: Path
+) -> None:
     """Sharded strategies restart, as without the key."""
     job.write()
     options = ["launch.on_rank_failure=continue", "launch.max_restarts=1", "strategy.name=fsdp2"]
@@ -152,7 +152,7 @@ def test_what_cannot_go_on_starts_again_and_says_so(tmp_path: Path, job: Command
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [long(seed) for seed in range(4)])
-def test_struck_at_random(seed: int, tmp_path: Path, cache: Path) -> None:
+def test_random_failures(seed: int, tmp_path: Path, cache: Path) -> None:
     """Random failures, ten each for two to six ranks. LOCKSTEP_SEED sets the random choice."""
     untouched = rank_kills.untouched(tmp_path / "untouched", cache, values=rank_kills.VALUES)
     drawn = rank_kills.drawn(seed + int(os.environ.get("LOCKSTEP_SEED", 0)), 10, 60)

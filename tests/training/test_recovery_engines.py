@@ -25,7 +25,7 @@ pytestmark = [
         long("StruckTrainer", "fp32"),
     ],
 )
-def test_the_others_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
+def test_surviving_ranks_finish_the_step(strategy: str, precision: str, tmp_path: Path, cache: Path) -> None:
     """Ranks fail within the all-reduce and after an update that another rank has not made, and rank 0 fails, too; the
     job shrinks to one rank and grows again."""
     pytest.importorskip("accelerate")

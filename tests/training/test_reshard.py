@@ -24,7 +24,7 @@ LIVE, COPIED = (9, 2, "live"), (8, 2, "copied")
 @pytest.mark.parametrize(
     "hosts", [["a"] * 4, ["a", "a", "b", "b"], ["a", "b", "a", "b", "c"], ["a", "b"], ["a", "b", "b"]]
 )
-def test_each_copy_is_on_another_host_where_that_can_be(hosts: list[str]) -> None:
+def test_copies_are_on_other_hosts_if_possible(hosts: list[str]) -> None:
     pairs = [neighbours(hosts, rank) for rank in range(len(hosts))]
     for rank, (after, before) in enumerate(pairs):
         assert pairs[after][1] == rank
@@ -34,7 +34,7 @@ def test_each_copy_is_on_another_host_where_that_can_be(hosts: list[str]) -> Non
     assert apart == (max(Counter(hosts).values()) * 2 <= len(hosts))
 
 
-def test_the_newest_state_that_is_whole_is_taken() -> None:
+def test_the_newest_complete_state_is_used() -> None:
     copies = [(COPIED, [0, 2], 3), ((6, 2, "copied"), [0, 2], 3)]
     assert newest_complete([[(LIVE, [0], 2)], [(LIVE, [1], 2)], []]) == LIVE
     assert newest_complete([[(LIVE, [0], 3), *copies], [(LIVE, [2], 3), (COPIED, [1, 0], 3)]]) == COPIED
@@ -42,7 +42,7 @@ def test_the_newest_state_that_is_whole_is_taken() -> None:
     assert newest_complete([[(LIVE, [0], 3), *copies], [((6, 2, "copied"), [1, 0], 3)]]) == (6, 2, "copied")
 
 
-def test_what_nobody_holds_is_named() -> None:
+def test_missing_state_is_named() -> None:
     with raises("LS5042", "1", "3", error=TrainingFailed):
         newest_complete([[(LIVE, [0], 3), (COPIED, [0, 2], 3)]])
     with raises("LS5041", error=TrainingFailed):
@@ -58,7 +58,7 @@ class Alone:
         return [value]
 
 
-def test_pieces_are_put_together_and_a_missing_one_is_noticed() -> None:
+def test_slices_are_assembled_and_a_missing_one_is_detected() -> None:
     whole = torch.arange(12.0).view(4, 3)
     places = [TensorSlice("w", (row, 0), (2, 3), (4, 3), torch.float32) for row in (0, 2)]
     pieces = {place: whole[place.offsets[0] : place.offsets[0] + 2] for place in places}
@@ -76,7 +76,7 @@ class Sending(Alone):
         """Do nothing: there is no other rank."""
 
 
-def test_copies_that_nobody_could_use_are_refused() -> None:
+def test_useless_copies_are_refused() -> None:
     def run(*words: str) -> Run:
         return load(None, ["model.type=gpt2", "data.source=builtin/emotion", "launch.replicate_every=5", *words])
 
@@ -91,7 +91,7 @@ def test_copies_that_nobody_could_use_are_refused() -> None:
 
 
 @pytest.mark.parametrize("torn", [True, False])
-def test_one_that_is_alone_keeps_a_copy_before_another_comes_in(torn: bool) -> None:
+def test_a_lone_rank_copies_its_state_before_another_joins(torn: bool) -> None:
     """A rank alone copies its state before another joins: DeepSpeed's state is unreadable once its group is closed."""
     state = {"model.w": torch.arange(6.0).view(2, 3), "optimizer.step.w": torch.tensor(4.0)}
     members = SimpleNamespace(generation=SimpleNamespace(number=3))

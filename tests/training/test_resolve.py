@@ -24,7 +24,7 @@ def of(*overrides: str, processes: int = 2, scope: Scope = Scope.DATA) -> Job:
     return resolve.resolve(tiny(*overrides), Machine(), processes, scope)
 
 
-def test_a_job_holds_what_was_decided_and_is_frozen() -> None:
+def test_a_job_has_all_decisions_and_is_frozen() -> None:
     job = of("strategy.name=ddp")
     assert (job.strategy, job.processes, job.same_bits, job.padding) == (DDP, 2, True, None)
     assert job.attention == "lockstep_unpadded"
@@ -56,7 +56,7 @@ def world(size: int, rank: int = 0, joining: bool = False) -> Any:
     return SimpleNamespace(size=size, rank=rank, joining=joining, device=SimpleNamespace(type="cpu"))
 
 
-def test_a_rank_decides_nothing_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_rank_repeats_no_decision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = of()
     calls: list[int] = []
 
@@ -100,7 +100,7 @@ def test_trackers_are_those_of_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch
             for_rank(run, world(2, rank))
 
 
-def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_command_calls_the_same_function(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The commands are `train`, `plan`, `verify`, `bench`, `replay`, `diff` and `branch`; `init` and `sweep` resolve
     options only."""
     from lockstep.lab import bench
@@ -141,7 +141,7 @@ def test_every_command_asks_the_same_function(monkeypatch: pytest.MonkeyPatch, t
         (["strategy.name=fsdp2"], 1),
     ],
 )
-def test_two_threads_of_gloo_where_no_collective_is_functional(
+def test_gloo_has_two_threads_without_functional_collectives(
     overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lockstep.training import session

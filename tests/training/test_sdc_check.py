@@ -31,7 +31,7 @@ from support.sdc_runs import STEPS, Fault, Planted, Wrong, flipped, guarded, wro
 
 
 @pytest.mark.processes
-def test_what_is_guarded_has_the_bits_of_what_is_not_and_nothing_is_found() -> None:
+def test_checked_runs_have_the_same_bits_and_no_findings() -> None:
     for more in ([], ["precision=bf16"]):
         run = tiny("strategy.name=single", *more)
         alone = run_on(1, guarded, run)[0]["digest"]
@@ -57,7 +57,7 @@ def wrong_activation(strategy: Any, now: Callable[[], bool]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("wrong", [wrong_activation, wrong_gradient])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_bit_is_found_in_the_steps_in_which_its_micro_batch_is_drawn(wrong: Wrong, ranks: int) -> None:
+def test_a_wrong_bit_is_found_when_its_micro_batch_is_checked(wrong: Wrong, ranks: int) -> None:
     run = tiny(f"strategy.name={'single' if ranks == 1 else 'allreduce'}", "sdc_check.every=1", "seed=4")
     sampled = {step: drawn(Job.of(run), step) for step in range(STEPS)}
     micro_batch = sampled[2]
@@ -81,7 +81,7 @@ class WrongWitness:
             )
 
 
-def test_one_process_alone_sees_a_gradient_that_comes_out_otherwise_the_second_time() -> None:
+def test_one_process_finds_a_gradient_that_does_not_repeat() -> None:
     run = tiny("strategy.name=single", "sdc_check.every=1")
     task, strategy = build(run, World(run))
     feed = StepLoader(task, strategy.own_micro_batches(), strategy.world.device)
@@ -128,7 +128,7 @@ class WrongRank:
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.parametrize("more", [(), slow(("precision=bf16",))])
 @pytest.mark.parametrize("name", [long("zero1"), long("zero2"), "zero3"])
-def test_zero_finds_a_rank_that_computes_wrongly_and_nothing_where_none_does(name: str, more: tuple[str, ...]) -> None:
+def test_zero_finds_a_faulty_rank_and_accuses_no_sound_one(name: str, more: tuple[str, ...]) -> None:
     """ZeRO's ranks compute a micro-batch together. A step passes if its owner and witness are the two right ranks: only
     if these differ is there a third computation."""
     words = (f"strategy.name={name}", "sdc_check.every=1", *more)
@@ -197,7 +197,7 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.processes
-def test_a_run_ends_before_the_update_and_goes_on_from_there(
+def test_a_run_stops_before_the_update_and_resumes_there(
     untouched: bytes, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, output = trained(tmp_path, "strategy.name=support.planted_mistakes.BitFlip", "sdc_check.every=1")
@@ -212,7 +212,7 @@ def test_a_run_ends_before_the_update_and_goes_on_from_there(
 
 
 @pytest.mark.processes
-def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Path) -> None:
+def test_a_transient_fault_is_recomputed(untouched: bytes, tmp_path: Path) -> None:
     status, output = trained(
         tmp_path,
         "strategy.name=support.planted_mistakes.BitFlipOnce",
@@ -232,6 +232,6 @@ def test_what_happened_once_is_computed_once_more(untouched: bytes, tmp_path: Pa
         ["strategy.name=fsdp2", "strategy.options.gather=micro_batch"],
     ],
 )
-def test_what_holds_parts_is_refused(words: list[str]) -> None:
+def test_sharded_strategies_are_refused(words: list[str]) -> None:
     with raises("LS5133"):
         resolve_strategy(load(None, ["sdc_check.every=5", *words], TINY), 2)

@@ -39,14 +39,14 @@ EXCLUDE = ("sdc_check.every=1", "sdc_check.on_difference=evict")
         ("launch.name=torchrun", "launch.machines=3:3", "launch.rendezvous=h:1", "launch.max_restarts=2"),
     ],
 )
-def test_it_is_refused_where_nothing_can_be_left_out(words: tuple[str, ...]) -> None:
+def test_evict_is_refused_if_no_rank_can_be_removed(words: tuple[str, ...]) -> None:
     with raises("LS5132"):
         resolve_strategy(load(None, [*EXCLUDE, *words], TINY), 3)
     assert load(None, ["sdc_check.on_difference=evict", *words], TINY).sdc_check.every == 0  # sdc_check is off
 
 
 @pytest.mark.parametrize("words", [MACHINES, RANKS, ("launch.name=torchrun", "launch.on_rank_failure=continue")])
-def test_where_it_is_taken(words: tuple[str, ...]) -> None:
+def test_evict_is_accepted(words: tuple[str, ...]) -> None:
     run = load(None, [*EXCLUDE, *words], TINY)
     assert resolve_strategy(run, 3) is not None
 
@@ -58,7 +58,7 @@ def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() 
     check_eviction(Job.of(load(None, [*EXCLUDE, *MACHINES], TINY)), "it takes one machine")  # where machines leave
 
 
-def test_what_the_run_file_and_the_memory_here_reveal_is_refused_before_a_process_starts(
+def test_evict_is_refused_before_a_process_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with raises("LS5154"):
@@ -106,7 +106,7 @@ def test_the_third_computation_is_made_on_a_third_machine() -> None:
         (("sdc_check.on_difference=stop",), "abc", [1], [0, 1, 2], "remove that machine from the job", []),
     ],
 )
-def test_who_leaves(
+def test_which_ranks_are_evicted(
     more: tuple[str, ...], hosts: str, wrong: list[int], told: list[int], said: str, out: list[int]
 ) -> None:
     run = load(None, [*EXCLUDE, *(() if more == RANKS else MACHINES), *more], TINY)
@@ -118,9 +118,7 @@ def test_who_leaves(
 # -- the record of evictions -----------------------------------------------------------------------------------------
 
 
-def test_a_machine_that_was_taken_out_is_not_let_in_by_a_later_start(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evicted_machine_is_not_admitted_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     host, folder = socket.gethostname(), tmp_path / "out"
     run = load(None, ["launch.processes=1"], TINY | {"output": str(folder)})
     (tmp_path / "run.yaml").write_text(run.dump())
@@ -161,7 +159,7 @@ def differences(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("nobody_is_left")
-def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, job: CommandJob) -> None:
+def test_a_stopped_job_is_not_restarted(tmp_path: Path, job: CommandJob) -> None:
     job.write(steps=9)
     words = [
         "launch.processes=2",
@@ -183,7 +181,7 @@ def test_what_stops_is_not_started_again_by_itself(tmp_path: Path, job: CommandJ
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("nobody_is_left")
 @pytest.mark.parametrize("strategy", ["WrongRank", slow("WrongFirstRank"), slow("WrongWeightOfRank")])
-def test_a_rank_that_computes_wrongly_is_taken_out(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_a_faulty_rank_is_evicted(strategy: str, tmp_path: Path, cache: Path, untouched: Path) -> None:
     """The others finish the step, with the bits of a job without that rank; no rank replaces it."""
     rank = {"WrongRank": 1, "WrongFirstRank": 0, "WrongWeightOfRank": 2}[strategy]
     status, _, err = guarded(tmp_path, cache, strategy, "launch.max_restarts=3")

@@ -24,7 +24,7 @@ def run_of(kind: str, folder: Path, *words: str) -> Run:
 
 
 @pytest.mark.parametrize("kind", ["stream", "sources"])
-def test_nothing_is_found_where_nothing_is_wrong_and_a_fault_is(kind: str, tmp_path: Path) -> None:
+def test_faults_are_found_and_sound_runs_pass(kind: str, tmp_path: Path) -> None:
     alone = run_on(1, guarded, run_of(kind, tmp_path, "strategy.name=single"))[0]["digest"]
     words = ("strategy.name=allreduce", "sdc_check.every=1")
     for rank in run_on(3, guarded, run := run_of(kind, tmp_path, *words)):

@@ -52,14 +52,14 @@ def effects(name: str) -> SideEffects:
 
 
 @pytest.mark.parametrize("name", [*NONE, *SEEN])
-def test_what_forward_does_is_seen_and_leaves_no_trace(name: str) -> None:
+def test_side_effects_of_forward_are_detected_without_changing_anything(name: str) -> None:
     found = effects(name)
     fields = ("written", "new_memory", "replaced", "switched", "hooked", "evaluated", "alike")
     assert {f: sorted(getattr(found, f)) for f in fields if getattr(found, f)} == SEEN.get(name, {})
     assert bool(found.per_process) == (name in ALONE)
 
 
-def test_ranks_put_together_what_they_saw() -> None:
+def test_ranks_combine_their_detections() -> None:
     """A side effect that only one rank detected, or detected differently, must be known to all ranks."""
     clamped, plain = effects("Clamped"), SideEffects()
     assert not clamped.together(lambda own: [own, own]).per_process
@@ -105,7 +105,7 @@ LEAVES = ["Teacher", "TeacherBuffer", "Clamped", "Renormed", "SwitchedLate", "La
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
+def test_a_trial_step_changes_nothing(name: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "single")
     assert after_steps(run, tried=True) == after_steps(run, tried=False)
 
@@ -125,7 +125,7 @@ def test_a_trial_step_leaves_no_trace(name: str, tmp_path: Path) -> None:
         ("HookAfter", "LS4175", "words.weight"),
     ],
 )
-def test_what_fsdp_would_lose_is_refused(name: str, code: str, value: str, tmp_path: Path) -> None:
+def test_writes_that_fsdp_would_lose_are_refused(name: str, code: str, value: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "fsdp2", gather="micro_batch")
     with raises(code, value):
         after_steps(run, tried=True)
@@ -143,9 +143,7 @@ def test_what_fsdp_would_lose_is_refused(name: str, code: str, value: str, tmp_p
         ("Chain", "pipeline", None),
     ],
 )
-def test_what_is_cut_up_would_lose_what_forward_writes(
-    name: str, strategy: str, lost: str | None, tmp_path: Path
-) -> None:
+def test_writes_to_sharded_weights_are_refused(name: str, strategy: str, lost: str | None, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, strategy)
     if lost is None:
         assert run_on(2, builds, run) == [True, True]
@@ -164,7 +162,7 @@ NO_STRATEGY = [("Replaced", "LS4181"), ("HookAfter", "LS4175"), ("MovedInMemory"
 
 
 @pytest.mark.parametrize(("name", "code"), NO_STRATEGY)
-def test_what_no_strategy_can_keep_is_refused(name: str, code: str, tmp_path: Path) -> None:
+def test_state_that_no_strategy_can_keep_is_refused(name: str, code: str, tmp_path: Path) -> None:
     with raises(code, "model(): "):
         after_steps(run_of(name, tmp_path, "single"), tried=True)
 
@@ -176,7 +174,7 @@ def trained(run: Run, ranks: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["FrozenRows", "Clamped", "Evaluated"])
-def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+def test_constant_effects_keep_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
     alone = trained(run_of(name, tmp_path, "single"), 1)
     assert "# the same weights on 2 processes" in log(tmp_path / f"{name}-single")
     if name == "Evaluated":  # the export is the trained state, not the evaluated one
@@ -187,7 +185,7 @@ def test_what_is_the_same_for_every_batch_has_the_bits_of_one_process(name: str,
 
 
 @pytest.mark.processes
-def test_a_block_that_some_batches_leave_out_has_the_bits_of_one_process(tmp_path: Path) -> None:
+def test_a_skipped_block_keeps_the_bits_of_one_process(tmp_path: Path) -> None:
     """Such a block is not sharded separately by `fsdp2`: the check before the start finds that some items skip it."""
     alone = trained(run_of("LeavesOut", tmp_path, "single"), 1)
     assert digest(trained(run_of("LeavesOut", tmp_path, "fsdp2", gather="micro_batch"), 3)) == digest(alone)
@@ -204,7 +202,7 @@ def test_a_block_that_some_batches_leave_out_has_the_bits_of_one_process(tmp_pat
         ("LeavesOutOfFour", "fsdp2", "fsdp2 needs all ranks to run the same layers in the same order"),
     ],
 )
-def test_what_each_process_would_make_something_else_of(name: str, strategy: str, said: str, tmp_path: Path) -> None:
+def test_effects_that_depend_on_the_process_are_refused(name: str, strategy: str, said: str, tmp_path: Path) -> None:
     options = {"gather": "micro_batch"} if strategy == "fsdp2" else {}
     run = run_of(name, tmp_path, strategy, **options)
     with pytest.raises(AssertionError, match=said):
@@ -234,7 +232,7 @@ def test_one_process_promises_nothing_of_several(name: str, tmp_path: Path) -> N
         ("Center", "the model keeps state between batches: center"),
     ],
 )
-def test_what_may_depend_on_a_count_is_noted_and_nothing_is_promised(name: str, note: str, tmp_path: Path) -> None:
+def test_effects_that_may_depend_on_a_count_are_noted(name: str, note: str, tmp_path: Path) -> None:
     run = run_of(name, tmp_path, "single")
     assert works(World(run), run) == 0
     said = log(run.folder)

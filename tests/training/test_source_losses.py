@@ -68,9 +68,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("kind", "overrides"), KINDS)
-def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
-    kind: str, overrides: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_each_source_has_its_loss_and_no_bit_changes(kind: str, overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = of_kind(kind, tmp_path, "strategy.name=single", "micro_batches=3", *overrides)
     world = World(run)
     weights = []
@@ -99,7 +97,7 @@ def test_each_has_the_loss_of_its_examples_and_changes_no_bit(
     assert weights[0] == weights[1]
 
 
-def test_a_class_that_changes_the_loss_alone_is_not_passed_over(tmp_path: Path) -> None:
+def test_a_task_class_with_its_own_loss_is_included(tmp_path: Path) -> None:
     class Weighted(Classification):
         def loss_sum(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
             return 2 * super().loss_sum(outputs, targets)
@@ -136,7 +134,7 @@ def trained(world: World, runs: list[Run]) -> list[list[list[float]]]:
 
 
 @pytest.mark.processes
-def test_the_same_with_every_strategy_and_at_every_number_of_processes(tmp_path: Path) -> None:
+def test_losses_are_equal_under_every_strategy_and_number_of_processes(tmp_path: Path) -> None:
     def run_of(name: str) -> Run:
         return mixed(tmp_path, f"strategy.name={name}", "data.group_by_length=4", weights=(3, 1, [[0, 1], [2, 5]]))
 
@@ -159,7 +157,7 @@ def step_of(sums: list[float], targets: list[int]) -> tuple[StepBatch, StepResul
     return batch, StepResult(loss, torch.tensor(1.0), True, torch.tensor(sums, dtype=torch.float64))
 
 
-def test_they_are_means_over_the_steps_since_the_last_line() -> None:
+def test_losses_are_means_since_the_last_line() -> None:
     meter = Meter(sources=["web", "book", "chat"])
     for sums, targets in (([6.0, 1.0, 0.0], [2, 2, 0]), ([2.0, 0.0, 0.0], [4, 0, 0])):
         batch, result = step_of(sums, targets)
@@ -178,7 +176,7 @@ def test_they_are_means_over_the_steps_since_the_last_line() -> None:
     assert other.line(result, 0.1)["loss_web"] == 3.0
 
 
-def test_a_step_that_is_no_number_does_not_hide_the_others() -> None:
+def test_a_nan_step_does_not_hide_the_others() -> None:
     losses = SourceLosses(["a", "b"])
     for sums in ([1.0, 2.0], [math.nan, 1.0], [3.0, 2.0]):
         losses.add(*step_of(sums, [1, 2]))
@@ -186,20 +184,20 @@ def test_a_step_that_is_no_number_does_not_hide_the_others() -> None:
     assert losses.take() == {}
 
 
-def test_the_console_lists_few_and_the_ends_of_many() -> None:
+def test_the_console_shortens_many_sources() -> None:
     assert _of_sources({"loss": 1.0, "loss_scale": 2.0}) == ""
     assert _of_sources({"loss": 1.0, "loss_web": 2.0, "loss_book": 1.5}) == " (book 1.5000, web 2.0000)"
     many = {f"loss_{name}": value for name, value in zip("abcd", (3.0, 1.0, 4.0, 2.0), strict=True)}
     assert _of_sources(many) == " (b 1.0000...c 4.0000)"
 
 
-def test_no_source_is_called_as_another_number_is() -> None:
+def test_a_source_name_must_not_equal_another_metric() -> None:
     with raises("LS1029", "data.sources"):
         tiny(NO_SOURCE, "data.sources=[scale.jsonl, b.jsonl]")
 
 
 @pytest.mark.processes
-def test_they_are_in_metrics_the_log_and_the_report(tmp_path: Path, job: CommandJob) -> None:
+def test_losses_are_in_metrics_log_and_report(tmp_path: Path, job: CommandJob) -> None:
     run = mixed(tmp_path, "steps=6", "track.every=2", f"output={tmp_path / 'out'}", "launch.processes=1")
     (tmp_path / "run.yaml").write_text(run.dump())
     status, told, errors = job.train()

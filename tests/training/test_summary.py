@@ -47,9 +47,7 @@ def test_the_same_weights_on_another_number_of_processes(
     assert planned(found)[1].processes == then[1]
 
 
-def test_where_another_number_gives_other_bits_or_cannot_be_started_here(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_whose_bits_depend_on_the_number_of_processes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, said = pasted(tiny("strategy.exact=false", "launch.processes=2", output="out"), 2, "verify")
     assert "on a single process" in said
     run = tiny("launch.name=slurm", output="my out")
@@ -137,7 +135,7 @@ def test_the_closing_lines_name_it_and_its_command_exports_it(
     assert not any(line.startswith("better") for line in capfd.readouterr().out.splitlines())
 
 
-def test_little_padding_is_not_none() -> None:
+def test_little_padding_is_reported() -> None:
     task: Any = SimpleNamespace(unit="tokens")
     texts = {(1000, 1000): "; no padding", (1003, 1200): "; <1% padding (random micro-batches: 20%)"}
     texts[1000, 1004] = "; no padding (random micro-batches: <1%)"

@@ -66,7 +66,7 @@ def test_a_line_is_taken_once_and_stays_for_hooks_that_run_again() -> None:
     assert state.meter.state()["line"]["steps"] == 1  # of the next line
 
 
-def test_an_evaluation_that_is_made_again_counts_once() -> None:
+def test_a_repeated_evaluation_counts_once() -> None:
     state = state_of(run_of(*BEST, "evaluate.patience=2"))
     advance(state)
     assert not state.count_evaluation({"accuracy": 0.5})
@@ -79,7 +79,7 @@ def test_an_evaluation_that_is_made_again_counts_once() -> None:
     assert state.over
 
 
-def test_what_another_rank_takes_over_is_the_same_state() -> None:
+def test_a_state_taken_over_is_equal() -> None:
     run = run_of(*BEST)
     state = state_of(run)
     for loss in (2.0, 1.0, 3.0):
@@ -122,7 +122,7 @@ def manifest(**values: Any) -> Manifest:
     return Manifest(step=20, **facts, **values)
 
 
-def test_a_checkpoint_gives_back_what_it_was_given() -> None:
+def test_a_checkpoint_restores_the_state() -> None:
     run = run_of(*BEST)
     state = state_of(run, 18)
     advance(state)
@@ -160,7 +160,7 @@ def hooks() -> StepHooks:
     return StepHooks(session, state_of(session.run), None)
 
 
-def test_the_average_follows_a_step_once() -> None:
+def test_the_average_is_updated_once_per_step() -> None:
     followed: list[int] = []
     made: Any = hooks()._hooks[0]
     made.phases = lambda name: torch.no_grad()

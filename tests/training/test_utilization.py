@@ -30,7 +30,7 @@ def test_operations_of_a_token() -> None:
     assert utilization.operations_per_token(model, 1, 1, 1) == 0  # two lengths
 
 
-def test_the_rate_of_a_device_is_measured() -> None:
+def test_the_speed_of_a_device_is_measured() -> None:
     assert 1e8 < utilization.matrix_rate(torch.device("cpu"), torch.float32) < 1e15
 
 
@@ -48,7 +48,7 @@ def test_utilization_is_shared_by_the_gpus_of_a_job(tmp_path: Path, monkeypatch:
     strategy.close()
 
 
-def test_a_line_has_it_where_it_is_known() -> None:
+def test_a_line_has_utilization_if_known() -> None:
     import numpy as np
 
     batch = StepBatch(0, [], 1, 4, 4.0, 4000, 4000, 4000, np.arange(4))
