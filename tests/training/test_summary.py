@@ -96,6 +96,15 @@ def test_a_better_step_is_named_with_what_would_export_it() -> None:
     assert "accuracy 0.75" in found["better"]
 
 
+def test_a_better_step_whose_checkpoint_exists_is_not_trained_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000034").mkdir(parents=True)
+    job, scores = Job.of(tiny(output=str(tmp_path))), {"validation": {"loss": 4.29}}
+    found = better_step(job, best_of(None, at34=1.55, at1020=4.29), 1020, scores)
+    assert found["best"].startswith(f"lockstep train {tmp_path}/run.yaml export=best  # writes the export again")
+    found = better_step(job, best_of(None, at35=1.55, at1020=4.29), 1020, scores)
+    assert "trains again" in found["best"]
+
+
 def test_no_better_step_is_named_where_there_is_none() -> None:
     job, scores = Job.of(tiny(output="out")), {"validation": {"loss": 4.29}}
     assert better_step(job, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last step is the best

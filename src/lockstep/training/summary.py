@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lockstep.checkpoint.manifest import folder_of, name_of
 from lockstep.config.model_selection import Best, higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
@@ -157,8 +158,11 @@ def better_step(job: Job, best: Best, exported: int, scores: Mapping[str, Mappin
         return {f"{which} {best.name}": f"{text}; export=best exports that step"}
     if not launcher_class(run.launch).starts_all_ranks:  # this shell may not be able to start its ranks
         return {"better": f"{text}; export: best in the run file exports the best step"}
-    words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best", *_in_a_folder_of_its_own(run, "best")]
-    return {"better": text, "best": f"{shlex.join(words)}  # trains again and exports the best step"}
+    words = ["lockstep", "train", str(run.folder / "run.yaml"), "export=best"]
+    what = f"writes the export again, from the checkpoint of step {best.step:,}"
+    if not (folder_of(run.folder) / name_of(best.step)).is_dir():
+        words, what = [*words, *_in_a_folder_of_its_own(run, "best")], "trains again and exports the best step"
+    return {"better": text, "best": f"{shlex.join(words)}  # {what}"}
 
 
 def padding_ratio(task: Task, counts: Counts) -> str:
