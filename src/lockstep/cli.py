@@ -19,7 +19,7 @@ from types import ModuleType
 from lockstep import commands
 from lockstep._version import __version__
 from lockstep.config import entry_points
-from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, reason_of
+from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_threads, reason_of
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE
 from lockstep_trace.errors import TraceError
@@ -117,6 +117,11 @@ def _command(name: str, words: list[str]) -> int:
         error(text)
         if getattr(known, "debug", False):
             raise
+        return 2
+    except RuntimeError as caught:
+        if (text := no_threads(caught)) is None or getattr(known, "debug", False):
+            raise
+        error(coded("LS0233", text))
         return 2
     except KeyboardInterrupt:
         if sys.stderr.isatty():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.distributed.lost_contact import tell_failure
 from lockstep.launchers.processes import machine_limits
 from support.command import environment_of, write
 
@@ -81,6 +82,25 @@ def test_the_soft_limit_of_open_files_is_raised() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 56
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_the_soft_limit_of_processes_is_raised() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NPROC)
+    try:
+        resource.setrlimit(resource.RLIMIT_NPROC, (5_000, limits[1]))
+        machine_limits.raise_process_limit()
+        assert resource.getrlimit(resource.RLIMIT_NPROC)[0] == limits[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, limits)
+
+
+def test_a_thread_that_cannot_be_started_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    tell_failure(RuntimeError("can't start new thread"), None)
+    said = capsys.readouterr().err
+    assert "[LS7067]" in said
+    assert "Traceback" not in said
+    tell_failure(RuntimeError("another error"), None)
+    assert "[LS7064]" in capsys.readouterr().err
 
 
 def test_one_process_needs_neither_proc_nor_loopback(tmp_path: Path, cache: Path) -> None:

@@ -156,6 +156,15 @@ def test_too_few_open_files_are_a_message(monkeypatch: pytest.MonkeyPatch, capsy
     assert mentions(capsys.readouterr().err, "LS0232", "ulimit -n")
 
 
+def test_too_few_threads_are_a_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(*_: object) -> int:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("lockstep.cli._answer", answer)
+    assert main(["list"]) == 2
+    assert mentions(capsys.readouterr().err, "LS0233", "raise it")
+
+
 @pytest.mark.parametrize(
     ("number", "file", "values"),
     [

@@ -53,6 +53,19 @@ def reason_of(error: OSError) -> str:
     return "its links form a loop" if error.errno == errno.ELOOP else error.strerror or str(error)
 
 
+def no_threads(error: BaseException) -> str | None:
+    """Return the message for a thread or process that cannot be started because of a limit, or None for other
+    errors."""
+    is_fork = isinstance(error, BlockingIOError) and error.filename is None and error.errno == errno.EAGAIN
+    if not is_fork and "can't start new thread" not in str(error):
+        return None
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limit = "" if most == resource.RLIM_INFINITY else f" (ulimit -u: {most})"
+    return f"no further thread can be started: the limit of processes and threads{limit} is reached; raise it"
+
+
 DONE = 0
 FAILED = 1  # a launcher may restart the job
 BAD = 2  # bad usage or run file: a restart would not help

@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from lockstep.config.errors import CodedError, coded
+from lockstep.config.errors import CodedError, coded, no_threads
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.track.console import error
@@ -46,6 +46,8 @@ def tell_failure(caught: Exception, world: World | None, log: Path | None = None
     who = f"rank {world.rank} of {world.size} on {world.host}" if world is not None else "a process"
     if isinstance(caught, CodedError):
         error(coded(caught.code, f"{who}: {caught.message}"), log)
+    elif (text := no_threads(caught)) is not None:
+        error(coded("LS7067", f"{who}: {text}, or use fewer processes"), log)
     elif lost_contact(caught):
         error(coded("LS7063", f"{who} lost contact with another rank: {one_line(caught, 200)}"), log)
     else:

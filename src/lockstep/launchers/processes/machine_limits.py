@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+from contextlib import suppress
 
 from lockstep.config.errors import RunError
 
@@ -22,6 +23,7 @@ def check(loopback: str | None, processes: int) -> None:
     """Refuse a machine on which ranks cannot start. `loopback`: the address at which they meet if it is this
     machine's own; `processes`: the number of ranks on it. Errors: `RunError`."""
     check_open_files(processes)
+    raise_process_limit()
     check_shared_memory()
     if loopback is not None:
         check_loopback(loopback)
@@ -47,6 +49,13 @@ def check_open_files(processes: int) -> None:
             f"ulimit -n allows {soft} open files, and {processes} ranks on a machine need about {needed}; set "
             "ulimit -n 1024",
         )
+
+
+def raise_process_limit() -> None:
+    """Raise the user's limit of processes and threads for this process and its children as far as permitted."""
+    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def check_shared_memory() -> None:
