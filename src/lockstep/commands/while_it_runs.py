@@ -97,14 +97,12 @@ def run_status(args: argparse.Namespace) -> int:
     if edits is not None:
         rows["export"] = edits
     if rescued is not None:
-        rows["rescued"] = (
-            f"the model is in {rescued}{', which does not exist any more' * (not os.path.lexists(rescued))}"
-        )
+        lost = ", which does not exist any more" * (not os.path.lexists(rescued))
+        rows["rescued"] = f"the model is in {rescued}{lost}"
     if gone := job_record.evictions_of(run.folder):
         rows["taken out"] = "; ".join(map(str, gone))
-    rows["resume"] = advice(
-        run.folder, state, finished, max(sound, default=None), ended, lacking or "export" in damaged
-    )
+    where = max(sound, default=None), ended, lacking or "export" in damaged
+    rows["resume"] = advice(run.folder, state, finished, *where)
     Console(True).facts(rows)
     return status
 
