@@ -22,7 +22,9 @@ FLASH = ("model.attention=flash_attention_2", "precision=bf16")
         ((*FLASH, "launch.device=cuda"), ("LS3129", "flash_attn")),
     ],
 )
-def test_what_cannot_run(overrides: tuple[str, ...], said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_attention_is_refused(
+    overrides: tuple[str, ...], said: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_configs, "_cuda", lambda: "launch.device=cuda" in overrides)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "flash_attn" else find(name))
@@ -32,7 +34,7 @@ def test_what_cannot_run(overrides: tuple[str, ...], said: tuple[str, ...], monk
 
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "kernels-community/flash-attn", "null"])
-def test_what_can(name: str) -> None:
+def test_supported_attention_is_accepted(name: str) -> None:
     model_configs.check(tiny(f"model.attention={name}"), here=True)
 
 
@@ -42,7 +44,7 @@ def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_before_a_process_starts(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_refused_before_a_process_starts(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "launch.processes=1", "launch.device=cpu", *FLASH]) == 2
     said = capsys.readouterr().err
     assert mentions(said, "LS3127", "flash_attention_2")

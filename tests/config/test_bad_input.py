@@ -357,7 +357,7 @@ def run_with(values: dict, overrides: list[str]) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused_with_one_message(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_with_one_message(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make, values, overrides, wanted = CASES[case]
     make(here)
     before = {p.name for p in here.iterdir()} | {"run.yaml"}
@@ -388,7 +388,7 @@ def test_good_input_is_not_refused(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (here / "out" / "run.yaml").exists()
 
 
-def test_debug_shows_where_it_came_from(here: Path) -> None:
+def test_debug_shows_the_traceback(here: Path) -> None:
     from lockstep.config.run import RunError
 
     with pytest.raises(RunError):

@@ -137,7 +137,7 @@ def test_options_of_another_distribution(site: Path, capsys: pytest.CaptureFixtu
         ([("a", "mine")], "mien", "unknown strategy 'mien'; did you mean 'mine'? known are"),
     ],
 )
-def test_what_is_not_one_plug_in_is_refused(
+def test_ambiguous_entry_points_are_refused(
     entries: list[tuple[str, str]], name: str, said: str, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (site / "json_plugin.py").write_text("class Mine:\n    pass\n")
@@ -152,7 +152,7 @@ def test_what_is_not_one_plug_in_is_refused(
     assert len(dict(plugins.loadable("optimizers"))) == len(plugins.built_in("optimizers"))  # no other is touched
 
 
-def test_one_that_cannot_be_loaded_hides_no_message(site: Path) -> None:
+def test_a_broken_plug_in_hides_no_message(site: Path) -> None:
     """The message about an unknown key searches the keys of all plug-ins, and skips those that cannot be loaded."""
     installed(site, "broken", {f"lockstep.{kind}": {"mine": "not_there:Mine"} for kind in ("tasks", "launchers")})
     with raises("LS1000", "launch.machnes"):

@@ -30,7 +30,7 @@ def said(*overrides: str, values: dict[str, Any] | None = None) -> str:
     return str(caught.value)
 
 
-def test_every_foreign_name_leads_to_a_key_that_there_is() -> None:
+def test_every_foreign_name_maps_to_an_existing_key() -> None:
     ours = error_messages.keys_of(Run)
     assert {key for key, _ in FOREIGN.values()} - {""} <= ours.keys()
     own = {key.rpartition(".")[2] for key in ours}
@@ -163,14 +163,14 @@ def test_a_short_override_sets_one_key_and_leaves_the_others() -> None:
     assert (written.strategy.name, written.strategy.exact, written.track.to) == ("fsdp2", False, ["wandb"])
 
 
-def test_a_short_section_that_will_not_do_is_refused() -> None:
+def test_an_invalid_short_form_is_refused() -> None:
     assert "strategy.name: unknown strategy 'deepsped'" in said("strategy=deepsped")
     assert mentions(said("model=gpt2"), "LS1135")  # beside type: which of the two is not guessed
     assert mentions(said("model=5"), "LS1002", "model", "5")
     assert mentions(said("precision=fp8"), "LS1002", "'fp8'", "'fp32'", "'bf16'", "'fp16'")
 
 
-def test_the_schema_takes_what_is_read() -> None:
+def test_the_schema_accepts_valid_run_files() -> None:
     found = pytest.importorskip("jsonschema").Draft202012Validator(schema())
     whole = load(None, ["track=wandb"], SMALL)
     for text in (SHORT, LONG, whole.dump(), SHORT.replace("wandb", "[wandb, mlflow]"), SHORT.replace("bfloat16", "32")):
@@ -211,7 +211,7 @@ def denied(section: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_the_page_denies_no_key_that_there_is(section: str) -> None:
+def test_the_page_does_not_deny_existing_keys(section: str) -> None:
     ours = set(KEYS)
     for name, why in denied(section).items():
         last = name.rpartition(".")[2]
@@ -225,12 +225,12 @@ def test_the_page_denies_no_key_that_there_is(section: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["preload", "init_from", "pretrained", "load_from", "warm_start", "model.preload"])
-def test_weights_to_begin_with_are_found_by_the_words_that_people_have(name: str) -> None:
+def test_initial_weights_are_found_by_common_names(name: str) -> None:
     with raises("LS1000", "'model.source'", "OUTPUT/checkpoints/step-N", "lockstep branch"):
         load(None, [f"{name}=x"], {"data": "x.csv", "model": "y"})
 
 
-def test_deepspeed_and_resume_are_told_what_they_are_here(capfd: pytest.CaptureFixture[str]) -> None:
+def test_deepspeed_and_resume_keys_are_explained(capfd: pytest.CaptureFixture[str]) -> None:
     with raises("LS1121", "'zero1' or 'zero2' or 'zero3'"):
         load(None, ["strategy=deepspeed"], {"data": "x.csv", "model": "y"})
     for name, nearest in {

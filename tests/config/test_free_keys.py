@@ -123,7 +123,7 @@ def hashes(folder: Path, name: str, values: dict[str, Any]) -> dict[int, dict[st
 
 
 @pytest.mark.parametrize("kind", [*map(slow, ("documents", "module")), *map(long, LONG)])
-def test_keys_that_are_no_arithmetic_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_outside_the_arithmetic_change_no_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     if kind == "module":
         run = job(tmp_path, NET, *ONE, functions=NET_FUNCTIONS)
@@ -139,7 +139,7 @@ def test_keys_that_are_no_arithmetic_change_no_bit(kind: str, tmp_path: Path, mo
         assert "weights" in found[max(found)]
 
 
-def test_every_such_key_is_changed(tmp_path: Path) -> None:
+def test_every_such_key_is_tested(tmp_path: Path) -> None:
     for kind in TASKS:
         run = make(tmp_path, kind)
         free = {*messages.flat(run.model_dump(mode="json"))} - {*arithmetic_of(run)}

@@ -22,7 +22,7 @@ MORE = [pytest.param(kind, 2, 125, marks=pytest.mark.slow) for kind in KINDS]  #
 
 
 @pytest.mark.parametrize(("kind", "seed", "cases"), [*FEW, *MORE])
-def test_what_is_given_is_used_or_refused(
+def test_fuzzed_input_is_used_or_refused(
     kind: str, seed: int, cases: int, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(here / "cache"))
@@ -34,7 +34,7 @@ def test_what_is_given_is_used_or_refused(
     assert sum(fuzz.statuses.values()) == cases
 
 
-def test_a_finding_is_one(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_crash_is_detected(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unexplained errors and failures without a message count as findings."""
     monkeypatch.setattr("lockstep.cli.main", lambda words: 1 // 0)
     fuzz = Fuzz(here / "case", seed=1)
@@ -90,7 +90,7 @@ ONCE = {
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_what_once_was_a_crash(
+def test_former_crashes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files, words, wanted = ONCE[name]
@@ -107,7 +107,7 @@ def test_what_once_was_a_crash(
     assert len(said) < 1000
 
 
-def test_brackets_in_texts_are_none(tmp_path: Path) -> None:
+def test_brackets_in_strings_are_not_markup(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "%s \\" [[[", "x": [[1]]}\n' % ("[" * 500))
     assert [row_reader.count(rows) for rows in row_reader.whole(tmp_path / "rows.jsonl", "data.train")] == [1]
     (tmp_path / "rows.json").write_text("[" + ",".join(['{"x": [1, {}]}'] * 400) + "]")
@@ -119,7 +119,7 @@ def test_a_path_of_a_command_that_is_too_long(capsys: pytest.CaptureFixture[str]
     assert mentions(" ".join(capsys.readouterr().err.split()), "LS0011")
 
 
-def test_a_text_that_is_not_utf_8_is_not_asked_about() -> None:
+def test_a_string_that_is_not_utf_8_is_refused() -> None:
     with raises("LS5073", "1"):
         row_of(os.fsdecode(b"\xff words"), Reads(["text"]), "text 1")
     assert row_of("\u202e é 😀", Reads(["text"]), "text 1") == ("\u202e é 😀",)

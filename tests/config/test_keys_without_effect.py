@@ -43,13 +43,13 @@ TAKEN = [
 
 
 @pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_refused_before_anything_is_read(words: tuple[str, ...]) -> None:
+def test_keys_without_effect_are_refused_before_data_is_read(words: tuple[str, ...]) -> None:
     with raises(*REFUSED[words]):
         load(None, words, SCRATCH)
 
 
 @pytest.mark.parametrize("words", TAKEN, ids=" ".join)
-def test_the_control_taken_where_there_is_an_effect(words: tuple[str, ...]) -> None:
+def test_the_control_keys_with_effect_are_accepted(words: tuple[str, ...]) -> None:
     load(None, words, SCRATCH)
 
 
@@ -122,7 +122,7 @@ def test_a_variable_that_the_chat_template_does_not_read(tmp_path: Path) -> None
         (("strategy.name=fsdp2",), False),
     ],
 )
-def test_a_way_of_sums_that_do_not_travel_so_is_noted(words: tuple[str, ...], noted: bool) -> None:
+def test_all_reduce_without_effect_is_noted(words: tuple[str, ...], noted: bool) -> None:
     found = unused_links(Job.of(tiny(*words, "strategy.all_reduce=hierarchical")))
     assert any("strategy.all_reduce: hierarchical has no effect" in note for note in found) == noted
     assert not unused_links(Job.of(tiny(*words)))
@@ -163,7 +163,7 @@ def test_keys_of_what_another_key_turns_off_are_noted(
     ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_what_a_length_or_other_keys_leave_without_effect_is_noted(
+def test_keys_made_ineffective_by_others_are_noted(
     strategy: type[Any], keys: tuple[str, ...], noted: list[str], processes: int
 ) -> None:
     lines = without_effect(job_of(strategy, *keys), 9, processes, on_cpu=True)
@@ -177,7 +177,7 @@ def job_of(strategy: type[Any], *keys: str) -> Any:
     return SimpleNamespace(run=run, strategy=strategy)
 
 
-def test_micro_batches_are_handed_over_between_several() -> None:
+def test_rebalancing_needs_several_processes() -> None:
     alone, two = (without_effect(job_of(DDP, "launch.rebalance_every=2"), 9, n, on_cpu=True) for n in (1, 2))
     assert (alone, two) == (["launch.rebalance_every has no effect on one process"], [])
 

@@ -41,7 +41,7 @@ def test_what_is_imported_lazily_is_what_type_checkers_see() -> None:
         assert lazily.items() <= seen.items(), path
 
 
-def test_a_module_is_imported_when_something_of_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lazy_module_is_imported_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     (module,) = lazy("json", "tool")
     monkeypatch.delitem(sys.modules, "json.tool", raising=False)
     assert "json.tool" not in sys.modules

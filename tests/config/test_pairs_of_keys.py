@@ -158,7 +158,7 @@ def test_keys_together_have_the_bits_of_single(data: Path, group: str, name: str
         assert found is None or found == one, keys
 
 
-def test_layers_computed_again_have_the_same_bits(data: Path) -> None:
+def test_recomputed_layers_have_the_same_bits(data: Path) -> None:
     """This holds for unpadded texts, in float32 and fp16, and with a chunked loss."""
     pairs = [("bert", *FP16), ("gpt2", CHUNK), ("marian", CHUNK, *BF16), ("llama", *LOW)]
     runs = [run_of(data, "single", kind, *keys, *more) for kind, *keys in pairs for more in ((), (AGAIN,))]

@@ -19,7 +19,7 @@ KINDS = ("tasks", "strategies", "optimizers", "launchers", "track")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
+def test_every_name_is_a_plug_in_and_no_base_class(kind: str) -> None:
     names = plugins.names(kind)
     assert names == sorted(set(names))
     for name in names:
@@ -30,7 +30,7 @@ def test_every_name_is_a_plug_in_and_no_base_is_one(kind: str) -> None:
         assert base not in names
 
 
-def test_a_base_says_so_itself() -> None:
+def test_base_classes_are_marked() -> None:
     assert {"plugin"} <= vars(ReplicatedStrategy).keys() & vars(Strategy).keys()
     with raises("LS1098", "'ddp'", error=plugins.PluginError):
         plugins.find("strategies", "dpd")

@@ -76,7 +76,7 @@ around = st.sampled_from(["", " ", "could not reach ", "'", '"', "(", "\n", "=",
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_every_form_is_found_and_struck(form: str, data: st.DataObject) -> None:
+def test_secrets_of_every_form_are_redacted(form: str, data: st.DataObject) -> None:
     hidden, text = data.draw(FORMS[form])
     told = f"{data.draw(around)}{text}{data.draw(st.sampled_from(['', ' ', chr(10) + 'next', ' and more']))}"
     assume(told.count(hidden) <= 1)  # or what is left may hold it by chance, such as a host's name
@@ -89,7 +89,7 @@ def test_every_form_is_found_and_struck(form: str, data: st.DataObject) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.text())
-def test_any_text_can_be_said_and_is_said_once(text: str) -> None:
+def test_redaction_is_total_and_idempotent(text: str) -> None:
     assert not any(character in printable(text) for character in "\x1b\r\x07\x08\x9b\u202e\u2028")
     assert visible(visible(text)) == visible(text)
     assert redact(redact(text)) == redact(text)
@@ -108,12 +108,12 @@ def test_any_text_can_be_said_and_is_said_once(text: str) -> None:
         "sqlite:////home/me/mlflow.db",
     ],
 )
-def test_plain_words_are_left_as_they_are(text: str) -> None:
+def test_ordinary_words_are_not_redacted(text: str) -> None:
     assert printable(text) == text
     assert messages.secret({"a": {"b": [text]}}) is None
 
 
-def test_a_secret_of_the_environment_is_struck_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_environment_are_redacted_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SERVICE_PASSWORD", "correct horse battery")
     assert redact("login failed for me/correct horse battery.") == "login failed for me/***."
 
@@ -128,14 +128,14 @@ def test_a_secret_of_the_environment_is_struck_wherever_it_stands(monkeypatch: p
         ("model.config", "{nested: {api_key: hunter2}}"),
     ],
 )
-def test_a_run_file_that_holds_a_secret_is_refused_and_not_repeated(key: str, value: str) -> None:
+def test_a_run_file_with_a_secret_is_refused_without_quoting_it(key: str, value: str) -> None:
     with raises("LS1118") as caught:
         tiny(f"{key}={value}")
     assert "hunter2" not in str(caught.value)
     assert "glpat-a" not in str(caught.value)
 
 
-def test_names_of_secrets_are_none() -> None:
+def test_names_of_secrets_are_not_redacted() -> None:
     assert messages.secret({"launch": {"secrets": ["HF_TOKEN=hub/token", "LOCKSTEP_SECRET=job/key"]}}) is None
     assert messages.secret({"launch": {"secrets": ["HF_TOKEN=hf_" + "x" * 30]}}) == "launch.secrets"
 
@@ -171,7 +171,7 @@ def test_events_are_a_sink(tmp_path: Path) -> None:
     assert line["opening"]["tracker"].startswith("mlflow failed: https://***@host/")
 
 
-def test_what_people_write_is_words_in_a_card() -> None:
+def test_user_text_in_a_card_is_escaped() -> None:
     label = "<img src=x> [click](http://evil) **bold** `code`\n# head | \x1b[2J"
     told = export.words(label)
     assert "\n" not in told
@@ -265,7 +265,7 @@ def test_a_control_character_in_output_is_refused(tmp_path: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_words_of_a_command_lose_their_secrets(words: list[str]) -> None:
+def test_secrets_in_commands_are_redacted(words: list[str]) -> None:
     redacted = redact_words(words)
     assert len(redacted) == len(words)
     assert "plainsecret" not in " ".join(redacted)
@@ -289,7 +289,7 @@ def test_a_key_or_auth_that_is_no_plain_word_is_a_secret(words: list[str]) -> No
     assert redacted[:1] == words[:1]
 
 
-def test_the_control_other_words_of_a_command_stay() -> None:
+def test_the_control_other_words_of_a_command_are_kept() -> None:
     words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
     words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
     words += ["docker", "-u", "1000:1000", "--user=1000:1000", "repo/image:tag@sha256:0a", "git@github.com:a/b.git"]

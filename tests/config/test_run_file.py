@@ -70,14 +70,14 @@ def test_defaults_and_overrides(tmp_path: Path) -> None:
     assert (run.batch_size, run.micro_batches, run.strategy.exact) == (128, 8, True)
 
 
-def test_the_contract_s_example_is_a_run_file(tmp_path: Path) -> None:
+def test_the_documented_example_is_a_run_file(tmp_path: Path) -> None:
     run = read(tmp_path, CONTRACT)
     assert run.track.to == ["tensorboard"]
     own = {"text": "text", "text_pair": None, "label": "label", "label_names": None, "samples": 3}
     assert own.items() <= run.task.options.items()
 
 
-def test_what_is_dumped_can_be_run_again(tmp_path: Path) -> None:
+def test_a_dumped_run_can_be_loaded(tmp_path: Path) -> None:
     run = read(tmp_path, CONTRACT, "steps=7")
     again = read(tmp_path, run.dump())
     assert again == run
@@ -121,13 +121,13 @@ def test_a_missing_section_is_named(tmp_path: Path) -> None:
     assert "either source" in said(tmp_path, "data: {source: x}\nmodel: {}")
 
 
-def test_several_mistakes_are_said_at_once(tmp_path: Path) -> None:
+def test_several_mistakes_are_one_message(tmp_path: Path) -> None:
     message = said(tmp_path, GOOD + "seeed: 1\nbatch_size: -1\n")
     assert "seeed" in message
     assert "batch_size" in message
 
 
-def test_an_override_is_blamed_on_the_command_line(tmp_path: Path) -> None:
+def test_errors_in_overrides_name_the_command_line(tmp_path: Path) -> None:
     assert "on the command line" in said(tmp_path, GOOD, "batch_size=-1")
     assert "key=value" in said(tmp_path, GOOD, "batch_size")
 
@@ -150,9 +150,7 @@ BASE = "data: {source: builtin/emotion}\nmodel: {type: gpt2}\nbatch_size: 64\nmi
         (BASE + "output: hf_abcdefghijklmnopqrstuvwx\n", ["seed=1"], "output (FILE) looks like a secret"),
     ],
 )
-def test_what_is_wrong_is_blamed_on_where_it_came_from(
-    tmp_path: Path, text: str, overrides: list[str], wanted: str
-) -> None:
+def test_errors_name_their_origin(tmp_path: Path, text: str, overrides: list[str], wanted: str) -> None:
     path = tmp_path / "run.yaml"
     assert wanted.replace("FILE", str(path)) in said(tmp_path, text, *overrides)
     values = dict(override.split("=", 1) for override in overrides)  # the same from Python
@@ -199,7 +197,7 @@ def test_what_is_wrong_is_blamed_on_where_it_came_from(
         ("evaluate: 3", "evaluate: invalid value 3; expected a mapping of keys ("),
     ],
 )
-def test_what_would_do_is_said_in_words_of_run_files(tmp_path: Path, change: str, wanted: str) -> None:
+def test_errors_describe_valid_values(tmp_path: Path, change: str, wanted: str) -> None:
     key = change.partition(":")[0]
     kept = [line for line in (BASE + "#\n#\n#\n").splitlines() if not line.startswith(f"{key}:")]
     message = said(tmp_path, "\n".join([*kept, change]))
@@ -251,7 +249,7 @@ def test_bad_files(tmp_path: Path) -> None:
         load(tmp_path / "none.yaml", [])
 
 
-def test_arithmetic_leaves_out_what_cannot_change_bits(tmp_path: Path) -> None:
+def test_arithmetic_omits_keys_that_cannot_change_bits(tmp_path: Path) -> None:
     base = arithmetic_of(read(tmp_path, GOOD))
     same = [
         "launch.processes=3",
@@ -278,7 +276,7 @@ def test_the_schema_describes_every_key() -> None:
     assert set(yaml.safe_load(CONTRACT)) <= set(found["properties"])
 
 
-def test_a_read_only_file_system_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_file_system_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.load({"data": {"train": "a.csv"}, "model": "gpt2", "output": str(tmp_path / "out")})
     monkeypatch.setattr(os, "access", lambda *_: False)
     for flag, why in ((os.ST_RDONLY, "file system is read-only"), (0, "this user has no permission")):

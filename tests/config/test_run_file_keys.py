@@ -39,7 +39,7 @@ def marks(key: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=marks(key)) for key in TRIED])
-def test_a_key_changes_what_the_table_says_and_nothing_else(
+def test_each_key_changes_exactly_what_its_table_entry_lists(
     key: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = TRIED[key]

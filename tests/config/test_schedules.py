@@ -56,7 +56,7 @@ def named_there(steps: int, warmup: int, minimum: float) -> Iterator[tuple[dict,
 
 @pytest.mark.parametrize("minimum", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("steps", [2, 3, 10, 33, 64, 100, 187])
-def test_rates_are_those_of_transformers(steps: int, minimum: float) -> None:
+def test_rates_match_transformers(steps: int, minimum: float) -> None:
     for warmup in {0, 1, 7, int(0.3 * steps), steps - 1} & set(range(steps)):
         for ours, name, options in named_there(steps, warmup, minimum):
             known = optimizer()
@@ -67,7 +67,7 @@ def test_rates_are_those_of_transformers(steps: int, minimum: float) -> None:
 
 @pytest.mark.parametrize("minimum", [0.0, 1e-3, 0.3])
 @pytest.mark.parametrize("steps", [2, 3, 4, 10, 50, 64, 99, 187])
-def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
+def test_one_cycle_matches_torch(steps: int, minimum: float) -> None:
     """torch's `pct_start` (0.3) is `warmup_fraction`, or the share of `warmup_steps`; its `final_div_factor` divides
     the initial rate, which is a 25th of the maximum."""
     given: list[tuple[dict, float]] = [({}, 0.3), ({"warmup_fraction": 0.05}, 0.05), ({"warmup_fraction": 0.77}, 0.77)]
@@ -86,7 +86,7 @@ def test_one_cycle_is_torch_s(steps: int, minimum: float) -> None:
         assert found == pytest.approx(theirs(scheduler, known, steps), abs=1e-12), keys
 
 
-def test_points_have_straight_lines_between_them() -> None:
+def test_points_are_interpolated_linearly() -> None:
     points = [[0, 0.0], [10, 1e-3], [20, 1e-3], [40, 2e-4]]
     found = rates(schedule=points, learning_rate=1e-3)
     assert found[:3] == pytest.approx([0.0, 1e-4, 2e-4])
@@ -117,14 +117,14 @@ def test_wsd_falls_in_the_last_tenth_and_never_into_the_warmup() -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
-def test_few_steps_are_no_trouble(schedule: str, steps: int) -> None:
+def test_schedules_of_few_steps(schedule: str, steps: int) -> None:
     for warmup in (0, 1, 5):
         found = rates(steps, schedule=schedule, warmup_steps=warmup)
         assert all(0 <= rate <= 3e-4 for rate in found)
         assert drawn(OptimSection(schedule=schedule, warmup_steps=warmup), steps)
 
 
-def test_it_is_drawn_in_blocks() -> None:
+def test_the_schedule_is_drawn_in_block_characters() -> None:
     line = drawn(OptimSection(learning_rate=1e-3, schedule="wsd", warmup_steps=200), 1000, width=10)
     assert line == "▁▅███████▁ wsd: 0 at first, 0.001 at step 200, 1e-05 at the last"
     once = {
@@ -163,7 +163,7 @@ def test_it_is_drawn_in_blocks() -> None:
         (["optim.warmup_fraction=0.1"], "warmup_steps and warmup_fraction are both set; remove one of them"),
     ],
 )
-def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:
+def test_invalid_schedules_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(RunError) as caught:
         load(None, words, TINY)  # it has a rate and a warm-up
     assert said in str(caught.value)

@@ -50,7 +50,7 @@ def test_every_run_ended_or_was_refused_with_a_code() -> None:
     assert not {pair: outcome for pair, outcome in outcomes.items() if outcome == "refused "}
 
 
-def test_a_pair_without_effect_has_its_reason_and_a_reason_its_pair() -> None:
+def test_pairs_without_effect_and_reasons_match() -> None:
     silent = {pair for pair, outcome in recorded().items() if outcome == "nothing" and pair[1] in keys_of(pair[0])}
     assert not [pair for pair in silent if not idle(*pair)]
     assert {of for pair in silent for of in idle(*pair)} == {*IDLE}
@@ -58,7 +58,7 @@ def test_a_pair_without_effect_has_its_reason_and_a_reason_its_pair() -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_the_record_is_that_of_today(tmp_path: Path) -> None:
+def test_the_record_is_current(tmp_path: Path) -> None:
     """The record is current for the keys of one task; the control is a key without visible effect."""
     kind = "language_modeling prompts"
     command = [sys.executable, str(SCRIPT), "--kinds", kind, "--keys", r"^task\.|^max_time$"]

@@ -85,7 +85,7 @@ def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "load", load_numbers)
 
 
-def test_what_a_task_imports_is_found_and_not_executed(here: Path) -> None:
+def test_imports_of_a_task_are_found_without_executing_them(here: Path) -> None:
     found = user_code.files_of(["mine.rating.Rating"])
     wanted = ["mine/__init__.py", "mine/deep/__init__.py", "mine/deep/inner.py", "mine/rating.py", "mine/words.py"]
     assert sorted(found) == [*wanted, "plain.py", "space/there.py"]
@@ -93,7 +93,7 @@ def test_what_a_task_imports_is_found_and_not_executed(here: Path) -> None:
     assert not {"space.there", "plain", "mine"} & set(sys.modules)
 
 
-def test_comments_docstrings_and_layout_do_not_count(here: Path) -> None:
+def test_comments_docstrings_and_layout_do_not_change_the_hash(here: Path) -> None:
     path = here / "mine/words.py"
     before = user_code.fingerprint(path)
     path.write_text(
@@ -108,7 +108,7 @@ def test_comments_docstrings_and_layout_do_not_count(here: Path) -> None:
     assert user_code.fingerprint(path) != before
 
 
-def test_an_edited_prepare_gets_no_old_tokens(here: Path, numbered: None) -> None:
+def test_an_edited_prepare_misses_the_cache(here: Path, numbered: None) -> None:
     (here / "space/there.py").write_text("")
     told: list[str] = []
     first = prepared(told)

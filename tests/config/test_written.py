@@ -68,7 +68,7 @@ def said(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("words", WRITTEN)
-def test_a_default_is_called_one(
+def test_a_default_is_named_as_default(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)
@@ -78,7 +78,7 @@ def test_a_default_is_called_one(
     assert accused(text, keys_written(tmp_path / "run.yaml", words.split())) == []
 
 
-def test_a_default_that_a_strategy_cannot_have_gives_way(
+def test_a_default_that_a_strategy_does_not_support_is_adapted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Evaluations of language models sample by default, but a pipeline decodes only greedily."""
@@ -142,7 +142,7 @@ BESIDE = [
 
 
 @pytest.mark.parametrize("words", BESIDE)
-def test_the_quick_start_gives_way_to_what_is_written(
+def test_written_keys_override_the_quick_start(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)
@@ -153,7 +153,7 @@ def test_the_quick_start_gives_way_to_what_is_written(
     assert "both" not in text  # of two origins one is the quick start's
 
 
-def test_the_control_a_key_that_was_written_is_accused() -> None:
+def test_the_control_a_written_key_is_refused() -> None:
     assert accused("lockstep: launch.processes: auto, and launch.gpus is not set", {"launch.gpus"})
     assert not accused("lockstep: launch.processes: auto, and launch.processes is not set", set())
     assert accused("lockstep: data.max_length: 128 tokens, but the model has 64", {"model.type"})
@@ -193,7 +193,7 @@ def test_a_length_that_nobody_wrote_is_lowered_with_a_note_and_one_that_was_is_r
     assert "task.block_size is 32" in text
 
 
-def test_what_was_written_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_receive_the_list_of_written_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
@@ -205,7 +205,7 @@ def test_what_was_written_reaches_the_ranks(tmp_path: Path, monkeypatch: pytest.
     assert not sent.run.wrote("launch.processes")
 
 
-def test_of_a_file_with_every_default_what_differs_from_them_counts(tmp_path: Path) -> None:
+def test_in_a_file_with_all_defaults_only_differing_keys_are_written(tmp_path: Path) -> None:
     run = Run.load(SMALL | {"name": "a", "output": str(tmp_path / "a"), "batch_size": 128})
     assert run.wrote("batch_size")
     (tmp_path / "run.yaml").write_text(run.dump().partition("\n")[2])  # without the line that lists what was written
@@ -237,7 +237,7 @@ def test_a_message_names_the_default() -> None:
     assert applies("launch.processes has no effect here", run)
 
 
-def test_a_message_names_the_default_that_gave_way_and_why() -> None:
+def test_a_message_names_the_adapted_default_and_why() -> None:
     note = "data.max_length is 8, because the model has positions for 8 tokens; its default is 128"
     for text in ("data.max_length: too short", "task: 8 tokens of data.max_length are few"):
         with raises("LS1234", text, f"({note})") as caught, naming_defaults(Run.load(SMALL)), naming_lowered([note]):

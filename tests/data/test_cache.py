@@ -86,7 +86,7 @@ def test_damaged_tokens_are_made_again(harm: Callable, again: bool, own_cache: P
 
 
 @pytest.mark.parametrize("kind", ["packed", "translation", "token_classification"])
-def test_every_task_s_tokens_are_looked_at(kind: str, own_cache: Path, tmp_path: Path) -> None:
+def test_cached_tokens_of_every_task_are_checked(kind: str, own_cache: Path, tmp_path: Path) -> None:
     run = make(tmp_path, kind)
     first = prepared(run)
     wanted = held(first)
@@ -128,7 +128,7 @@ def test_a_copied_cache_names_its_own_files(
     assert str(own_cache) not in next((copy / "prepared").glob("*.json")).read_text()
 
 
-def test_damaged_facts_are_found_again(own_cache: Path) -> None:
+def test_damaged_facts_are_recomputed(own_cache: Path) -> None:
     run = tiny()
     first = prepared(run)
     [path] = (own_cache / "prepared").glob("*.json")
@@ -173,7 +173,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_do(number: int, remedy: str
 # -- permissions -----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_others_may_write_holds_one_for_each_user(own_cache: Path) -> None:
+def test_a_shared_cache_folder_has_a_folder_per_user(own_cache: Path) -> None:
     own_cache.mkdir()
     own_cache.chmod(0o777)
     run = tiny()
@@ -225,14 +225,14 @@ def test_two_users_share_a_cache_without_trusting_each_other(monkeypatch: pytest
         assert cache.damage(path) == "a belongs to another user"
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file" / "cache"))
     with raises("LS2030"):
         prepared(tiny())
 
 
-def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path: Path) -> None:
+def test_tokens_of_a_users_task_are_sealed(own_cache: Path, tmp_path: Path) -> None:
     from lockstep.tasks.language_modeling import LanguageModeling
 
     class Own(LanguageModeling):
@@ -252,7 +252,7 @@ def test_what_a_task_of_one_s_own_wrote_is_sealed_too(own_cache: Path, tmp_path:
     assert held(prepare(run, Own)) == wanted
 
 
-def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_converted_by_the_current_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` would return rows cached by an earlier version of the code: labels and spans from before a bug fix."""
     import datasets
 
@@ -272,7 +272,7 @@ def test_rows_are_converted_by_the_code_as_it_is(tmp_path: Path, monkeypatch: py
     assert seen == ["x-old", "x-newer"]
 
 
-def test_no_mapped_rows_are_taken_from_the_cache_of_datasets() -> None:
+def test_the_map_cache_of_datasets_is_not_used() -> None:
     """Every batched `map` either turns off that cache or keeps its rows in memory."""
     found = []
     texts = {file: file.read_text(encoding="utf-8") for file in sorted((ROOT / "src/lockstep").rglob("*.py"))}

@@ -141,7 +141,7 @@ def test_every_key_of_a_run_and_its_data(kind: str, cache: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["masked", *map(slow, ["pairs", "translation", "token_classification"])])
-def test_other_tokens_for_another_length(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_length_has_other_tokens(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = make(cache, kind, count=12)
     first = same_as_anew(plain, cache, monkeypatch)
     shorter = load(None, {"data.max_length": 7}, plain.model_dump())
@@ -211,7 +211,7 @@ def test_every_key_of_a_stream(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert same_as_anew(plain, cache, monkeypatch) != first
 
 
-def test_how_files_are_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_parsing_options(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of `data` that say how bytes are parsed."""
     rows = "".join(f"a dög sees {i} cat,text {i} of ä,{i % 2}\n" for i in range(60))
     (cache / "rows.csv").write_bytes(rows.encode())
@@ -228,7 +228,7 @@ def test_how_files_are_read(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert same_as_anew(load(None, {key: value}, plain.model_dump()), cache, monkeypatch) != first
 
 
-def test_the_libraries_that_make_tokens(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_depends_on_library_versions(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another library version tokenizes again, under the same names."""
     run = make(cache, "documents", count=30)
     first = prepare(run, plugins.find("tasks", run.task.name))  # type: ignore[type-abstract]
@@ -258,7 +258,7 @@ def test_trials_of_padding(key: str, cache: Path, monkeypatch: pytest.MonkeyPatc
     assert len(tried) == (1 if key == "data.padding=batch" else 2)  # with padding, nothing is tried
 
 
-def test_what_lies_where_others_wrote_before(cache: Path) -> None:
+def test_files_at_an_old_cache_path_are_not_used(cache: Path) -> None:
     """A file written in place of another one is detected by its time and size."""
     run = make(cache, "documents", count=30)
     first = files_of(run)

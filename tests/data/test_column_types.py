@@ -86,7 +86,7 @@ def facts(data: dict[str, Any], **task: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "txt", "parquet"])
-def test_a_label_is_the_text_that_stands_in_the_file(ending: str, tmp_path: Path) -> None:
+def test_labels_are_the_strings_of_the_file(ending: str, tmp_path: Path) -> None:
     seen = facts({"source": save(tmp_path / f"a.{ending}", rows(ODD))})
     assert seen["labels"] == ODD
     assert seen["of_label"] == [14, 14, 14]
@@ -105,7 +105,7 @@ def test_a_stream_has_the_labels_of_the_file(ending: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("ending", ["csv", "txt"])
-def test_whole_numbers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Path) -> None:
+def test_integers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Path) -> None:
     """They are numbers if each is written in one way only, in all splits: 10 sorts after 2, and label names can be
     set."""
     data = {"train": save(tmp_path / f"a.{ending}", rows(["0", "10", "2"]))}
@@ -121,7 +121,7 @@ def test_whole_numbers_of_tables_and_lines_are_numbers(ending: str, tmp_path: Pa
 
 @pytest.mark.parametrize("ending", ["txt", "tar"])
 @pytest.mark.parametrize("held_out", ["txt", "jsonl", "parquet"])
-def test_a_stream_has_whole_numbers_as_numbers(held_out: str, ending: str, tmp_path: Path) -> None:
+def test_integers_of_a_stream_are_numbers(held_out: str, ending: str, tmp_path: Path) -> None:
     train = save(tmp_path / f"a.{ending}", rows(["0", "10", "2"]))
     some = rows(["0", "2"], 8) if held_out == "txt" else rows([0, 2], 8)
     names = {"text": "txt", "label": "cls"} if ending == "tar" else {}
@@ -133,7 +133,7 @@ def test_a_stream_has_whole_numbers_as_numbers(held_out: str, ending: str, tmp_p
     assert facts(data, label_names=["a", "b", "c"], **names)["labels"] == ["a", "b", "c"]
 
 
-def test_points_and_truths_of_tables_are_kept_apart(tmp_path: Path) -> None:
+def test_decimals_and_booleans_of_tables_are_distinguished(tmp_path: Path) -> None:
     def labels(some: list[str]) -> list[str]:
         return list(facts({"source": save(tmp_path / "a.csv", rows(some))})["labels"])
 
@@ -180,7 +180,7 @@ def test_parquet_files_of_integers_and_of_decimals_are_united_in_either_order(tm
         facts({"train": [large, decimals]})
 
 
-def test_a_text_among_numbers_is_named_as_it_stands(tmp_path: Path) -> None:
+def test_a_string_among_numbers_is_quoted_unchanged(tmp_path: Path) -> None:
     some = rows(["a", "b"])
     some[3]["text"], some[4]["text"], some[5]["text"] = "12", "null", " NaN "
     path = save(tmp_path / "a.jsonl", some)
@@ -193,14 +193,14 @@ def test_a_text_among_numbers_is_named_as_it_stands(tmp_path: Path) -> None:
     assert facts({"source": str(tmp_path / "a.csv")})["of_label"] == [22, 22]  # a table's values are all text
 
 
-def test_numbers_to_predict_are_numbers_however_they_are_written(tmp_path: Path) -> None:
+def test_regression_targets_are_parsed_in_any_notation(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"{sentence(i)},+{i % 5:02d}\n" for i in range(48)))
     (tmp_path / "a.txt").write_text("".join(f"{sentence(i)};{i % 5 / 2}\n" for i in range(48)))
     for name in ("a.csv", "a.txt"):
         assert facts({"source": str(tmp_path / name)}, regression=True)["numbers"] == ["label"]
 
 
-def test_minus_one_is_a_label_where_train_has_it(tmp_path: Path) -> None:
+def test_minus_one_is_a_label_if_train_has_it(tmp_path: Path) -> None:
     for ending in ("jsonl", "csv"):
         folder = tmp_path / ending
         folder.mkdir()
@@ -219,7 +219,7 @@ def tagged(tags: list[Any]) -> list[dict[str, Any]]:
     return [{"tokens": sentence(i).split()[:6], "tags": list(tags)} for i in range(48)]
 
 
-def test_tags_are_the_texts_of_the_file(tmp_path: Path) -> None:
+def test_tags_are_the_strings_of_the_file(tmp_path: Path) -> None:
     some = tagged(TAGS)
     data = {"source": save(tmp_path / "a.jsonl", some)}
     assert facts(data, name="token_classification")["labels"] == sorted(TAGS)
@@ -258,7 +258,7 @@ def test_a_number_that_a_class_label_column_has_no_name_for(tmp_path: Path) -> N
         facts(data)
 
 
-def test_words_are_the_texts_of_the_file(tmp_path: Path) -> None:
+def test_words_are_the_strings_of_the_file(tmp_path: Path) -> None:
     some = tagged(["O", "B-X", "O", "O", "O", "O"])
     some[2]["tokens"][1], some[4]["tokens"][1], some[5]["tokens"][2] = 1999, "007", "null"
     path = save(tmp_path / "a.jsonl", some)
@@ -289,7 +289,7 @@ def test_answers_and_lists_of_labels_are_named_with_the_row(tmp_path: Path) -> N
 # -- types set in the run file ---------------------------------------------------------------------------------------
 
 
-def test_types_make_numbers_of_texts_and_texts_of_numbers(tmp_path: Path) -> None:
+def test_data_types_converts_between_strings_and_numbers(tmp_path: Path) -> None:
     data = {"source": save(tmp_path / "a.csv", rows(ODD))}
     assert facts(data | {"types": {"label": "integer"}})["label_values"] == [1, 2]
     data = {"source": save(tmp_path / "b.csv", rows(["0", "10", "2"]))}
@@ -325,14 +325,14 @@ def test_types_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ([1 / 3, 0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, float("inf"), "text"], "json"),
     ],
 )
-def test_every_value_stays_as_it_is(values: list[Any], kind: str) -> None:
+def test_values_are_unchanged(values: list[Any], kind: str) -> None:
     seen = value_types.dataset_of({"a": values})
     assert kind in str(seen.features["a"]).lower()
     assert seen.to_list() == [{"a": value} for value in values]
     assert [type(row["a"]) for row in seen.to_list()] == [type(value) for value in values]
 
 
-def test_what_cannot_be_held_is_refused_with_its_rows(tmp_path: Path) -> None:
+def test_values_out_of_range_are_refused_with_their_rows(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": "x"}\n{"text": "\\ud800", "label": "y"}\n')
     with raises("LS2409", "a.jsonl, rows 0 to 1", "'text'"):
         facts({"source": str(tmp_path / "a.jsonl")})
@@ -367,7 +367,7 @@ UNREAD: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("kind", [*UNREAD, "not there"])
-def test_a_column_that_nobody_reads_is_left_out_first(kind: str, ending: str, tmp_path: Path) -> None:
+def test_unused_columns_are_dropped_first(kind: str, ending: str, tmp_path: Path) -> None:
     values = UNREAD.get(kind, (None, "s"))
     files = []
     for name, value in zip("ab", values, strict=True):
@@ -377,14 +377,14 @@ def test_a_column_that_nobody_reads_is_left_out_first(kind: str, ending: str, tm
         assert facts({"train": some})["of_label"] == [22, 22]
 
 
-def test_a_table_with_a_column_more_is_read_where_nobody_reads_it(tmp_path: Path) -> None:
+def test_tables_may_differ_in_unused_columns(tmp_path: Path) -> None:
     first = save(tmp_path / "a.csv", rows(["x", "y"], 24))
     (tmp_path / "b.csv").write_text("text,more,label\n" + "".join(f"{sentence(i)},{i},x\n" for i in range(24)))
     for files in ([first, str(tmp_path / "b.csv")], [str(tmp_path / "b.csv"), first]):
         assert facts({"train": files})["labels"] == ["x", "y"]
 
 
-def test_a_column_that_is_read_is_asked_for_in_every_file(tmp_path: Path) -> None:
+def test_used_columns_must_be_in_every_file(tmp_path: Path) -> None:
     first = save(tmp_path / "a.parquet", rows(["x", "y"], 24))
     pq.write_table(pa.table({"text": [sentence(i) for i in range(24)]}), tmp_path / "b.parquet")
     files = [first, str(tmp_path / "b.parquet")]
@@ -416,13 +416,13 @@ def test_optional_keys_of_messages_are_read_in_either_order(endings: tuple[str, 
     assert sum("'content': 'null'" in turn for turn in seen[0]) == 48
 
 
-def test_columns_that_are_not_there_are_named_beside_all_that_are(tmp_path: Path) -> None:
+def test_missing_columns_are_reported_with_all_existing_ones(tmp_path: Path) -> None:
     path = save(tmp_path / "a.jsonl", [row | {"more": 1} for row in rows(["x", "y"])])
     with raises("LS2312", "'tweet'", "text, label, more"):
         facts({"source": path}, text="tweet")
 
 
-def test_types_hold_across_files_of_several_types(tmp_path: Path) -> None:
+def test_data_types_applies_to_files_of_different_types(tmp_path: Path) -> None:
     """Files were once concatenated before `data.types` was applied, so no key could unite their columns."""
     texts = save(tmp_path / "a.parquet", rows(["01", "1"], 24))
     for other in (save(tmp_path / "b.parquet", rows([1, 2], 24)), save(tmp_path / "b.jsonl", rows([1, 2], 24))):
@@ -436,7 +436,7 @@ def test_types_hold_across_files_of_several_types(tmp_path: Path) -> None:
         facts({"train": [other, pointed], "types": {"label": "integer"}})
 
 
-def test_blanks_around_whole_numbers_are_told(tmp_path: Path) -> None:
+def test_blanks_around_integers_are_noted(tmp_path: Path) -> None:
     data = {"source": save(tmp_path / "a.csv", rows(["0", "1", " 1"]))}
     (note,) = facts(data)["notes"]
     assert "' 1' and '1'" in note
@@ -445,7 +445,7 @@ def test_blanks_around_whole_numbers_are_told(tmp_path: Path) -> None:
     assert "notes" not in facts({"source": save(tmp_path / "b.csv", rows(["0", " 1"]))})
 
 
-def test_labels_of_several_types_are_named_as_the_file_has_them(tmp_path: Path) -> None:
+def test_labels_of_several_types_are_quoted_as_in_the_file(tmp_path: Path) -> None:
     def refused(labels: list[Any], *texts: str) -> None:
         with raises(*texts):
             facts({"source": save(tmp_path / "a.jsonl", rows(labels))})
@@ -511,7 +511,7 @@ def test_examples_are_made_of_rows_whose_keys_hold_several_types(tmp_path: Path)
     assert words.count("bare") == sum("w" not in turn for turn in turns)
 
 
-def test_a_label_that_another_split_writes_differently_names_the_way_out(tmp_path: Path) -> None:
+def test_a_label_written_differently_in_another_split_has_a_remedy(tmp_path: Path) -> None:
     for name, labels in (("a", ["0.0", "1.0"]), ("v", ["1", "0"])):
         text = "".join(f"{sentence(i)},{labels[i % 2]}\n" for i in range(16))
         (tmp_path / f"{name}.csv").write_text(f"text,label\n{text}")

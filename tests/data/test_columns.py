@@ -41,7 +41,7 @@ def test_the_file_is_mapped_and_not_read() -> None:
     raise AssertionError("the tokens lie in no mapping")
 
 
-def test_some_examples_are_a_split_of_their_own(columns: Columns) -> None:
+def test_selected_examples_form_a_split(columns: Columns) -> None:
     rows = np.array([57, 3, 99])
     few = columns.select(rows)
     assert (len(few), few.names) == (3, columns.names)
@@ -89,7 +89,7 @@ def test_rows_are_found_across_batches_of_a_file(tmp_path: Path) -> None:
         columns.lengths[5]
 
 
-def test_the_longest_are_those_of_a_stable_sort(tmp_path: Path) -> None:
+def test_the_longest_examples_follow_a_stable_sort(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 1000).astype(np.int32)
     for count in (1, 7, 999, 1000, 5000):
         wanted = np.argsort(-lengths, kind="stable")[:count]

@@ -81,7 +81,7 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, ending: str) -> None:
     assert found.splits["train"].to_list() == ROWS
 
 
-def test_text_files_know_windows_and_integers(tmp_path: Path) -> None:
+def test_text_files_with_windows_line_ends_and_integer_labels(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone;1\r\n\r\ntwo; x;-2\r\n".encode())
     found = source.load(DataSection(source=str(tmp_path / "a.txt")), 0).splits["train"]
     assert found.to_list() == [{"text": "one", "label": 1}, {"text": "two; x", "label": -2}]
@@ -119,7 +119,7 @@ def test_files_of_a_split_that_are_named_in_two_ways_are_refused(tmp_path: Path,
     assert {name: len(rows) for name, rows in one.items()} == {"train": 6} | {split: 6}
 
 
-def test_a_file_of_another_format_beside_those_of_a_split_is_not_of_it(tmp_path: Path) -> None:
+def test_files_of_another_format_are_not_part_of_a_split(tmp_path: Path) -> None:
     write(tmp_path, "train.jsonl", ROWS)
     (tmp_path / "training_log.txt").write_text("step 1\n")
     assert source.load(DataSection(source=str(tmp_path)), 0).splits["train"].to_list() == ROWS
@@ -144,7 +144,7 @@ def test_files_named_one_by_one(tmp_path: Path) -> None:
 # -- held-out rows ---------------------------------------------------------------------------------------------------
 
 
-def test_a_single_file_is_cut_fairly_and_always_the_same(tmp_path: Path) -> None:
+def test_a_single_file_is_split_stratified_and_reproducibly(tmp_path: Path) -> None:
     path = write(tmp_path, "data.jsonl", messages(400))
     run = run_of(path, "data.validation_fraction=0.2")
     found = prepared(run)
@@ -204,18 +204,18 @@ def test_names_of_integer_labels(tmp_path: Path) -> None:
         prepared(run_of(path, "task.label_names=[one, two, three, four, five]"))
 
 
-def test_a_number_that_is_always_the_same_is_named_with_what_it_is() -> None:
+def test_a_constant_label_is_refused_with_its_value() -> None:
     rows = datasets.Dataset.from_dict({"stars": [1.0, 2.0], "helpful": [7.5, 7.5]})
     with raises("LS2108", "'helpful'", "7.5"):
         labels.number_codes_of({"train": rows}, ["stars", "helpful"], None, "a.jsonl")
 
 
-def test_a_column_that_names_two_labels_alike_names_none(tmp_path: Path) -> None:
+def test_duplicate_label_names_are_not_used(tmp_path: Path) -> None:
     rows = [row | {"label_text": "same"} for row in messages(40, (0, 1, 2))]
     assert prepared(run_of(write(tmp_path, "a.jsonl", rows))).facts["labels"] == ["0", "1", "2"]
 
 
-def test_class_labels_of_the_data_set_name_themselves(tmp_path: Path) -> None:
+def test_names_of_class_labels_are_used(tmp_path: Path) -> None:
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes", "never seen"])}
     )
@@ -227,7 +227,7 @@ def test_class_labels_of_the_data_set_name_themselves(tmp_path: Path) -> None:
 # -- tokens ----------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_the_tokenizer_s_own(tmp_path: Path) -> None:
+def test_tokens_equal_the_tokenizers(tmp_path: Path) -> None:
     rows = [*messages(40), {"text": "word " * 60, "label": "joy"}, {"text": "\u0007", "label": "fear"}]
     for name in ("train", "validation"):
         write(tmp_path, f"{name}.jsonl", rows)
@@ -241,7 +241,7 @@ def test_tokens_are_the_tokenizer_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram"])
-def test_a_text_without_a_token_is_at_least_one(tmp_path: Path, kind: str) -> None:
+def test_an_empty_text_has_at_least_one_token(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
     found = prepared(run_of(path, tokenizer={"train": kind, "vocab_size": 300}))
     for split in found.splits:
@@ -296,7 +296,7 @@ def _bert() -> dict:
 # -- the cache -------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_time_nothing_is_read_or_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_run_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(write(tmp_path, "data.jsonl", messages(40)))
     calls = []
     whole = arrow_cache.fill
@@ -327,7 +327,7 @@ def test_a_changed_file_is_noticed_and_a_touched_one_is_the_same_data(tmp_path: 
     assert prepared(run_of(path)).key != first.key
 
 
-def test_another_length_or_tokenizer_is_other_data(tmp_path: Path) -> None:
+def test_another_length_or_tokenizer_misses_the_cache(tmp_path: Path) -> None:
     path = write(tmp_path, "data.jsonl", messages(40))
     keys = [
         prepared(run_of(path, *o)).key for o in ([], ["data.max_length=8"], ["tokenizer.vocab_size=270"], ["seed=5"])
@@ -335,7 +335,7 @@ def test_another_length_or_tokenizer_is_other_data(tmp_path: Path) -> None:
     assert len(set(keys)) == 4
 
 
-def test_tokens_that_are_gone_are_made_again(tmp_path: Path) -> None:
+def test_deleted_tokens_are_recomputed(tmp_path: Path) -> None:
     run = run_of(write(tmp_path, "data.jsonl", messages(40)))
     first = prepared(run)
     wanted = decoded(first, "train")
@@ -358,9 +358,7 @@ def test_four_processes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["./away", "away/", "a/b/away", "./away.d"])
-def test_a_folder_that_is_not_there_is_said_to_be_away(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_folder_is_reported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path is not looked up on the Hub, where a name has at most one slash."""
     monkeypatch.chdir(tmp_path)
     with raises("LS2250", "data.source: no such file or folder", Path(name).name):

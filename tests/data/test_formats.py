@@ -58,7 +58,7 @@ def test_every_format_is_read_compressed(ending: str, packing: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_compressed_file_that_is_cut_off_names_file_and_line(packing: str, tmp_path: Path) -> None:
+def test_a_truncated_compressed_file_is_named_with_its_line(packing: str, tmp_path: Path) -> None:
     import random
 
     draw = random.Random(0)
@@ -94,7 +94,7 @@ def test_a_compressed_file_names_the_line_that_is_wrong_as_it_was_given(tmp_path
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_what_would_fill_the_disk_is_not_unpacked(
+def test_a_file_that_would_fill_the_disk_is_not_decompressed(
     packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_formats, "LARGE", 2**20)
@@ -146,14 +146,14 @@ def test_formats_are_mixed_in_the_order_of_the_files(tmp_path: Path) -> None:
         ("text,label\nb,joy\n", "'label' holds whole numbers in {a} and texts in {b}"),
     ],
 )
-def test_formats_that_do_not_agree_say_in_what(text: str, wanted: str, tmp_path: Path) -> None:
+def test_formats_with_different_columns_are_refused(text: str, wanted: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(PLAIN[".jsonl"])
     (tmp_path / "b.csv").write_text(text)
     places = {"a": tmp_path / "a.jsonl", "b": tmp_path / "b.csv"}
     assert wanted.format(**places) in refused(source=str(tmp_path))
 
 
-def test_whole_numbers_and_numbers_with_decimals_are_numbers_with_decimals(tmp_path: Path) -> None:
+def test_integers_and_decimals_become_decimals(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(PLAIN[".jsonl"])
     (tmp_path / "b.csv").write_text("text,label\nb,1.5\n")
     assert [row["label"] for row in read(source=str(tmp_path))] == [1.0, 2.0, 1.5]
@@ -208,7 +208,7 @@ def test_dotted_paths_are_columns(path: str, wanted: list, tmp_path: Path) -> No
         ("question.a", "'question' of the train split of x holds strings, in which there is no 'a'"),
     ],
 )
-def test_paths_that_lead_nowhere(path: str, wanted: str, tmp_path: Path) -> None:
+def test_dotted_paths_without_a_value(path: str, wanted: str, tmp_path: Path) -> None:
     said = refused({"task.text": path}, source=deep(tmp_path))
     assert mentions(said, "LS2311", "task.text", str(path))
     assert wanted.replace("of x", f"of {deep(tmp_path)}") in said

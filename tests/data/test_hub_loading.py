@@ -71,7 +71,7 @@ def test_data_and_model_come_from_the_hub_at_their_revisions(
 
 
 @pytest.mark.processes
-def test_what_was_pushed_loads_back(hub: Hub, finished: Path, cache: Path, lockstep: Command) -> None:
+def test_a_pushed_model_loads(hub: Hub, finished: Path, cache: Path, lockstep: Command) -> None:
     assert lockstep(finished, *PUSH)[0] == 0
     code = (
         "import torch\nfrom transformers import AutoModelForSequenceClassification as M, AutoTokenizer as T\n"
@@ -99,7 +99,7 @@ NOT_LOADED = {
 
 
 @pytest.mark.processes
-def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp_path: Path, cache: Path) -> None:
+def test_each_loading_error_is_one_message(hub: Hub, finished: Path, tmp_path: Path, cache: Path) -> None:
     for name, gated in (("set", False), ("closed-set", True)):
         hub.put("datasets", f"user/{name}", {"train.jsonl": rows(0), "README.md": b"# set"}, gated=gated)
     model = tiny_model(tmp_path / "a", finished)
@@ -125,9 +125,7 @@ def test_what_cannot_be_loaded_is_one_message_each(hub: Hub, finished: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreachable_hub_gets_one_request(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
@@ -152,7 +150,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_silently(
         hub_names.unreachable.cache_clear()
 
 
-def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_gets_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """`plan` and `train` once waited for more than 100 s in silence, six times 10 s per file."""
     with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts; nothing reads
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -181,7 +179,7 @@ def test_a_host_that_accepts_and_never_answers_is_asked_once(monkeypatch: pytest
     assert time.monotonic() - began < 60
 
 
-def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_requests_to_the_hub_have_a_short_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`init`, `predict` and `evaluate`, which prepare no run first, time out quickly too; local paths send no
     request."""
     calls: list[None] = []
@@ -199,7 +197,7 @@ def test_whoever_asks_the_hub_is_brief(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert len(calls) == 3
 
 
-def test_only_what_may_be_on_the_hub_is_asked_of_it(tmp_path: Path) -> None:
+def test_only_valid_repository_names_are_requested(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("text,label\na,b\n")
     local = {"data": {"train": str(tmp_path / "train.csv")}, "model": {"source": str(tmp_path)}}
     assert not names_hub(Run.load(local))

@@ -41,7 +41,7 @@ def write(path: Path, text: str | bytes) -> Path:
         ("a.csv", '﻿"I, too",joy\nNA,fear'),
     ],
 )
-def test_columns_are_named_where_a_file_does_not(name: str, text: str, tmp_path: Path) -> None:
+def test_data_columns_names_the_columns(name: str, text: str, tmp_path: Path) -> None:
     path = write(tmp_path / name, text)
     rows = read(source=str(path), columns=["text", "label"])["train"]
     assert rows == [{"text": "I, too", "label": "joy"}, {"text": "NA", "label": "fear"}]
@@ -58,7 +58,7 @@ def test_columns_that_do_not_fit(tmp_path: Path) -> None:
     assert mentions(refused(source="some/set", encoding="latin-1"), "LS2243", "data.encoding")
 
 
-def test_keys_of_the_hub_are_refused_where_nothing_is_read_from_it(tmp_path: Path) -> None:
+def test_hub_keys_are_refused_for_local_data(tmp_path: Path) -> None:
     path = write(tmp_path / "b.jsonl", '{"text": "a"}\n')
     assert mentions(refused(source=str(path), revision="v2"), "LS2255", "data.revision", str(path))
     assert mentions(refused(train=str(path), config="small"), "LS2255", "data.config", "data.train")
@@ -161,7 +161,7 @@ def test_a_file_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeyp
     ("name", "wanted"),
     [("en", True), ("de_DE", True), ("eng_Latn", True), ("md", False), ("py", False), ("label", False)],
 )
-def test_what_stands_for_a_language(name: str, wanted: bool) -> None:
+def test_names_of_languages(name: str, wanted: bool) -> None:
     assert is_language(name) is wanted
 
 
@@ -187,7 +187,7 @@ def test_paths_beside_the_run_file_are_found_from_any_folder(tmp_path: Path, mon
     assert load("run.yaml", []).data.source == "texts"
 
 
-def test_other_names_stay_as_they_are(here: Path) -> None:
+def test_other_names_are_unchanged(here: Path) -> None:
     write(here / "job/train/x.txt", "")
     write(here / "job/a-1.csv", "")
     run = write(here / "job/run.yaml", f"data: {{source: some/set, train: train}}\n{MODEL}")
@@ -196,7 +196,7 @@ def test_other_names_stay_as_they_are(here: Path) -> None:
     assert load("job/run.yaml", []).data.train == ["job/a-*.csv", "b.csv"]
 
 
-def test_the_paths_of_a_finished_run_are_not_looked_for_in_its_folder(here: Path) -> None:
+def test_paths_of_a_finished_run_are_not_relative_to_its_folder(here: Path) -> None:
     write(here / "out/export/train.jsonl", "{}")
     text = f"data: {{source: export}}\noutput: out\n{MODEL}"
     write(here / "out/run.yaml", text)

@@ -51,7 +51,7 @@ def known(kind: str, texts: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram", "character"])
-def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_tokenization_equals_tokenizing_the_whole_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tok = known(kind, [TEXT])
     whole = tok(TEXT, return_offsets_mapping=True, verbose=False)
     wanted = lm_documents.measured(
@@ -74,7 +74,7 @@ def test_parts_make_the_tokens_of_the_whole(kind: str, monkeypatch: pytest.Monke
     assert int(found.words.sum()) == len(TEXT.split())
 
 
-def test_a_run_that_no_seam_fits_is_tokenised_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_a_safe_boundary_is_tokenized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one repeated letter, each token boundary depends on all before it."""
     text = "b" + "a" * 9001 + " end"
     tok = known("bpe", [TEXT])
@@ -84,7 +84,7 @@ def test_a_run_that_no_seam_fits_is_tokenised_whole(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram", "character"])
-def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_trained_on_chunks_equals_that_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_documents, "_PIECE", 1000)
     pieces = list(lm_documents.pieces(TEXT))
     assert len(pieces) > 8
@@ -100,7 +100,7 @@ def test_a_tokenizer_trained_on_pieces_is_that_of_the_whole(kind: str, monkeypat
         assert one.to_str() == other.to_str()
 
 
-def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_gets_bounded_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(lm_documents, "PART", 2500)
@@ -125,7 +125,7 @@ def test_the_tokenizer_never_sees_much_at_once(tmp_path: Path, monkeypatch: pyte
     assert ids == [tok(text)["input_ids"] for text in texts]
 
 
-def test_what_preparing_holds_does_not_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_preparation_does_not_grow_with_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty megabytes of files once took 5.4 GB: Python lists of numbers for every token of a thousand texts."""
     import datasets
 

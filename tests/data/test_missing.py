@@ -43,7 +43,7 @@ def save(path: Path, rows: list[dict]) -> Path:
 
 @pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
 @pytest.mark.parametrize("case", LACKING)
-def test_a_row_that_lacks_something_is_refused_or_left_out(case: str, ending: str, tmp_path: Path) -> None:
+def test_incomplete_rows_are_refused_or_dropped(case: str, ending: str, tmp_path: Path) -> None:
     change, key = LACKING[case]
     rows = [row | change if i in (4, 9) else row for i, row in enumerate(GOOD["classification"])]
     path = save(tmp_path / f"data{ending}", rows)
@@ -60,7 +60,7 @@ def test_a_row_that_lacks_something_is_refused_or_left_out(case: str, ending: st
     assert "left_out" not in whole.facts
 
 
-def test_what_is_missing_in_several_columns_is_told_at_once(tmp_path: Path) -> None:
+def test_missing_values_of_several_columns_are_one_message(tmp_path: Path) -> None:
     rows = [row | ({"text": ""} if i == 3 else {"other": None} if i < 6 else {}) for i, row in enumerate(GOOD["pairs"])]
     path = save(tmp_path / "data.jsonl", rows)
     with pytest.raises(RunError) as caught:
@@ -86,7 +86,7 @@ def test_integer_labels_stay_integers(tmp_path: Path) -> None:
     assert named.facts["labels"] == list("abcdefghijk")
 
 
-def test_a_label_of_minus_one_is_none_where_labels_have_names(tmp_path: Path) -> None:
+def test_minus_one_is_a_missing_label_if_labels_have_names(tmp_path: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     rows = [{"text": f"word {i}", "label": -1 if i == 5 else i % 2} for i in range(40)]
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "a.parquet")
@@ -95,7 +95,7 @@ def test_a_label_of_minus_one_is_none_where_labels_have_names(tmp_path: Path) ->
     assert prepared(run_of(tmp_path / "a.parquet", "data.drop_missing=true")).facts["left_out"] == {"train": 1}
 
 
-def test_nothing_left_is_told(tmp_path: Path) -> None:
+def test_dropping_every_row_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "data.jsonl", [{"text": "", "label": 1}] * 9)
     with raises("LS2313", "'text'"):
         prepared(run_of(path, "data.drop_missing=true"))
@@ -131,7 +131,7 @@ OTHERS: dict[str, list[tuple[dict[str, Any], str]]] = {
 
 
 @pytest.mark.parametrize(("kind", "place"), [(kind, i) for kind, cases in OTHERS.items() for i in range(len(cases))])
-def test_every_task_does_so(kind: str, place: int, tmp_path: Path) -> None:
+def test_every_task_handles_missing_values(kind: str, place: int, tmp_path: Path) -> None:
     import random
 
     change, key = OTHERS[kind][place]
@@ -150,7 +150,7 @@ def test_every_task_does_so(kind: str, place: int, tmp_path: Path) -> None:
         assert found.facts["labels"] == ["B-ANIMAL", "I-ANIMAL", "O"]
 
 
-def test_conversations_and_lists_of_labels_do_so(tmp_path: Path) -> None:
+def test_conversations_and_label_lists_handle_missing_values(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": f"a{i}"}, {"role": "assistant", "content": f"b{i}"}] for i in range(40)]
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     task = {"name": "preference", "prompt": None, "conversations": True, "chat_template": template}
@@ -175,7 +175,7 @@ def test_conversations_and_lists_of_labels_do_so(tmp_path: Path) -> None:
         assert found.facts["left_out"] == {"train": count}
 
 
-def test_it_is_said_aloud(tmp_path: Path) -> None:
+def test_dropped_rows_are_reported(tmp_path: Path) -> None:
     rows = [row | ({"text": ""} if i < 3 else {}) for i, row in enumerate(GOOD["classification"])]
     run = run_of(save(tmp_path / "data.jsonl", rows), "data.drop_missing=true")
     found = prepared(run)

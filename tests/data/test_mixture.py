@@ -71,7 +71,7 @@ def test_with_weights_each_source_is_used_whole_epoch_after_epoch(
         assert MixedOrder(sizes, schedules, batch, seed).step(int(t)).tolist() == rows[t].tolist()
 
 
-def test_shares_are_those_of_the_weights() -> None:
+def test_shares_follow_the_weights() -> None:
     order = MixedOrder([1000, 10, 100], [[(0, 6.0), (500, 1.0)], [(0, 3.0)], [(0, 1.0)]], 64, 3)
     before, after = order.consumed(500), order.consumed(1500) - order.consumed(500)
     assert np.abs(before / before.sum() - [0.6, 0.3, 0.1]).max() < 0.01
@@ -84,7 +84,7 @@ def test_shares_are_those_of_the_weights() -> None:
     assert (order.step(7) != order.step(8)).any()
 
 
-def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost is counted in permuted positions, for any sizes."""
     from lockstep.data import order as orders
 
@@ -103,9 +103,7 @@ def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) 
 
 @settings(max_examples=10)
 @given(st.booleans(), st.integers(1, 40), st.integers(2, 9), st.integers(0, 1000))
-def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
-    weighted: bool, batch: int, window: int, seed: int
-) -> None:
+def test_sorting_by_length_keeps_the_examples_of_a_window(weighted: bool, batch: int, window: int, seed: int) -> None:
     sizes = [70, 9, 31]
     lengths = np.random.default_rng(seed).integers(1, 50, sum(sizes))
     schedules = [[(0, 2.0), (7, 1.0)], [(0, 1.0)], [(0, 1.0), (11, 9.0)]] if weighted else [[], [], []]
@@ -156,13 +154,13 @@ def test_by_length_a_window_has_the_examples_that_its_steps_would_have(
         ("[{source: a, filter: {b: {}}}]", "a: filter: b: the condition is empty"),
     ],
 )
-def test_sources_that_make_no_sense_are_named(given: str, told: str) -> None:
+def test_invalid_sources_are_named(given: str, told: str) -> None:
     with pytest.raises(RunError) as caught:
         tiny("data.source=null", f"data.sources={given}")
     assert f"data.sources: {told}" in str(caught.value)
 
 
-def test_what_each_source_says_is_not_said_beside_them() -> None:
+def test_keys_of_sources_are_refused_beside_them() -> None:
     with raises("LS1130"):
         tiny("data.source=null", "data.sources=[a.jsonl]", "data.filter={a: 1}")
     with raises("LS1130"):
@@ -205,7 +203,7 @@ def test_sources_of_different_formats_are_one_data_set(tmp_path: Path) -> None:
     assert "book says" in words
 
 
-def test_a_source_whose_validation_rows_are_all_left_out_gets_none_of_train(tmp_path: Path) -> None:
+def test_a_source_with_an_empty_validation_split_takes_none_from_train(tmp_path: Path) -> None:
     """The source has its own validation split; only sources without one hold out a share of train."""
     rows = {"text": [f"a {word} day" for word in ["good", "bad", "warm", "cold", "long", "short", "calm", "wild"]]}
     for name, held_out in (("web", [" ", ""]), ("book", [" ", "a fine day", "a dull day"])):
@@ -226,7 +224,7 @@ def test_a_source_whose_validation_rows_are_all_left_out_gets_none_of_train(tmp_
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_all_ranks_together_hold_the_step_s_examples(ranks: int, tmp_path: Path) -> None:
+def test_ranks_share_the_examples_of_a_step(ranks: int, tmp_path: Path) -> None:
     run = mixed(tmp_path, "steps=40", "epochs=null", weights=(1, 1, [[0, 1], [20, 8]]))
     feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
     for step in (0, 19, 20, 39):
@@ -238,7 +236,7 @@ def test_all_ranks_together_hold_the_step_s_examples(ranks: int, tmp_path: Path)
     assert "chat " in feeds[0].mixture["mixture"]
 
 
-def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
+def test_errors_name_the_source(tmp_path: Path) -> None:
     def said(*sources: dict[str, Any]) -> str:
         with pytest.raises(RunError) as caught:
             prepared(tiny(data={"sources": [*sources], "max_length": 32}))
@@ -283,7 +281,7 @@ def test_no_block_of_tokens_holds_texts_of_two_sources(packing: bool, tmp_path: 
             assert "book" not in words if row < rows[split][0] else "web" not in words
 
 
-def test_books_that_are_one_text_each_are_cut_at_their_ends(tmp_path: Path) -> None:
+def test_sources_of_one_text_hold_out_their_ends(tmp_path: Path) -> None:
     words = {"web": "one two three four five ", "book": "eins zwei drei vier "}
     for name, text in words.items():
         (tmp_path / f"{name}.txt").write_text(text * 100)
@@ -325,7 +323,7 @@ def test_tags_and_translations_are_mixed_too(tmp_path: Path) -> None:
     assert found.facts["sources"]["rows"]["train"] == [27, 18]
 
 
-def test_moved_sources_are_the_same_data_and_where_they_end_is_part_of_it(tmp_path: Path) -> None:
+def test_moving_sources_keeps_the_cache_key(tmp_path: Path) -> None:
     valid = str(texts(tmp_path, "valid", 8))
     rows = [json.dumps({"text": f"it says {i}", "label": "joy" if i % 2 else "fear"}) + "\n" for i in range(60)]
 

@@ -24,7 +24,7 @@ def test_an_epoch_uses_every_example_once_and_its_last_step_is_short(examples: i
 
 
 @given(st.integers(1, 150), st.integers(1, 20), st.integers(2, 9), st.integers(0, 1000))
-def test_by_length_every_example_comes_once_and_from_any_starting_point(
+def test_sorting_by_length_uses_every_example_once_from_any_step(
     examples: int, batch: int, window: int, seed: int
 ) -> None:
     lengths = np.random.default_rng(seed).integers(1, 50, examples)
@@ -39,7 +39,7 @@ def test_by_length_every_example_comes_once_and_from_any_starting_point(
         assert (ByLength(Order(examples, batch, seed), lengths, window).step(int(t)) == steps[t]).all()
 
 
-def test_by_length_a_window_has_the_examples_it_would_have_and_each_step_has_like_ones() -> None:
+def test_sorting_by_length_keeps_windows_and_groups_similar_lengths() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 1000)
     plain = Order(1000, 10, 3)
     order = ByLength(plain, lengths, 20)
@@ -61,7 +61,7 @@ def test_epochs_and_seeds_differ() -> None:
         assert 250 < np.abs(np.diff(order)).mean() < 420
 
 
-def test_an_epoch_has_its_examples_in_an_order_of_its_own() -> None:
+def test_each_epoch_has_its_own_order() -> None:
     order = Order(40, 8, 3)
     epochs = [np.concatenate([order.step(epoch * 5 + step) for step in range(5)]) for epoch in range(3)]
     assert len({tuple(rows.tolist()) for rows in epochs}) == 3
@@ -70,7 +70,7 @@ def test_an_epoch_has_its_examples_in_an_order_of_its_own() -> None:
     assert not together[1] & together[2]
 
 
-def test_a_far_step_costs_no_more_than_a_near_one() -> None:
+def test_a_late_step_costs_no_more_than_the_first() -> None:
     order = Order(10**10, 256, 7)
     rows = order.step(10**12)
     assert len(rows) == 256 == len(set(rows.tolist()))

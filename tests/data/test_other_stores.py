@@ -96,7 +96,7 @@ def test_objects_are_written_listed_read_and_removed(place: Address, tmp_path: P
 
 
 @pytest.mark.parametrize("fault", [503, "cut"])
-def test_faults_that_pass_are_not_noticed(fault: str | int, store: Proxy, place: Address, tmp_path: Path) -> None:
+def test_transient_faults_are_retried(fault: str | int, store: Proxy, place: Address, tmp_path: Path) -> None:
     bucket = Bucket(place, QUICK)
     file, sha256 = large(tmp_path)
     store.fault = once(fault, fault, on="large.bin")
@@ -107,7 +107,7 @@ def test_faults_that_pass_are_not_noticed(fault: str | int, store: Proxy, place:
     assert download(bucket, found, tmp_path / "back.bin") == sha256
 
 
-def test_faults_that_stay_are_one_message(store: Proxy, place: Address) -> None:
+def test_permanent_faults_are_one_message(store: Proxy, place: Address) -> None:
     bucket = put(place, {"x": b"one"})
     store.fault = always(503, method="GET")
     with pytest.raises(StoreError) as caught:
@@ -125,7 +125,7 @@ def test_faults_that_stay_are_one_message(store: Proxy, place: Address) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_checkpoints_go_there_and_back(store: Proxy, place: Address, tmp_path: Path) -> None:
+def test_checkpoints_are_uploaded_and_restored(store: Proxy, place: Address, tmp_path: Path) -> None:
     def job(folder: Path) -> Job:
         return Job(run_in(folder, f"remote_dir={place}", "checkpoint.keep=2"))
 
@@ -141,7 +141,7 @@ def test_checkpoints_go_there_and_back(store: Proxy, place: Address, tmp_path: P
     assert here(tmp_path / "elsewhere") == ["step-000003"]
 
 
-def test_data_and_streams_are_read_from_there(
+def test_data_and_streams_are_read_from_stores(
     store: Proxy, place: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shard_index, "available_cores", lambda: 1)

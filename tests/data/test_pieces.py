@@ -12,7 +12,7 @@ lengths = st.lists(st.integers(1, 120), min_size=1, max_size=60).map(np.array)
 
 
 @given(lengths, st.integers(1, 12))
-def test_every_example_is_in_one_piece(lengths: np.ndarray, micro_batches: int) -> None:
+def test_every_example_is_in_one_micro_batch(lengths: np.ndarray, micro_batches: int) -> None:
     groups = cut_micro_batches(lengths, micro_batches)
     assert len(groups) == micro_batches
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
@@ -20,7 +20,7 @@ def test_every_example_is_in_one_piece(lengths: np.ndarray, micro_batches: int) 
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9).map(np.array), st.integers(1, 4))
-def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: np.ndarray, micro_batches: int) -> None:
+def test_the_largest_micro_batch_is_as_small_as_possible(lengths: np.ndarray, micro_batches: int) -> None:
     dearest = max(len(g) * lengths[g].max() for g in cut_micro_batches(lengths, micro_batches) if len(g))
     ordered = np.sort(lengths)[::-1]
     best = None
@@ -31,7 +31,7 @@ def test_the_dearest_piece_is_as_cheap_as_any_contiguous_cut_makes_it(lengths: n
     assert dearest == best
 
 
-def test_it_pads_far_less_than_chance() -> None:
+def test_sorted_micro_batches_pad_far_less_than_random_ones() -> None:
     random = np.random.default_rng(0)
     lengths = np.minimum(87, 4 + random.gamma(2.5, 7, size=128).astype(int))
     groups = cut_micro_batches(lengths, 8)
@@ -45,7 +45,7 @@ def test_it_pads_far_less_than_chance() -> None:
     assert max(costs) < 1.1 * np.mean(costs)
 
 
-def test_the_same_lengths_give_the_same_cut() -> None:
+def test_the_same_lengths_give_the_same_micro_batches() -> None:
     lengths = np.array([5, 5, 5, 9, 9, 1, 1, 5])
     assert [g.tolist() for g in cut_micro_batches(lengths, 3)] == [
         g.tolist() for g in cut_micro_batches(lengths.copy(), 3)

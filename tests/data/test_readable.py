@@ -61,7 +61,7 @@ FILES = {
 @pytest.mark.parametrize(
     ("encoding", "hint"), [("latin-1", "cp1252, latin-1"), ("utf-16", "(utf-16: it"), ("utf-16-le", "(utf-16-le: it")]
 )
-def test_other_encodings_are_read_when_they_are_named(name: str, encoding: str, hint: str, tmp_path: Path) -> None:
+def test_data_encoding_is_used(name: str, encoding: str, hint: str, tmp_path: Path) -> None:
     content = FILES[name].encode(encoding)
     found = said(tmp_path / name, content)
     assert "is not text in UTF-8" in found
@@ -74,7 +74,7 @@ def test_other_encodings_are_read_when_they_are_named(name: str, encoding: str, 
     assert read(tmp_path / name) == wanted
 
 
-def test_zeros_between_letters_are_not_text(tmp_path: Path) -> None:
+def test_utf_16_read_as_utf_8_is_refused(tmp_path: Path) -> None:
     """Two-byte ASCII decodes as UTF-8 and as latin-1 without an error."""
     for encoding in ("utf-8", "latin-1"):
         found = said(tmp_path / "a.txt", "good;1\nbad;2\n".encode("utf-16-be"), encoding=encoding)
@@ -82,20 +82,22 @@ def test_zeros_between_letters_are_not_text(tmp_path: Path) -> None:
         assert "utf-16-be" in found
 
 
-def test_an_unknown_encoding_is_told() -> None:
+def test_an_unknown_encoding_is_refused() -> None:
     values = {"data": {"source": "builtin/emotion", "encoding": "latin-99"}, "model": {"type": "gpt2"}}
     with raises("LS1132", "data.encoding", "'latin-99'"):
         load(None, [], values)
 
 
 @pytest.mark.parametrize(("name", "pack"), [("gzip", gzip.compress), ("bzip2", bz2.compress), ("xz", lzma.compress)])
-def test_what_is_compressed_is_not_unpacked(name: str, pack: object, tmp_path: Path) -> None:
+def test_compressed_files_without_their_ending_are_refused(name: str, pack: object, tmp_path: Path) -> None:
     for file in ("a.jsonl", "a.csv", "a.txt"):
         assert f"is compressed ({name})" in said(tmp_path / file, pack(GOOD.encode() * 100_000))  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("ending", "pack"), [("bz2", bz2.compress), ("xz", lzma.compress)])
-def test_what_follows_a_stream_is_not_lost(ending: str, pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_data_after_a_compressed_stream_is_not_lost(
+    ending: str, pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
     """Python's own readers stop there in silence (tests/assumptions/test_files.py)."""
     whole, path = GOOD.encode(), tmp_path / f"a.jsonl.{ending}"
     path.write_bytes(pack(whole) + bytes(8) + pack(whole))
@@ -105,7 +107,7 @@ def test_what_follows_a_stream_is_not_lost(ending: str, pack: Callable[[bytes], 
         read(path)
 
 
-def test_a_file_that_would_fill_the_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_would_fill_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same long text in every row takes a few kilobytes, because the format stores it once in a dictionary."""
     monkeypatch.setattr(file_formats, "LARGE", 2**22)
     path = tmp_path / "a.parquet"

@@ -51,7 +51,7 @@ def refused(**data: Any) -> str:
         ("hf://models/user/repo/train.jsonl", "expected hf://datasets/USER/REPO/path"),
     ],
 )
-def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
+def test_an_invalid_address_is_refused(text: str, message: str) -> None:
     told = refused(train=text)
     assert told.startswith(f"data.train: {text}: ")
     assert message in told
@@ -66,14 +66,14 @@ def test_an_address_that_is_none_is_refused(text: str, message: str) -> None:
         ("gcs://bucket/run", "unknown scheme gcs://; did you mean gs://?"),
     ],
 )
-def test_a_mirror_that_cannot_be_one_is_refused(remote_dir: str, message: str) -> None:
+def test_an_invalid_remote_dir_is_refused(remote_dir: str, message: str) -> None:
     with pytest.raises(RunError) as caught:
         Run.load({"remote_dir": remote_dir, "data": "builtin/emotion", "model": "gpt2"})
     assert "remote_dir" in str(caught.value)
     assert message in str(caught.value)
 
 
-def test_output_is_a_folder() -> None:
+def test_output_must_be_a_local_folder() -> None:
     with raises("LS1101", "remote_dir=s3://bucket/run"):
         Run.load({"output": "s3://bucket/run", "data": "builtin/emotion", "model": "gpt2"})
 
@@ -88,7 +88,7 @@ def test_a_key_in_an_address_is_a_secret() -> None:
         Run.load({"data": {"train": "s3://AKIAIOSFODNN7EXAMPLE:abcdefgh@bucket/train.jsonl"}, "model": "gpt2"})
 
 
-def test_without_the_extra_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.importlib.util, "find_spec", lambda name: None)
     assert uncoded(refused(train="gs://bucket/a.jsonl")) == (
         "data.train: gs://bucket/a.jsonl needs obstore, which is not installed: pip install 'lockstep-train[stores]'"
@@ -142,7 +142,7 @@ def test_files_of_a_web_server(web: str, tmp_path: Path) -> None:
     assert f"{web}/bad.jsonl, line 2" in refused(train=f"{web}/bad.jsonl")
 
 
-def test_an_answer_that_ends_half_way_is_asked_for_again(web: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_truncated_response_is_requested_again(web: str, tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
     monkeypatch.setattr(Files, "cuts", 2)
     reader = Web(Patience(tries=4, silent_s=10.0))
@@ -157,7 +157,7 @@ def test_an_answer_that_ends_half_way_is_asked_for_again(web: str, tmp_path: Pat
     assert not (tmp_path / "other.jsonl").exists()
 
 
-def test_what_has_changed_there_is_read_again(web: str, tmp_path: Path) -> None:
+def test_changed_remote_files_are_read_again(web: str, tmp_path: Path) -> None:
     data = DataSection(train=f"{web}/train.jsonl")
     (tmp_path / "served/train.jsonl").write_bytes(ROWS)
     before = source.remote_facts(data)
@@ -248,7 +248,7 @@ def test_sources_of_a_mixture(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.extras
-def test_what_is_in_the_cache_is_not_downloaded_again(store: Store) -> None:
+def test_cached_files_are_not_downloaded_again(store: Store) -> None:
     store.put("set/train.jsonl", ROWS)
     for _ in range(2):
         read(source=f"s3://{BUCKET}/set")
@@ -259,7 +259,7 @@ def test_what_is_in_the_cache_is_not_downloaded_again(store: Store) -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("fault", ["cut", 503], ids=str)
-def test_a_download_outlasts_a_fault_that_passes(store: Store, fault: str | int) -> None:
+def test_a_download_survives_transient_faults(store: Store, fault: str | int) -> None:
     content = ROWS + f'{{"text": "{fault}", "label": 1}}\n'.encode()
     store.put("set/train.jsonl", content)
     left = [fault, fault]
@@ -273,7 +273,7 @@ def test_a_download_outlasts_a_fault_that_passes(store: Store, fault: str | int)
 
 
 @pytest.mark.extras
-def test_a_download_goes_on_where_it_was_killed(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_killed_download_resumes(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
     store.put("train.jsonl", ROWS)
     monkeypatch.setattr(object_store, "PART", 2**16)
     bucket = object_store.Bucket(address_of(f"s3://{BUCKET}/train.jsonl"), Patience(tries=2, retry_s=2.0))
@@ -290,7 +290,7 @@ def test_a_download_goes_on_where_it_was_killed(store: Store, tmp_path: Path, mo
 
 
 @pytest.mark.extras
-def test_a_file_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_that_changes_during_the_download_is_refused(store: Store, tmp_path: Path, monkeypatch: Any) -> None:
     store.put("train.jsonl", ROWS)
     monkeypatch.setattr(object_store, "PART", 2**16)
     bucket = object_store.Bucket(address_of(f"s3://{BUCKET}/train.jsonl"))

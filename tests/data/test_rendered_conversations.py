@@ -72,7 +72,7 @@ def test_a_conversation_ends_as_its_template_ends_it(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_what_a_template_marks_is_learned(tokenizer: PreTrainedTokenizerFast, each: bool) -> None:
+def test_tokens_in_generation_blocks_are_targets(tokenizer: PreTrainedTokenizerFast, each: bool) -> None:
     """Compared with the mask of transformers; for `per_turn`, with the mask of the last turn."""
     rows = Dataset.from_dict({"messages": [TALK]})
     ((documents, _),) = documents_of(rows, tokenizer, Writing("messages", MARKED, each=each), range(1))
@@ -88,7 +88,7 @@ def test_what_a_template_marks_is_learned(tokenizer: PreTrainedTokenizerFast, ea
     assert documents.scored.sum() == next(iter(plain))[0].scored.sum() - 2  # control: newlines are targets there
 
 
-def test_a_template_that_marks_nothing_of_a_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_template_without_a_generation_block_for_a_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     template = MARKED.replace("m['role'] == 'assistant'", "m['content'] == 'one three'")
     rows = Dataset.from_dict({"messages": [TALK]})
     (_, _), *_ = documents_of(rows, tokenizer, Writing("messages", template), range(1))  # of two turns
@@ -97,7 +97,7 @@ def test_a_template_that_marks_nothing_of_a_turn_is_refused(tokenizer: PreTraine
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_an_answer_of_a_pair_is_rendered_and_no_more(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+def test_only_the_answers_of_a_pair_are_targets(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
     options = AnswerPairOptions(chosen="a", rejected="b", conversations=True, chat_template=template)
     ids, targets = tokens_of(tokenizer, options, TALK[:3], TALK[3:])
     assert ids == tokenizer.apply_chat_template(TALK, chat_template=template, return_dict=False)
@@ -141,7 +141,7 @@ def judged(tokenizer: PreTrainedTokenizerFast, template: str) -> tuple[list[list
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_packed_conversations_follow_each_other_with_nothing_between(
+def test_packed_conversations_have_no_separator(
     tokenizer: PreTrainedTokenizerFast, together: bool, tmp_path: Path
 ) -> None:
     run = run_of(
@@ -164,9 +164,7 @@ def test_packed_conversations_follow_each_other_with_nothing_between(
     assert [targets.tolist() for _, targets in blocks] == [wanted[p + 1 : p + 8] for p in places]
 
 
-def test_a_long_conversation_is_cut_at_its_end_and_not_ended_there(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_a_truncated_conversation_has_no_end_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     columns = Columns(prepared(run_of(tmp_path, tokenizer, MARKED, packing=False, block_size=15)).splits["train"])
     ids, masks = judged(tokenizer, MARKED)
     assert max(len(each) for each in ids) > 16 > min(len(each) for each in ids)
@@ -177,7 +175,7 @@ def test_a_long_conversation_is_cut_at_its_end_and_not_ended_there(
         assert columns.ragged("targets").row(row).tolist() == wanted[:15]
 
 
-def test_a_long_answer_of_a_pair_is_cut_at_its_end(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_long_answer_of_a_pair_is_truncated(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     task = {"name": "preference", "prompt": "prompt", "conversations": True}
     run = run_of(tmp_path, tokenizer, CHATML, **task)
     run = run.model_copy(update={"data": run.data.model_copy(update={"max_length": 25})})
@@ -196,7 +194,7 @@ OTHER = CHATML.replace("<|im_end|>", "<|im_start|>")  # a turn ends with a token
 
 
 @pytest.mark.parametrize("template", [CHATML, ENDED, OTHER])
-def test_predict_asks_by_what_the_template_renders(
+def test_predict_prompts_with_the_rendered_template(
     tokenizer: PreTrainedTokenizerFast, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt equals the template's tokens, even if they end with an end token, which is removed only from raw text.
@@ -256,7 +254,7 @@ def test_a_template_that_writes_no_end_token_is_noted(
     assert not any("does not learn to stop" in note for note in notes)
 
 
-def test_an_end_token_outside_of_what_is_marked_is_not_learned(
+def test_an_end_token_outside_generation_blocks_is_no_target(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     template = MARKED.replace(

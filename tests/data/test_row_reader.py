@@ -84,7 +84,7 @@ def streamed(path: Path, plain: str | None = None) -> list[dict[str, Any]] | str
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_both_ways_give_the_same_rows_or_message(name: str, packed: bool, tmp_path: Path) -> None:
+def test_both_readers_give_the_same_rows_or_message(name: str, packed: bool, tmp_path: Path) -> None:
     content, wanted = FILES[name]
     path = tmp_path / (f"{name}.gz" if packed else name)
     path.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
@@ -113,7 +113,7 @@ def test_rows_are_the_same_whatever_the_chunks_are(tmp_path: Path, monkeypatch: 
             assert whole(path) == streamed(path) == rows
 
 
-def test_the_line_is_that_of_the_file_in_a_later_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_numbers_count_from_the_start_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_reader, "ROWS", 2)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"x": 1}\n{"x": 2}\n\n{"x": 3}\n{"x": \n')
@@ -123,7 +123,7 @@ def test_the_line_is_that_of_the_file_in_a_later_chunk(tmp_path: Path, monkeypat
     assert f"{path} is not text in UTF-8 (line 5: invalid start byte)" in str(whole(path))
 
 
-def test_files_that_are_none_are_told_alike(tmp_path: Path) -> None:
+def test_invalid_files_have_the_same_message(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["a", "b"]}), path)
     path.write_bytes(path.read_bytes()[:-9])

@@ -73,7 +73,7 @@ CONDITIONS: list[tuple[dict, list[int]]] = [
 
 
 @pytest.mark.parametrize(("wanted", "rows"), CONDITIONS)
-def test_rows_for_which_all_conditions_hold_are_used(wanted: dict, rows: list[int], tmp_path: Path) -> None:
+def test_rows_that_meet_all_conditions_are_used(wanted: dict, rows: list[int], tmp_path: Path) -> None:
     path = saved(tmp_path, ROWS)
     assert splits_of(path, filter=wanted)["train"] == [ROWS[i] for i in rows]
     found = source.load(DataSection(source=str(path), filter=wanted), 0)
@@ -113,7 +113,7 @@ def test_numbers_of_float32_are_compared_as_numpy_does(wanted: Any, tmp_path: Pa
         ),
     ],
 )
-def test_conditions_that_make_no_sense_are_refused(wanted: dict, told: str, tmp_path: Path) -> None:
+def test_invalid_conditions_are_refused(wanted: dict, told: str, tmp_path: Path) -> None:
     path = saved(tmp_path, ROWS)
     assert told.format(path) in refused(path, filter=wanted)
 
@@ -131,7 +131,7 @@ def test_numbers_that_arrow_cannot_compare_are_refused(kind: str, wanted: Any, t
     )
 
 
-def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
+def test_labels_are_filtered_by_name(tmp_path: Path) -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     rows = [{"text": f"t{i}", "label": i % 3 - 1} for i in range(9)]
     datasets.Dataset.from_list(rows, features).to_parquet(tmp_path / "a.parquet")
@@ -157,13 +157,13 @@ def test_labels_are_asked_for_by_name(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_filter_that_is_none_is_told(given: str, told: str) -> None:
+def test_an_invalid_filter_is_refused(given: str, told: str) -> None:
     with pytest.raises(RunError) as caught:
         tiny(f"data.filter={given}")
     assert f"data.filter: {told}" in str(caught.value)
 
 
-def test_a_filter_is_written_down_as_it_was_given() -> None:
+def test_a_filter_is_saved_unchanged() -> None:
     run = tiny("data.filter={language: en, n: {min: 3}}", "data.filter.s=[a, b]")
     assert run.model_dump(mode="json")["data"]["filter"] == {"language": "en", "n": {"min": 3}, "s": ["a", "b"]}
     assert arithmetic_of(run)["data.filter.n.min"] == 3
@@ -173,7 +173,7 @@ def test_a_filter_is_written_down_as_it_was_given() -> None:
 # -- a split column --------------------------------------------------------------------------------------------------
 
 
-def test_a_column_tells_splits_apart(tmp_path: Path) -> None:
+def test_split_column_assigns_splits(tmp_path: Path) -> None:
     words = ["train", "Test", "valid", "training", "dev ", "train", "test"]
     path = saved(tmp_path, [{"text": str(i), "split": word} for i, word in enumerate(words)])
     found = splits_of(path, split_column="split")
@@ -184,7 +184,7 @@ def test_a_column_tells_splits_apart(tmp_path: Path) -> None:
     }
 
 
-def test_a_column_of_splits_that_says_something_else(tmp_path: Path) -> None:
+def test_split_column_with_other_values(tmp_path: Path) -> None:
     words = ["train", "test", "extra", None, "extra"]
     path = saved(tmp_path, [{"text": str(i), "split": word} for i, word in enumerate(words)])
     said = refused(path, split_column="split")
@@ -208,7 +208,7 @@ def sizes(found: Prepared) -> dict[str, int]:
 LABELLED = [{"text": f"word {i}", "label": "joy" if i % 4 else "anger", "language": "en"} for i in range(80)]
 
 
-def test_shares_are_cut_off_train_in_proportion_and_never_the_same_rows(tmp_path: Path) -> None:
+def test_held_out_splits_are_stratified_and_disjoint(tmp_path: Path) -> None:
     path = saved(tmp_path, LABELLED)
     found = prepared(run_of(path, "data.test_fraction=0.2", "data.validation_fraction=0.1"))
     assert sizes(found) == {"train": 56, "validation": 8, "test": 16}
@@ -223,7 +223,7 @@ def test_shares_are_cut_off_train_in_proportion_and_never_the_same_rows(tmp_path
         prepared(run_of(path, f"data.test={path}", "data.test_fraction=0.1"))
 
 
-def test_duplicates_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
     more = [{"text": " word   5\n", "label": "joy", "language": "de"}, {"text": "word 5", "label": "anger"}]
     whole = saved(tmp_path, [*LABELLED[:40], more[1], *LABELLED[40:]], "whole.jsonl")
     path = saved(tmp_path, [*LABELLED[:40], *more, *LABELLED[40:]])
@@ -241,9 +241,7 @@ def test_filtered_rows_are_counted(tmp_path: Path) -> None:
     assert "; left out by data.filter: 7 of train" in left_out(found.facts)
 
 
-def test_examples_that_stand_in_two_splits_are_told_or_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_examples_in_two_splits_are_reported_or_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path, [*LABELLED, LABELLED[9]], "train.jsonl")
     held = [{"text": f"other {i}", "label": "joy"} for i in range(20)]
     saved(
@@ -281,7 +279,7 @@ def test_examples_that_stand_in_two_splits_are_told_or_left_out(
 
 
 @pytest.mark.parametrize("kind", ["packed", "translation", *map(slow, ["prompts", "messages", "token_classification"])])
-def test_every_task_does_so(kind: str, tmp_path: Path) -> None:
+def test_every_task_filters_rows(kind: str, tmp_path: Path) -> None:
     draw = random.Random(0)
     rows: list[dict] = []
     while len(rows) < 60:
@@ -318,7 +316,7 @@ def test_a_nested_column_trains_as_a_flat_one(tmp_path: Path) -> None:
         prepared(run_of(tmp_path / "data.jsonl", task=asked | {"text": "said"}))
 
 
-def test_the_cache_follows_every_key(tmp_path: Path) -> None:
+def test_every_key_is_in_the_cache_key(tmp_path: Path) -> None:
     path = saved(tmp_path, [*LABELLED, LABELLED[0]])
     keys = [
         "seed=0",
@@ -352,7 +350,7 @@ def test_several_processes_hash_rows_as_one_does(monkeypatch: pytest.MonkeyPatch
     assert told["test"]["train_row"] == first[0] == 0
 
 
-def test_an_edit_is_seen_by_size_and_time(tmp_path: Path) -> None:
+def test_edits_are_detected_by_size_and_time(tmp_path: Path) -> None:
     """An edit that keeps both is not detected, as docs/reference/run-file.md says."""
     path = tmp_path / "train.jsonl"
     write(path, [{"text": f"text {i}", "label": i % 2} for i in range(30)])

@@ -84,7 +84,7 @@ def test_tokens_and_keys_do_not_depend_on_shards_or_processes(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("processes", "who"), [(1, os.getpid), (2, os.getpid), (2, os.getppid)])
-def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
+def test_a_killed_preparation_resumes_with_existing_shards(
     processes: int, who: Callable[[], int], own_cache: Path, small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(10, processes)
@@ -114,7 +114,7 @@ def test_after_a_kill_it_goes_on_with_the_shards_that_are_there(
     assert there.items() <= kept.items()
 
 
-def test_a_shard_that_was_half_written_is_made_again(own_cache: Path, small: Callable) -> None:
+def test_a_partial_shard_is_recomputed(own_cache: Path, small: Callable) -> None:
     small(10, 1)
     wanted = held(first := prepared(tiny()))
     folder = Path(first.splits["train"])
@@ -132,7 +132,7 @@ def test_a_shard_that_was_half_written_is_made_again(own_cache: Path, small: Cal
 
 
 @pytest.mark.processes
-def test_an_error_in_a_process_is_told_as_it_is(own_cache: Path, small: Callable, tmp_path: Path) -> None:
+def test_an_error_in_a_worker_process_is_reported_unchanged(own_cache: Path, small: Callable, tmp_path: Path) -> None:
     run = make(tmp_path, "messages", "task.chat_template='{{ raise_exception(1) }}'")
     for processes in (1, 2):
         small(7, processes)
@@ -175,9 +175,7 @@ def lease(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({"machine": "another", "host": "b", "pid": 1, "id": "x"} | values))
 
 
-def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_still(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_lease_of_another_machine_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "SILENCE_S", 1.0)
     path = tmp_path / "a.lease"
     lease(path)
@@ -205,7 +203,7 @@ def test_a_lease_of_another_machine_is_waited_for_and_taken_over_when_it_is_stil
     assert [p.name for p in tmp_path.iterdir()] == ["a.lock"]
 
 
-def test_a_lease_that_a_dead_process_of_this_machine_left_is_taken_at_once(tmp_path: Path) -> None:
+def test_a_lease_of_a_dead_local_process_is_taken_at_once(tmp_path: Path) -> None:
     lease(tmp_path / "a.lease", machine=cache.machine())
     with cache.file_lock(tmp_path / "a.lock"):
         assert json.loads((tmp_path / "a.lease").read_text())["pid"] == os.getpid()
@@ -252,7 +250,7 @@ def test_a_folder_made_by_another_machine_meanwhile_is_used(own_cache: Path) -> 
     assert [p.name for p in path.parent.iterdir() if "tmp" in p.name] == []
 
 
-def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_reads_all_data_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "BLOCK", 1000)
     path = cache.cached(own_cache / "tokens" / "a", lambda aside: aside.write_bytes(bytes(10_500)) and None)
     read: list[int] = []
@@ -265,7 +263,7 @@ def test_each_machine_reads_the_whole_once(own_cache: Path, monkeypatch: pytest.
     assert max(read[2:]) <= cache.SAMPLED  # drawn rows may include the first and last, which are checked anyway
 
 
-def test_without_shared_memory_the_parts_are_done_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_shards_are_built_sequentially(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read-only /dev/shm has no room for locks or arrays."""
 
     def none(*_: object, **__: object) -> None:
@@ -286,7 +284,7 @@ def test_numbers_keep_their_dtype_and_every_digit() -> None:
     assert np.asarray(column, np.float32).dtype == np.float32
 
 
-def test_the_hash_of_rows_does_not_depend_on_the_pieces_they_lie_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hash_of_rows_does_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One file of more than 10,000 texts had another hash than two files of the same texts."""
     monkeypatch.setattr(arrow_cache, "_HASHED", 3)
     texts, tags = ["x" * n if n != 4 else None for n in range(8)], [[str(n)] * (n % 3) for n in range(8)]

@@ -117,7 +117,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert damage(Path(found["place"])) is None
 
 
-def test_two_that_begin_at_once_make_each_shard_once(machines: Machines, alone: dict[str, Any]) -> None:
+def test_two_machines_build_each_shard_once(machines: Machines, alone: dict[str, Any]) -> None:
     machines.start("a", lambda path: time.sleep(0.05))
     machines.start("b", lambda path: time.sleep(0.05))
     for name in ("a", "b"):
@@ -126,7 +126,7 @@ def test_two_that_begin_at_once_make_each_shard_once(machines: Machines, alone: 
     assert len(made) == len(set(made)) == len(list(Path(alone["place"]).parent.rglob("*.arrow/*.arrow")))
 
 
-def test_one_that_is_killed_is_replaced_and_its_shards_are_kept(machines: Machines, alone: dict[str, Any]) -> None:
+def test_a_killed_machine_is_replaced_and_its_shards_are_kept(machines: Machines, alone: dict[str, Any]) -> None:
     def stop_at_five(path: Path) -> None:
         if path.name == "00005.arrow":
             time.sleep(600)
@@ -147,7 +147,7 @@ def test_one_that_is_killed_is_replaced_and_its_shards_are_kept(machines: Machin
     assert not kept.keys() & set(of_train), "what was there was made again"
 
 
-def test_one_that_wakes_up_after_it_was_replaced_does_no_harm(machines: Machines, alone: dict[str, Any]) -> None:
+def test_a_machine_that_wakes_up_after_its_replacement_does_no_harm(machines: Machines, alone: dict[str, Any]) -> None:
     def wait_at_five(path: Path) -> None:
         if path.name == "00005.arrow":
             until((machines.folder / "go").exists, 600)

@@ -36,7 +36,7 @@ def cached(run: Run) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("ending", FORMATS)
-def test_every_format_gives_the_examples_that_the_cache_would_hold(ending: str, tmp_path: Path) -> None:
+def test_streamed_examples_equal_cached_ones(ending: str, tmp_path: Path) -> None:
     folder = shards(tmp_path, ending)
     archive = {"task": {"text": "txt", "label": "json.label"}} if ".tar" in ending else {}
     for path in folder.glob("validation*"):
@@ -123,7 +123,7 @@ def test_packed_texts_lose_no_token_and_blocks_are_full_but_for_the_last_of_a_ch
 
 @pytest.mark.parametrize("values", [{}, LM])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_all_ranks_together_hold_the_step_s_examples(ranks: int, values: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_share_the_examples_of_a_step(ranks: int, values: dict[str, Any], tmp_path: Path) -> None:
     run = streamed(shards(tmp_path, ".jsonl.gz"), "micro_batches=4", "batch_size=10", **values)
     feeds = [feed_of(run, rank, ranks) for rank in range(ranks)]
     whole = feed_of(run)
@@ -138,9 +138,7 @@ def test_all_ranks_together_hold_the_step_s_examples(ranks: int, values: dict[st
 
 
 @pytest.mark.slow
-def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_repeats_batches_and_reads_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = streamed(shards(tmp_path, ".jsonl.gz", [60] * 10), "epochs=2", "steps=null", "data.stream_window=40")
     untouched = [batch.ids.tolist() for batch in feed_of(run).steps(0)]
     read: list[int] = []
@@ -162,7 +160,7 @@ def test_a_resume_makes_the_same_batches_and_reads_a_window_and_a_shard(
 
 
 @pytest.mark.slow
-def test_what_is_in_memory_does_not_grow(tmp_path: Path) -> None:
+def test_memory_does_not_grow(tmp_path: Path) -> None:
     most = []
     for count in (6, 24):
         folder = shards(tmp_path / str(count), ".jsonl.zst", [30] * count)
@@ -176,7 +174,7 @@ def test_what_is_in_memory_does_not_grow(tmp_path: Path) -> None:
     assert most[1] <= most[0] + 12 <= 2 * 30 + 2 * 10 + 2 * 12 + 12
 
 
-def test_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = rows_of(60)
     for i in (3, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30):  # they include one chunk
         rows[i]["text"] = ""
@@ -205,7 +203,7 @@ def test_the_longest_example_is_found_in_one_chunk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lm", [False, True])
-def test_rows_that_stand_in_validation_are_told_or_left_out(lm: bool, tmp_path: Path) -> None:
+def test_rows_in_validation_are_reported_or_dropped(lm: bool, tmp_path: Path) -> None:
     held = rows_of(10, 99)
     held[7]["text"] = held[2]["text"]
     rows = rows_of(40)

@@ -81,7 +81,7 @@ def test_the_same_batches_as_from_local_shards_in_a_bounded_cache(
     assert batches(feed_of(run, 1, 2), after)[0][0] == wanted[after][0]
 
 
-def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: Path) -> None:
+def test_read_shards_are_evicted_before_prefetched_ones(web: Served, folder: Path) -> None:
     run = on_web(web, folder)
     feed_of(run)
     told = next((cache_folder() / "tokens").rglob(ABOUT))
@@ -100,7 +100,7 @@ def test_what_was_read_makes_room_before_what_waits_to_be(web: Served, folder: P
 
 
 @pytest.mark.parametrize("fault", ["cut", "slow", 503], ids=str)
-def test_faults_that_pass_are_not_noticed(fault: int | str, web: Served, folder: Path) -> None:
+def test_transient_faults_are_retried(fault: int | str, web: Served, folder: Path) -> None:
     run = on_web(web, folder)
     web.faults = {name: [fault] * 2 for name in web.files}
     wanted = batches(feed_of(streamed(folder, *RUN, data=SMALL)), 50)
@@ -138,7 +138,7 @@ def test_the_same_bits_on_two_processes(web: Served, folder: Path) -> None:
 # -- faults ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, folder: Path) -> None:
+def test_an_unreachable_server_stops_training_with_a_checkpoint(web: Served, folder: Path) -> None:
     run = on_web(web, folder)
     feed = feed_of(run)
     web.faults = {name: [503] * 1000 for name in web.files}
@@ -151,7 +151,7 @@ def test_a_server_that_stays_away_ends_training_where_it_can_go_on(web: Served, 
 
 
 @pytest.mark.parametrize("how", ["other", "gone", "cut off"])
-def test_a_shard_that_changed_there_is_refused_by_its_address(how: str, web: Served, folder: Path) -> None:
+def test_a_changed_remote_shard_is_refused_with_its_address(how: str, web: Served, folder: Path) -> None:
     run = on_web(web, folder)
     feed = feed_of(run)
     for name in [name for name in web.files if name.startswith("train")]:
@@ -181,7 +181,7 @@ def test_bad_rows_and_shards_are_named_by_their_address(web: Served, folder: Pat
     )
 
 
-def test_what_cannot_be_streamed_from_there_is_refused(web: Served, folder: Path) -> None:
+def test_unsupported_remote_streams_are_refused(web: Served, folder: Path) -> None:
     run = on_web(web, folder, "data.stream_cache_gb=1e-6")
     assert refusal(run).startswith("data.stream_cache_gb: 1e-06 GB cannot hold two shards; the largest, http")
     run = on_web(web, folder)
@@ -246,7 +246,7 @@ def test_shards_of_the_hub_are_compared_with_their_hash(hub: Hub, folder: Path) 
     assert mentions(refusal(run), "LS2170", "data/train-05.jsonl.gz")
 
 
-def test_what_the_hub_does_not_have_is_said(hub: Hub, folder: Path) -> None:
+def test_files_missing_on_the_hub_are_reported(hub: Hub, folder: Path) -> None:
     hub.put("datasets", "user/set", {"train.jsonl": b'{"text": "a", "label": 1}\n'})
     assert "the Hub has no such repository" in refusal(streamed(folder, data={"source": "user/none"}))
     assert "it has no revision 'v9'" in refusal(streamed(folder, data={"source": "user/set", "revision": "v9"}))

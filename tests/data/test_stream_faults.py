@@ -74,7 +74,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.stream_window=0", "data.stream_window"),
     ],
 )
-def test_keys_that_do_not_go_with_a_stream_are_refused(override: str, told: str, tmp_path: Path) -> None:
+def test_keys_without_stream_support_are_refused(override: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         streamed(tmp_path, override)
     assert told in str(caught.value)
@@ -101,7 +101,7 @@ def said(folder: Path, *overrides: str, **values: Any) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_streamed_is_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_streamed_are_named(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows_of(40))
     assert mentions(said(tmp_path), "LS2260")
     validation = write(tmp_path / "validation.jsonl", rows_of(8, 1))
@@ -150,7 +150,7 @@ def test_a_text_file_is_streamed_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [p for p in PACKERS if p])
-def test_a_shard_that_is_cut_off_is_named_with_the_row(packed: str, tmp_path: Path) -> None:
+def test_a_truncated_shard_is_named_with_its_row(packed: str, tmp_path: Path) -> None:
     folder = shards(tmp_path, f".jsonl{packed}", [40, 3000])
     path = folder / f"train-01.jsonl{packed}"
     path.write_bytes(path.read_bytes()[:-200])
@@ -165,7 +165,7 @@ def test_a_shard_that_is_cut_off_is_named_with_the_row(packed: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("cut", [700, 1024])
-def test_an_archive_that_is_cut_off_is_named(cut: int, tmp_path: Path) -> None:
+def test_a_truncated_archive_is_named(cut: int, tmp_path: Path) -> None:
     folder = shards(tmp_path, ".tar", [40, 30])
     write(
         folder / "validation.jsonl", [{"txt": "a", "json": {"label": "joy"}}, {"txt": "b", "json": {"label": "fear"}}]
@@ -179,7 +179,7 @@ def test_an_archive_that_is_cut_off_is_named(cut: int, tmp_path: Path) -> None:
     assert told.startswith(f"data.train: cannot read {path} from row ")
 
 
-def test_parquet_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_truncated_parquet_is_named(tmp_path: Path) -> None:
     path = shards(tmp_path, ".parquet") / "train-02.parquet"
     path.write_bytes(path.read_bytes()[:-30])
     assert said(tmp_path).startswith(f"data.train: cannot read {path} from row 0 on (")
@@ -228,7 +228,7 @@ def test_rows_that_cannot_be_used_are_named(tmp_path: Path, monkeypatch: pytest.
         ("other", "the rows have changed since the shards were indexed"),
     ],
 )
-def test_a_shard_that_changes_is_told_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
+def test_a_changed_shard_is_reported_before_it_is_needed(how: str, told: str, tmp_path: Path) -> None:
     run = streamed(shards(tmp_path, sizes=[200] * 4), "data.stream_window=8", "batch_size=8", "epochs=1", "steps=null")
     feed = feed_of(run)
     assert isinstance(feed.columns, Streamed)
@@ -273,7 +273,7 @@ def test_the_same_bits_on_one_two_and_three_processes(values: dict[str, Any], tm
 
 
 @pytest.mark.processes
-def test_a_run_stops_before_a_changed_shard_and_goes_on_when_it_is_back(tmp_path: Path, cache: Path) -> None:
+def test_a_run_stops_before_a_changed_shard_and_resumes_once_restored(tmp_path: Path, cache: Path) -> None:
     folder = shards(tmp_path / "data", sizes=[64] * 5)
     data = {"source": str(folder), "stream": True, "stream_window": 16, "max_length": 32}
     values: dict[str, Any] = {"data": data, "steps": 30, "batch_size": 8, "evaluate": {"every": 0}}

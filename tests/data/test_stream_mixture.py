@@ -77,7 +77,7 @@ def test_without_weights_an_epoch_uses_every_example_once(
 
 @settings(max_examples=30)
 @given(SIZES, st.integers(1, 40), st.integers(1, 30), st.integers(0, 2**63 - 1))
-def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
+def test_with_weights_the_window_has_the_step_and_stays_bounded(
     sizes: list[list[int]], batch: int, window: int, seed: int
 ) -> None:
     schedules = [[(0, 1.0 + k), (7, 3.0)] for k in range(len(sizes))]
@@ -98,7 +98,7 @@ def test_with_weights_what_is_at_hand_has_the_step_and_grows_with_no_step(
             assert all(sorted(each) == list(range(first, first + size)) for each in whole)
 
 
-def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     permute = orders.permute
 
@@ -153,7 +153,7 @@ def mixed(folder: Path, *overrides: str, weights: tuple[Any, ...] = (None, None,
     return load(None, ["batch_size=10", "micro_batches=4", *overrides], TINY | {"data": data} | values)
 
 
-def test_it_has_the_examples_of_every_source(tmp_path: Path) -> None:
+def test_a_mixture_has_the_examples_of_every_source(tmp_path: Path) -> None:
     run = mixed(tmp_path)
     task = task_of(run)
     columns = task.splits["train"]
@@ -246,7 +246,7 @@ def test_the_same_bits_on_one_process_and_two(tmp_path: Path) -> None:
 # -- remote sources --------------------------------------------------------------------------------------------------
 
 
-def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_and_remote_sources_are_mixed(web: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
     run = mixed(tmp_path / "data", "steps=12", "epochs=null")
@@ -275,14 +275,14 @@ def test_sources_here_and_elsewhere_are_mixed(web: Served, tmp_path: Path, monke
         ({"weight": 0}, "x: weight: invalid value 0; expected a number > 0"),
     ],
 )
-def test_keys_of_a_source_that_do_not_go_with_a_stream_are_refused(given: dict[str, Any], told: str) -> None:
+def test_source_keys_without_stream_support_are_refused(given: dict[str, Any], told: str) -> None:
     sources = [{"train": "x.jsonl"} | given, {"train": "y.jsonl"} | ({"weight": 1} if "weight" in given else {})]
     with pytest.raises(RunError) as caught:
         load(None, [], TINY | {"data": {"sources": sources, "stream": True}})
     assert told in str(caught.value)
 
 
-def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
+def test_errors_name_the_source(tmp_path: Path) -> None:
     run = mixed(tmp_path)
     (tmp_path / "chat.txt").write_text("")
     assert refusal(run).startswith(
@@ -304,7 +304,7 @@ def test_what_is_wrong_in_a_source_names_it(tmp_path: Path) -> None:
     assert "data.sources: chat: rename: the task reads no column 'txt'" in refusal(load(None, [], TINY | values))
 
 
-def test_a_shard_that_changes_is_told_with_its_source(tmp_path: Path) -> None:
+def test_a_changed_shard_is_reported_with_its_source(tmp_path: Path) -> None:
     feed = feed_of(mixed(tmp_path, "steps=40", "epochs=null"))
 
     def go() -> None:

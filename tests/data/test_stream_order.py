@@ -30,9 +30,7 @@ def test_an_epoch_uses_every_example_once_from_any_starting_point(
 
 @settings(max_examples=60)
 @given(SIZES, st.integers(1, 40), st.integers(1, 50), st.integers(0, 1000))
-def test_what_is_held_has_the_step_and_is_no_more_than_two_windows_and_two_steps(
-    sizes: list[int], batch: int, window: int, seed: int
-) -> None:
+def test_memory_holds_at_most_two_windows_and_two_steps(sizes: list[int], batch: int, window: int, seed: int) -> None:
     order = ByShard(np.array(sizes), batch, seed, window)
     before: set[int] = set()
     for t in range(order.steps_per_epoch):
@@ -44,7 +42,7 @@ def test_what_is_held_has_the_step_and_is_no_more_than_two_windows_and_two_steps
         before = set(near)
 
 
-def test_shards_come_one_after_the_other_in_an_order_of_each_epoch() -> None:
+def test_shards_are_read_in_a_new_order_each_epoch() -> None:
     order = ByShard(np.array([50, 80, 20, 50]), 10, 3, 30)
     seen = [np.concatenate([order.step(e * 20 + t) for t in range(20)]) for e in range(6)]
     firsts = set()
@@ -59,7 +57,7 @@ def test_shards_come_one_after_the_other_in_an_order_of_each_epoch() -> None:
     assert (other.step(3) != order.step(3)).any()
 
 
-def test_a_late_step_costs_what_the_first_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     permute = orders.permute
     monkeypatch.setattr(orders, "permute", lambda p, *rest: (asked.append(len(p)), permute(p, *rest))[1])

@@ -66,7 +66,7 @@ def write(path: Path, separator: str, encoding: str = "utf-8", rows: int = 40, *
     ],
 )
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_rows_are_those_of_the_csv_module(
+def test_rows_equal_those_of_the_csv_module(
     name: str, separator: str, encoding: str, keys: dict, quoting: int, end: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -105,7 +105,7 @@ def test_any_table_is_read_as_written_or_refused(seed: int, tmp_path: Path) -> N
     assert wrong == []
 
 
-def test_a_text_stays_a_text_wherever_it_stands(tmp_path: Path) -> None:
+def test_strings_stay_strings_in_any_column(tmp_path: Path) -> None:
     """The reader of `datasets` infers types from some rows at a time, and would parse some texts as numbers."""
     path = tmp_path / "a.csv"
     texts = [*(f"word {i}" for i in range(15_000)), *(f"{i:05d}" for i in range(15_000)), "true", "1e5"]
@@ -116,7 +116,7 @@ def test_a_text_stays_a_text_wherever_it_stands(tmp_path: Path) -> None:
     assert [row["label"] for row in read(source=str(path))] == [float(number) for number in numbers]
 
 
-def test_a_file_that_is_plainly_not_quoted(tmp_path: Path) -> None:
+def test_an_obviously_unquoted_file(tmp_path: Path) -> None:
     rows = [('"Hello" he said', "joy"), ('the 5" pipe', "joy"), ("plain", "sad"), ('"no', "sad"), ("'it", "joy")]
     for name, separator in (("a.tsv", "\t"), ("b.csv", ",")):
         (tmp_path / name).write_text(f"text{separator}label\n" + "".join(f"{a}{separator}{b}\n" for a, b in rows))
@@ -127,7 +127,7 @@ def test_a_file_that_is_plainly_not_quoted(tmp_path: Path) -> None:
     assert read(source=str(tmp_path / "c.tsv"), quote="double")[0]["text"] == "Hello"
 
 
-def test_what_can_be_read_in_two_ways_is_refused(tmp_path: Path) -> None:
+def test_ambiguous_tables_are_refused(tmp_path: Path) -> None:
     for name, mark in (("a.tsv", "\t"), ("a.csv", ",")):
         path = tmp_path / name
         path.write_text('text\tlabel\n"Oh no\tjoy\nplain\tsad\nhe said"\tjoy\n'.replace("\t", mark))
@@ -178,7 +178,7 @@ def many(rows: int) -> str:
         ('text,label\n"a \\"b\\" c",1\n', {}, 'seem to be escaped by backslashes (\\"); double them'),
     ],
 )
-def test_rows_that_do_not_fit_are_named(content: str, keys: dict, told: str, tmp_path: Path) -> None:
+def test_rows_with_a_wrong_number_of_cells_are_named(content: str, keys: dict, told: str, tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(content)
     said = refused(source=str(path), **keys)
@@ -186,7 +186,7 @@ def test_rows_that_do_not_fit_are_named(content: str, keys: dict, told: str, tmp
     assert told in said
 
 
-def test_what_is_blank_is_left_alone(tmp_path: Path) -> None:
+def test_blank_cells_are_unchanged(tmp_path: Path) -> None:
     """Blank lines are not rows, blank column names get pandas' names, and an index column has a name."""
     path = tmp_path / "a.csv"
     path.write_text("\n,text,label,\n0,a,1,\n\n  \n1,b,0,\n\n")
@@ -220,7 +220,7 @@ def test_a_table_of_the_hub_whose_columns_shift_is_refused(here: Path, monkeypat
             assert read(source="someone/table") == [{"text": "a", "label": 0}, {"text": "b", "label": 1}]
 
 
-def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:
+def test_table_keys_are_refused_for_other_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 1}\n')
     assert mentions(refused(source=str(tmp_path / "a.jsonl"), separator=";"), "LS2192", "data.separator")
     assert mentions(refused(source="builtin/emotion", quote="none"), "LS2243", "data.quote")
@@ -229,7 +229,7 @@ def test_keys_of_tables_are_for_tables(tmp_path: Path) -> None:
             DataSection.model_validate({"source": "a.csv", key: value})
 
 
-def test_the_cache_knows_how_tables_are_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_keys_are_in_the_cache_key(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data prepared with another reader is not used; tokens of equal rows are."""
     (here / "a.csv").write_text(many(40))
     (here / "a.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 0}\n' * 10)
@@ -300,7 +300,7 @@ def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
         ("text\n" + "Hello, world\n" * 60, "name a file with one text per line .txt"),
     ],
 )
-def test_init_takes_no_table_for_one_column(
+def test_init_does_not_read_a_table_as_one_column(
     content: str, told: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (here / "a.csv").write_text(content)

@@ -44,7 +44,7 @@ def rows_left(run: Run) -> int:
     return sum(len(Columns(path)) for path in found.splits.values())
 
 
-def test_rows_are_used_whose_texts_have_as_many(tmp_path: Path) -> None:
+def test_rows_are_filtered_by_token_count(tmp_path: Path) -> None:
     said = texts()
     path = saved(
         tmp_path, text=said, title=[*said[30:], None, *said[:29]], n=[*range(60)], label=[i % 2 for i in range(60)]
@@ -113,7 +113,7 @@ def test_the_same_texts_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mon
         ),
     ],
 )
-def test_what_cannot_be_counted_is_named(values: dict, wanted: dict, told: tuple[str, ...], tmp_path: Path) -> None:
+def test_columns_without_tokens_are_named(values: dict, wanted: dict, told: tuple[str, ...], tmp_path: Path) -> None:
     said = texts()
     path = saved(tmp_path, text=said, words=[t.split() for t in said], label=[i % 2 for i in range(60)])
     run = run_of(path, wanted, tokenizer_of())
@@ -121,7 +121,7 @@ def test_what_cannot_be_counted_is_named(values: dict, wanted: dict, told: tuple
         prepared(tiny(**(run.model_dump(include={"data", "tokenizer"}) | values)))
 
 
-def test_bounds_that_leave_nothing_are_refused() -> None:
+def test_bounds_that_drop_every_row_are_refused() -> None:
     with raises("LS1026", "text", "min_tokens", "9", "max_tokens", "3"):
         tiny("data.filter={text: {min_tokens: 9, max_tokens: 3}}")
 

@@ -54,7 +54,7 @@ def written(path: Path, rows: list[dict[str, Any]], change: dict[str, Any] | Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_refused_or_left_out_and_counted(kind: str, tmp_path: Path) -> None:
+def test_unusable_rows_are_refused_or_dropped_and_counted(kind: str, tmp_path: Path) -> None:
     task, rows, change, trained, code = KINDS[kind]
     data = {
         "train": written(tmp_path / "a.jsonl", rows, change if trained else None),
@@ -76,7 +76,7 @@ def test_it_is_refused_or_left_out_and_counted(kind: str, tmp_path: Path) -> Non
     assert [len(plain[split]) for split in ("train", "validation")] == [40 - trained, 11]
 
 
-def test_what_also_lacks_something_is_counted_apart(tmp_path: Path) -> None:
+def test_incomplete_rows_are_counted_separately(tmp_path: Path) -> None:
     held_out = [*LABELS[:9], {"text": "a", "label": "w"}, {"text": None, "label": "x"}]
     data = {
         "train": written(tmp_path / "a.jsonl", LABELS),
@@ -92,7 +92,7 @@ def test_what_also_lacks_something_is_counted_apart(tmp_path: Path) -> None:
         prepared(tiny(data=data))
 
 
-def test_a_stream_leaves_them_out(tmp_path: Path) -> None:
+def test_a_stream_drops_unusable_rows(tmp_path: Path) -> None:
     held_out = written(tmp_path / "v.jsonl", LABELS[:12], {"label": "w"})
     data = {"train": written(tmp_path / "a.jsonl", LABELS), "validation": held_out, "stream": True}
     data |= {"max_length": 32}
@@ -116,7 +116,7 @@ def test_a_stream_leaves_them_out(tmp_path: Path) -> None:
         {"name": "classification", "regression": True},
     ],
 )
-def test_it_is_refused_where_every_row_can_be_used(task: dict[str, Any]) -> None:
+def test_drop_unusable_without_effect_is_refused(task: dict[str, Any]) -> None:
     values = TINY | {"task": task, "data": {"train": "a.jsonl", "drop_unusable": True}}
     with raises("LS1119", "data.drop_unusable"):
         load(None, [], values)

@@ -52,7 +52,7 @@ def test_inexact_runs_too() -> None:
     assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
 
 
-def test_what_a_newer_torch_asks_of_a_group_becomes_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keywords_of_newer_torch_become_options_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.14 gives `enable_reconfigure`; any name of an option stands for it here."""
     module: Any = dist.distributed_c10d
     monkeypatch.setattr(module, "ProcessGroupGloo", module.ProcessGroupGloo)  # put back afterwards
@@ -69,7 +69,7 @@ def summed_column(world: World) -> list[list[float]]:
     return matrix.tolist()
 
 
-def test_a_column_of_a_matrix_is_summed_where_it_stands() -> None:
+def test_a_strided_view_is_summed_correctly() -> None:
     doubled = [[0.0, 1.0, 2.0], [6.0, 4.0, 5.0], [12.0, 7.0, 8.0], [18.0, 10.0, 11.0]]
     assert run_on(2, summed_column, run=tiny("strategy.name=ddp")) == [doubled] * 2
 
@@ -104,7 +104,7 @@ def functional_ones(world: World, run: Run) -> int:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "ddp"])
-def test_what_keeps_two_makes_no_functional_collective(name: str) -> None:
+def test_strategies_with_two_threads_make_no_functional_collective(name: str) -> None:
     for keys in ((), ("precision=bf16", "model.dtype=bfloat16"), ("average.ema=0.9",)):
         run = tiny(f"strategy.name={name}", *keys)
         assert run_on(2, functional_ones, run) == [0, 0]

@@ -178,16 +178,14 @@ def test_a_process_a_gpu_and_all_of_them_are_asked_for(
         ("local", {"processes": 3}, "LS7290"),
     ],
 )
-def test_gpus_that_are_too_few_are_told_by_the_plan(
-    name: str, launch: dict[str, Any], code: str, tmp_path: Path
-) -> None:
+def test_too_few_gpus_are_reported_by_the_plan(name: str, launch: dict[str, Any], code: str, tmp_path: Path) -> None:
     with raises(code):
         find("launchers", name)().plan(job(tmp_path, name, **launch))
 
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", ["torchrun", "accelerate"])
-def test_or_before_a_process_starts_where_the_plan_may_be_of_another_machine(name: str, tmp_path: Path) -> None:
+def test_too_few_gpus_are_reported_before_a_process_starts(name: str, tmp_path: Path) -> None:
     launcher = find("launchers", name)()
     run = job(tmp_path, name, processes=3)
     with raises("LS7290", "2"):

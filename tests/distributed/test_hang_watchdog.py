@@ -29,7 +29,7 @@ HANG_S = 12  # a job is held for some seconds here, and a busy machine takes its
 
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", [1, slow(0)])  # rank 0 holds the store that the others beat in
-def test_a_frozen_rank_is_named_and_the_job_goes_on(
+def test_a_hanging_rank_is_named_and_the_job_restarts(
     rank: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     job.write()
@@ -58,7 +58,7 @@ def test_a_frozen_rank_is_named_and_the_job_goes_on(
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_something_else_is_named_with_its_stack(job: CommandJob, untouched: Path) -> None:
+def test_a_diverging_rank_is_named_with_its_stack(job: CommandJob, untouched: Path) -> None:
     job.write()
     options = ["launch.max_restarts=1", f"launch.hang_timeout_s={HANG_S}", "strategy.name=support.misbehaving.Dawdling"]
     process = job.start(*options, PYTHONPATH=TESTS_PATH)
@@ -83,7 +83,7 @@ class Gone:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_rank_alone_ends_when_it_is_asked_to(
+def test_a_single_rank_ends_on_request(
     asked: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends: list[int] = []
@@ -99,7 +99,7 @@ def test_a_rank_alone_ends_when_it_is_asked_to(
     assert mentions(capsys.readouterr().err, "LS7061", "rank 0")
 
 
-def test_the_verdict_names_who_is_behind() -> None:
+def test_the_verdict_names_the_rank_that_is_behind() -> None:
     def beat(progress: int, *stack: str) -> dict[str, Any]:
         return {"pid": 7, "host": "h", "place": f"step {progress}", "progress": progress, "stack": list(stack)}
 

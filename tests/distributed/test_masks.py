@@ -31,13 +31,13 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_the_place_in_the_run_decides_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_depend_only_on_the_position_in_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, other, again = (drawn(MAKERS[name], *place) for place in ((3, 1), (3, 2), (3, 1)))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
 
-def test_it_is_what_torch_calls() -> None:
+def test_torch_calls_the_replaced_kernel() -> None:
     """Within attention, too: torch's own draws leave its generator in another state."""
     seed_everything(1)
     int(torch.randint(2**63 - 1, ()))
@@ -49,7 +49,7 @@ def test_it_is_what_torch_calls() -> None:
 
 
 @pytest.mark.parametrize("p", [0.0, 1e-4, 0.1, 0.5, 0.9, 1 - 2**-40, 1.0])
-def test_as_many_as_asked_for(p: float) -> None:
+def test_the_share_of_kept_elements(p: float) -> None:
     """Within five standard deviations; of neighbours too, and of numbers a word apart."""
     torch.manual_seed(0)
     count = 4_000_000
@@ -81,7 +81,7 @@ def test_empty_and_wrong() -> None:
         torch.empty(3).bernoulli_(1.5)
 
 
-def test_numbers_of_a_place_are_those_of_splitmix64() -> None:
+def test_random_numbers_match_splitmix64() -> None:
     """The first three of the published generator with the seed 0; chained ones element by element as by themselves."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert splitmix.sequence(1, 3).tolist() == published

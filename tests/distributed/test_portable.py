@@ -110,13 +110,13 @@ def test_portable_is_part_of_the_arithmetic() -> None:
 
 
 @pytest.mark.slow
-def test_what_has_other_bits_elsewhere_is_refused_before_a_process_starts() -> None:
+def test_operations_with_other_bits_elsewhere_are_refused_before_a_process_starts() -> None:
     run = load(None, {"strategy.name": "ddp", "strategy.exact": "portable", "model.compile": True}, TINY)
     with raises("LS5140", "model.compile"):
         resolve(run, Machine(), 2, Scope.OPTIONS)
 
 
-def test_processors_that_lack_the_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_without_the_instructions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor._flags_of_glibc() in (None, set(processor.INSTRUCTIONS) & (processor._flags_of_linux() or set()))
     with monkeypatch.context() as patch:  # where a process has gone on to load torch
         patch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
@@ -237,7 +237,7 @@ print(json.dumps({"worst": worst, "special": repr(special), "gradient": right}))
 
 
 @pytest.mark.processes
-def test_functions_are_rounded_correctly(answers: dict[str, Any]) -> None:
+def test_portable_functions_are_rounded_correctly(answers: dict[str, Any]) -> None:
     told = answers["functions"]
     assert max(told["worst"].values()) < 0.501, told["worst"]
     assert told["special"] == repr(
@@ -403,7 +403,7 @@ print(json.dumps({"answers": answers, "evaluated": torch.equal(evaluated, layer.
 
 
 @pytest.mark.processes
-def test_what_has_no_portable_form_is_refused_by_name(answers: dict[str, Any]) -> None:
+def test_operations_without_a_portable_form_are_refused_by_name(answers: dict[str, Any]) -> None:
     told = answers["refused"]
     codes = dict.fromkeys(told["answers"], "LS7081") | {"integers": "LS7082", "complex": "LS7080"}
     for name, answer in told["answers"].items():

@@ -60,7 +60,7 @@ def everywhere(raw: Any, met: ElasticRendezvous, value: bytes) -> None:
 
 @pytest.mark.parametrize("key", [KEY, ""])
 @pytest.mark.parametrize("how", [bytes, b64encode])
-def test_a_stranger_s_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -> None:
+def test_a_foreign_pickle_is_not_loaded(tmp_path: Path, key: str, how: Any) -> None:
     first = rendezvous(key=key)
     attack = pickle.dumps(Code(tmp_path / "ran"))
     with pytest.raises(FileExistsError):  # the attack works where it is loaded
@@ -150,7 +150,7 @@ def state(**values: Any) -> dict[str, Any]:
         state(participants=[["stranger", 1, 0, 0], ["other", 1, 0, 0]]),
     ],
 )
-def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
+def test_an_invalid_state_is_reported(forged: dict[str, Any]) -> None:
     """Without a secret anyone can sign a state, so its content is checked too."""
     first = rendezvous(key="")
     text = json.dumps(forged).encode()
@@ -172,7 +172,7 @@ def test_a_state_that_cannot_be_is_told(forged: dict[str, Any]) -> None:
         3,
     ],
 )
-def test_a_machine_that_cannot_be_is_told(told: Any) -> None:
+def test_an_invalid_machine_is_reported(told: Any) -> None:
     with pytest.raises(RendezvousStateError, match="unreadable data"):
         _parsed(Node, json.dumps(told).encode())
 
@@ -191,12 +191,12 @@ def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None
 @pytest.mark.parametrize(
     "text", [b"", b"[", b"3", b"{}", b'{"over": 0}', b'{"over": false}', b"[" * 100_000, b'{"over": true, "pid": 1}']
 )
-def test_a_sign_of_life_that_no_rank_gives_is_told(text: bytes) -> None:
+def test_an_invalid_heartbeat_is_reported(text: bytes) -> None:
     with pytest.raises(RendezvousStateError, match="is not a heartbeat"):
         hang_watchdog.parsed(text)
 
 
-def test_a_rank_s_own_signs_of_life_are_read() -> None:
+def test_heartbeats_of_ranks_are_read() -> None:
     watching = hang_watchdog.Watchdog(World(tiny()), 5)
     watching._main = threading.get_ident()
     for stuck in (True, False):
@@ -254,12 +254,12 @@ def test_a_malformed_state_is_one_error(text: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", [b"", b"3", b'{"round": "many"}', b"[" * 100_000, pickle.dumps(3)])
-def test_what_is_no_state_is_told(text: bytes) -> None:
+def test_data_that_is_no_state_is_reported(text: bytes) -> None:
     with pytest.raises(RendezvousStateError, match="state is invalid"):
         meeting_state._state(text)
 
 
-def test_a_state_survives_its_text() -> None:
+def test_a_state_round_trips_through_text() -> None:
     first = rendezvous()
     first.next_rendezvous()
     state = first._state()
@@ -268,7 +268,7 @@ def test_a_state_survives_its_text() -> None:
     assert state.participants
 
 
-def test_objects_between_ranks_bear_the_seal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_between_ranks_are_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = dist.distributed_c10d
     for name in ("_pickler", "_unpickler"):
         monkeypatch.setattr(module, name, getattr(module, name))
@@ -314,7 +314,7 @@ def test_several_machines_meet_on_the_address_that_was_given() -> None:
     assert listening(behind_a_name.port) == {"00000000"}
 
 
-def test_whoever_says_nothing_is_not_waited_for_for_ever() -> None:
+def test_a_silent_peer_times_out() -> None:
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, raises("LS7026", "1", error=network.NetworkError):
         rendezvous(silent.getsockname()[1], holds=False, join=1)

@@ -42,7 +42,7 @@ pytestmark = [
 
 
 @pytest.mark.processes
-def test_what_a_run_leaves(untouched: Path) -> None:
+def test_the_files_of_a_run(untouched: Path) -> None:
     out = untouched / "out"
     found = {str(p.relative_to(out)) for p in out.rglob("*") if not p.is_dir() or p.is_symlink()}
     parts = ("manifest.json", *(f"shard-{rank:05d}-of-00002.safetensors" for rank in (1, 2)))
@@ -68,7 +68,7 @@ def test_what_a_run_leaves(untouched: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_its_metrics_say(untouched: Path) -> None:
+def test_the_metrics_of_a_run(untouched: Path) -> None:
     found = lines(untouched)
     train = [line for line in found if line["split"] == "train"]
     assert [line["step"] for line in train] == list(range(1, STEPS + 1))
@@ -88,7 +88,7 @@ def test_what_its_metrics_say(untouched: Path) -> None:
 
 
 @pytest.mark.processes
-def test_again_it_says_that_it_is_finished(untouched: Path, cache: Path) -> None:
+def test_a_finished_run_reports_that_it_is_finished(untouched: Path, cache: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (untouched / "out").rglob("*") if p.is_file()}
     out = finish(untouched, cache)
     assert "finished" in out
@@ -226,7 +226,7 @@ def test_torchrun_gives_the_same_bits_and_resumes(tmp_path: Path, cache: Path, u
     assert bits(tmp_path) == bits(untouched)
 
 
-def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
+def test_a_failing_job_over_old_files_shows_its_traceback_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -249,7 +249,7 @@ def test_whatever_an_earlier_job_left_a_failing_one_shows_its_traceback_once(
 
 
 @pytest.mark.processes
-def test_by_hand_over_tcp_gives_the_same_bits(job: CommandJob, untouched: Path) -> None:
+def test_ranks_started_by_hand_over_tcp_give_the_same_bits(job: CommandJob, untouched: Path) -> None:
     job.write()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -272,7 +272,9 @@ def joined(tmp_path: Path, untouched: Path) -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_joining_refuses_what_the_launcher_would(tmp_path: Path, job: CommandJob, joined: dict[str, str]) -> None:
+def test_a_joining_rank_refuses_what_the_launcher_would(
+    tmp_path: Path, job: CommandJob, joined: dict[str, str]
+) -> None:
     before = (tmp_path / "out" / "run.yaml").read_text()
     status, _, err = job.train("seed=1", **joined)
     assert status == 2
@@ -282,7 +284,7 @@ def test_joining_refuses_what_the_launcher_would(tmp_path: Path, job: CommandJob
 
 
 @pytest.mark.processes
-def test_joining_a_finished_run_says_so(job: CommandJob, joined: dict[str, str], untouched: Path) -> None:
+def test_joining_a_finished_run_is_reported(job: CommandJob, joined: dict[str, str], untouched: Path) -> None:
     status, out, err = job.train(**joined)
     assert status == 0, err
     assert "finished" in out

@@ -25,7 +25,7 @@ def _without_any(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_one_variable_of_a_rank_makes_no_rank(
+def test_a_single_leftover_variable_makes_no_rank(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run once wrote nothing with RANK=1 alone, and waited for three other ranks with WORLD_SIZE=4 alone."""
@@ -48,7 +48,7 @@ def test_one_variable_of_a_rank_makes_no_rank(
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": ""}, "LS7570", ("LOCAL_RANK=",)),
     ],
 )
-def test_variables_of_half_a_rank_are_refused(
+def test_incomplete_torchrun_variables_are_refused(
     variables: dict[str, str], code: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):

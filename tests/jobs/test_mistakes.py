@@ -66,7 +66,7 @@ NO_ROW = {
 }
 
 
-def test_each_has_a_row_in_troubleshooting() -> None:
+def test_each_mistake_has_a_row_in_troubleshooting() -> None:
     rows = re.findall(r"^\| (.+?) \| (LS\d{4})\b", PAGE.read_text(encoding="utf-8"), re.M)
     assert len(MISTAKES) >= 50
     assert {mistake.name for mistake in MISTAKES} >= NO_ROW

@@ -91,7 +91,7 @@ def is_open(port: int) -> bool:
 
 
 @pytest.mark.processes
-def test_a_closed_terminal_too_and_nohup_does_not_mind(job: CommandJob) -> None:
+def test_a_closed_terminal_saves_and_nohup_continues(job: CommandJob) -> None:
     job.write(steps=20, checkpoint={"every": 1000})
     hung_up = variables("step 3", signal.SIGHUP, "group")
     status, out, err = ended(job.start(SIGNALLED, **hung_up))
@@ -123,7 +123,7 @@ def test_a_closed_terminal_too_and_nohup_does_not_mind(job: CommandJob) -> None:
         slow("delivered", signal.SIGUSR1, "launcher", 3, 0),
     ],
 )
-def test_after_the_last_step(
+def test_a_signal_after_the_last_step(
     moment: str, number: signal.Signals, target: str, processes: int, expected: int, tmp_path: Path, cache: Path
 ) -> None:
     write(tmp_path, steps=4, launch={"device": "cpu", "threads": 1, "timeout_s": 1000})
@@ -142,7 +142,7 @@ def test_after_the_last_step(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [slow(1), 2])
-def test_an_evaluation_on_the_way_is_left_to_the_next_start(
+def test_an_interrupted_evaluation_is_left_to_the_next_start(
     processes: int, tmp_path: Path, cache: Path, calm: Path
 ) -> None:
     write(tmp_path, track={"every": 15}, checkpoint={"every": 1000, "best": "-loss"}, export="last")
@@ -162,7 +162,7 @@ def test_an_evaluation_on_the_way_is_left_to_the_next_start(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [slow(1), 2])
-def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, cache: Path) -> None:
+def test_a_stop_without_a_checkpoint_does_not_exit_with_75(processes: int, tmp_path: Path, cache: Path) -> None:
     write(tmp_path, steps=20, checkpoint={"every": 1000})
     command = [*LOCKSTEP, "train", "run.yaml", SIGNALLED, f"launch.processes={processes}"]
     status, out, err = ended(start(command, tmp_path, cache, SPOIL="1", **variables("step 3", signal.SIGTERM)))
@@ -172,7 +172,7 @@ def test_stopped_without_a_checkpoint_is_no_75(processes: int, tmp_path: Path, c
 
 
 @pytest.mark.processes
-def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> None:
+def test_a_stop_before_the_first_step_does_not_exit_with_75(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     process = start_anew([*LOCKSTEP, "train", "run.yaml"], tmp_path, cache)
     while not (tmp_path / "out" / "launch.json").exists():
@@ -188,9 +188,7 @@ def test_stopped_before_the_first_step_is_no_75(tmp_path: Path, cache: Path) -> 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGHUP)])
-def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
-    number: signal.Signals, tmp_path: Path, cache: Path
-) -> None:
+def test_a_signal_before_any_handler_ends_with_a_message(number: signal.Signals, tmp_path: Path, cache: Path) -> None:
     """The run file is a pipe, so the command blocks there until the signal arrives."""
     write(tmp_path).unlink()
     os.mkfifo(tmp_path / "run.yaml")
@@ -202,7 +200,7 @@ def test_a_signal_that_comes_before_anything_listens_ends_with_a_word(
     assert err == f"lockstep: ended by {number.name} while nothing was being trained; {KEPT}\n"
 
 
-def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ctrl_c_received_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("lockstep.distributed.signals.time.monotonic", lambda: clock[0])
     interrupts = Interrupts()
@@ -215,7 +213,7 @@ def test_of_a_ctrl_c_that_is_heard_twice_only_the_next_one_counts(monkeypatch: p
     assert interrupts.again(signal.SIGINT)
 
 
-def test_what_may_be_stopped_at_once_is() -> None:
+def test_phases_without_state_stop_at_once() -> None:
     world = World(tiny())
     before = signal.signal(signal.SIGUSR1, world.stop.on_signal)
     try:

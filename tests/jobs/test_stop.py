@@ -53,6 +53,6 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "3 hours", "'90'"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_invalid_durations_are_refused(text: str) -> None:
     with raises("LS1002", "max_time"):
         tiny(f"max_time={text}")

@@ -60,19 +60,19 @@ def test_nothing_of_the_folder_is_imported(command: str, section: str, theirs: P
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_launcher_of_one_s_own_is_imported_when_asked_for(theirs: Path, tmp_path: Path) -> None:
+def test_a_users_launcher_is_imported_on_request(theirs: Path, tmp_path: Path) -> None:
     job_record.write(theirs, replace(job_record.here("evil_module.Thing", 1), status=0))
     assert main(["status", str(theirs)]) == 2
     assert main(["status", str(theirs), "--trust"]) == 0
     assert (tmp_path / "ran").exists()
 
 
-def test_what_a_log_says_commands_no_terminal(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escape_sequences_of_a_log_are_not_printed(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["logs", str(theirs)]) == 0
     assert capsys.readouterr().out == "a line \\x1b]0;owned\\x07\n"
 
 
-def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_outside_output_are_not_shown(theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "private").write_text("a private key\n")
     (theirs / "log.txt").unlink()
     (theirs / "log.txt").symlink_to(tmp_path / "private")
@@ -92,7 +92,7 @@ def test_no_file_outside_is_shown(theirs: Path, tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("job", ["--all", "-u me", "1;id", "1\nid", "$(id)", "a b", 3, ["1"]])
-def test_an_id_that_is_none_is_not_handed_to_a_scheduler(job: object, theirs: Path) -> None:
+def test_an_invalid_job_id_is_not_passed_to_a_scheduler(job: object, theirs: Path) -> None:
     for changed in ({"job": job}, {"facts": {"step": job}}, {"facts": {"namespace": job}}):
         values = json.loads((theirs / "launch.json").read_text()) | changed
         (theirs / "launch.json").write_text(json.dumps(values))
@@ -103,7 +103,7 @@ def test_an_id_that_is_none_is_not_handed_to_a_scheduler(job: object, theirs: Pa
         assert job_record.read(theirs) is not None, good
 
 
-def test_a_process_that_another_user_names_is_not_stopped(
+def test_a_process_named_by_another_user_is_not_stopped(
     theirs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -111,7 +111,7 @@ def test_a_process_that_another_user_names_is_not_stopped(
     assert mentions(capsys.readouterr().err, "LS8137")
 
 
-def test_code_of_the_folder_s_model_runs_only_if_asked_for(theirs: Path) -> None:
+def test_code_of_a_model_folder_runs_only_on_request(theirs: Path) -> None:
     (theirs / "export").mkdir()
     (theirs / "export/config.json").write_text('{"a": 1}')
     (theirs / "export.json").write_text('{"config.json": ""}')
@@ -155,7 +155,7 @@ def job(folder: Path, **values: object) -> slurm.BatchJob:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["$(touch ran)", "`touch ran`", 'a" ; touch ran; "', "a'; touch ran; '", "$HOME x"])
-def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Path) -> None:
+def test_a_folder_name_injects_nothing_into_an_array_script(name: str, tmp_path: Path) -> None:
     text = slurm.text_of(job(Path("/data") / name, array=[Path("/data") / name / "run.yaml"], command=["echo", "$run"]))
     shown = 'printf "%s\\n" "$LOCKSTEP_FACT" "$run"\n'
     lines = [line for line in text.splitlines() if line.startswith(("export", "runs", "run=", ")", "  "))]
@@ -166,7 +166,7 @@ def test_a_folder_s_name_runs_nothing_in_an_array_s_file(name: str, tmp_path: Pa
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_newline_ends_no_line_of_a_job_s_file(tmp_path: Path) -> None:
+def test_a_newline_injects_nothing_into_a_job_script(tmp_path: Path) -> None:
     with raises("LS7395"):
         slurm.text_of(job(Path("/data/a\ntouch ran")))
     with raises("LS7395"):
@@ -182,7 +182,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("what", ["documents", "another run"])
-def test_an_output_that_a_link_replaces_is_not_written_through(what: str, tmp_path: Path) -> None:
+def test_output_is_not_written_through_a_link(what: str, tmp_path: Path) -> None:
     """The link's target stays unchanged, and the model is saved elsewhere."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
@@ -223,7 +223,7 @@ def test_an_output_that_is_moved_and_linked_is_written_on(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["documents", "another run"])
-def test_checkpoints_that_a_link_replaces_are_not_written_through(what: str, tmp_path: Path) -> None:
+def test_checkpoints_are_not_written_through_a_link(what: str, tmp_path: Path) -> None:
     """The link's target, with folders named like checkpoints, stays unchanged; the run prints a note at each save."""
     theirs = tmp_path / "theirs"
     for name in ("step-000002", "step-000004", "step-000006"):
@@ -268,7 +268,7 @@ def test_checkpoints_on_another_disk_are_written(when: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", [".export.partial", ".export.removed"])
-def test_a_link_in_the_place_of_what_is_written_aside(name: str, tmp_path: Path) -> None:
+def test_temporary_files_are_not_written_through_a_link(name: str, tmp_path: Path) -> None:
     (theirs := tmp_path / "theirs").mkdir()
     (theirs / "letter.txt").write_text("mine")
     run = run_in(tmp_path / "out")

@@ -54,7 +54,7 @@ def test_medians_over_rounds() -> None:
     assert found.memory_bytes == 4e9  # of each of two
 
 
-def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
+def test_the_predicted_step_of_one_process_matches_the_measurement() -> None:
     ops = [("forward", 10**8, 0, 100.0), ("backward", 0, 10**6, 50.0), ("optimizer", 0, 10**6, 5.0)]
     rounds = [{1: measured(1)}]
     found = calibrate.device_of(tiny(), rounds, {"single": [simulated(ops=ops)]})
@@ -64,7 +64,7 @@ def test_a_step_of_one_process_is_foretold_as_it_was() -> None:
     assert computed(Job.of(tiny(), 1), half, found) == pytest.approx({"overlapped": 0.8, "other": 0.01})
 
 
-def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_of_an_engine_applies_to_its_strategy_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks that slow each other down by 1.25 FSDP2 took 0.5 s more than its 4 micro-batches come to, and each
     rank of a pipeline 0.25: 0.1 and 0.05 s a micro-batch alone. A stage's phase is a mixture of forward and
     backward."""
@@ -90,7 +90,7 @@ def test_what_an_engine_takes_for_itself_is_foretold_for_its_strategy_only(monke
     assert sum(staged.values()) == pytest.approx(1.2 * (0.67 + 0.2))
 
 
-def test_what_is_left_by_the_clock_is_waited_for_at_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remaining_time_is_attributed_to_waiting_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of two ranks of `ddp` is foretold as it was measured; half the messages are waited for half as long, and
     those of a strategy that took less than its plan not at all."""
     feed: Any = Uneven()
@@ -124,7 +124,7 @@ def test_what_overlaps_is_a_mixture_where_the_rest_of_the_step_is() -> None:
         assert computed(Job.of(tiny(), 1), of, found)["overlapped"] == pytest.approx(seconds)
 
 
-def test_products_that_are_measured_are_of_all_sizes() -> None:
+def test_matrix_products_of_all_sizes_are_measured() -> None:
     def picked(*sizes: int, count: int = 10) -> list[int]:
         return [each.flops for each in rates.spread([Product(flops, (None, (), {}), count) for flops in sizes])]
 
@@ -133,7 +133,7 @@ def test_products_that_are_measured_are_of_all_sizes() -> None:
     assert picked(*(2**n for n in range(40))) == [2**n for n in range(39, 39 - rates.PRODUCTS, -1)]
 
 
-def test_products_of_a_step_are_computed_again() -> None:
+def test_matrix_products_of_a_step_are_measured_again() -> None:
     layer, x = torch.nn.Linear(8, 4), torch.randn(3, 8)
     with Products() as seen:
         for _ in range(2):
@@ -144,7 +144,7 @@ def test_products_of_a_step_are_computed_again() -> None:
     assert sum(each.work for each in seen.products.values()) == 2 * 2 * forward.flops  # no gradient of the input
 
 
-def test_what_a_calibration_writes_is_read_back(tmp_path: Path) -> None:
+def test_a_calibration_is_read_back(tmp_path: Path) -> None:
     calibrate.write(device({"forward": 1.5}), tmp_path / "here.yaml")
     found = devices.load(str(tmp_path / "here.yaml"))
     assert found.scale("forward") == 1.5
@@ -209,7 +209,7 @@ def test_a_stage_that_waits_leaves_its_core_to_others() -> None:
         (["model.compile=true"], "model.compile"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(
+def test_jobs_that_cannot_be_calibrated_are_refused(
     words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "run.yaml", "--calibrate", *words]) == 2
@@ -256,7 +256,7 @@ def test_ranks_measure_themselves_and_each_other(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("processes", [long(2)])
-def test_a_plan_by_what_was_measured(processes: int, tmp_path: Path, cache: Path) -> None:
+def test_a_plan_with_measured_rates(processes: int, tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     words = ["bench", "run.yaml", "--calibrate", "--processes", f"{processes}", "--steps", "2", "--rounds", "1"]
     status, out, err = ended(start_anew([*LOCKSTEP, *words, "--out", "here"], tmp_path, cache), 900)

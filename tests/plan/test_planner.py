@@ -29,7 +29,7 @@ from support.planned_memory import simulated
 
 
 @pytest.mark.parametrize("name", ["h100", "a100"])
-def test_every_figure_of_a_device_says_where_it_is_from(name: str) -> None:
+def test_every_figure_of_a_device_has_a_source(name: str) -> None:
     device = devices.load(name)
     assert set(device.sources) >= set(devices.FIGURES) | {"reaches"}
     assert device.ranks_per_node == 8
@@ -43,7 +43,7 @@ def test_an_operation_takes_the_longer_of_arithmetic_and_memory() -> None:
     assert device.seconds("bf16", 0, 0) == 0  # a view
 
 
-def test_a_rate_between_two_sizes_is_on_a_line_in_logarithms() -> None:
+def test_rates_are_interpolated_logarithmically() -> None:
     rate = [(1e3, 1e9), (1e5, 1e11)]
     assert at(rate, 1e4) == pytest.approx(1e10)
     assert (at(rate, 1), at(rate, 1e9), at(7.0, 3)) == (1e9, 1e11, 7.0)
@@ -90,7 +90,7 @@ def test_stages_wait_for_the_first_and_the_last_micro_batch() -> None:
     assert bubbles(Job.of(tiny(), 4)) == 0
 
 
-def test_stages_wait_for_what_is_on_its_way() -> None:
+def test_stages_wait_for_messages_in_transit() -> None:
     """Messages of 2 ms: 4 stages and 8 micro-batches, of which 4 are on their way at once, each down and up again."""
     wire = [Wire("send", True, 16, 16e6, 0.032), Wire("allreduce", True, 2, 1e3, 1.0)]
     for options, ranks, seconds in (({}, 4, 0.024), ({"schedule": "gpipe"}, 4, 0.012), ({"stages": 2}, 4, 0.008)):
@@ -99,7 +99,7 @@ def test_stages_wait_for_what_is_on_its_way() -> None:
     assert on_the_way(Job.of(tiny(), 4), wire) == 0
 
 
-def test_the_ranks_that_differ() -> None:
+def test_ranks_with_different_work() -> None:
     assert looked_at(Job.of(tiny(micro_batches=8), 4)) == [0]
     assert looked_at(Job.of(tiny(micro_batches=8), 3)) == [0, 2]
     assert looked_at(Job.of(tiny(strategy={"name": "pipeline"}), 4)) == [0, 1, 3]
@@ -139,7 +139,7 @@ def test_candidates_are_powers_of_two_that_a_step_has_examples_for() -> None:
     assert [power_of_two(n) for n in (1, 2, 3, 96, 1000, 1024)] == [1, 2, 4, 128, 1024, 1024]
 
 
-def test_what_fits_comes_first_then_what_is_quick() -> None:
+def test_candidates_that_fit_come_first_then_by_speed() -> None:
     def made(micro_batches: int, seconds: float, fits: bool) -> Plan:
         found = Estimate({"forward": seconds, "messages": 0, "waiting": 0}, [], 1, fits, simulated())
         return Plan(tiny(micro_batches=micro_batches), 4, found, steps=3600)
@@ -164,12 +164,14 @@ def test_what_fits_comes_first_then_what_is_quick() -> None:
         (["--simulate", "model.compile=true", "strategy=ddp", "--processes", "2"], "cannot be simulated"),
     ],
 )
-def test_what_is_refused(words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_plans_are_refused(
+    words: list[str], said: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "run.yaml", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_device_file_says_what_is_wrong_with_it(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_in_a_device_file_are_named(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = yaml.safe_load((devices.FOLDER / "h100.yaml").read_text())
     assert Device.model_validate(good).name == "NVIDIA H100 SXM, 80 GB"
     for changed, said in (

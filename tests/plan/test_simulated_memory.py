@@ -65,7 +65,7 @@ def worlds() -> list[Any]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("case", "ranks"), worlds())
-def test_a_plan_says_what_a_rank_takes(case: str, ranks: int) -> None:
+def test_a_plan_shows_the_memory_of_a_rank(case: str, ranks: int) -> None:
     run = of(case)
     real = run_on(ranks, taken, run)
     for rank in sorted({0, ranks - 1}):
@@ -96,7 +96,7 @@ def test_every_strategy_is_planned() -> None:
 
 
 @pytest.mark.processes
-def test_a_plan_says_what_it_is_made_of() -> None:
+def test_a_plan_shows_the_parts_of_the_memory() -> None:
     run = of("ddp", micro_batches=8)  # two a rank: the first one's gradient is there while the second is computed
     plan: Simulated = run_on(1, planned, run, 4, 0, run=tiny(), joined=False)[0]
     trained = 4 * plan.trained

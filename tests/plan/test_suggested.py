@@ -20,7 +20,7 @@ CHOSEN = re.compile(r"^choose +(strategy\.name=.*)$", re.MULTILINE)
 @pytest.mark.timeout(3600)  # eight plans
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_is_suggested_trains_and_takes_the_memory_that_was_planned(tmp_path: Path, cache: Path) -> None:
+def test_a_suggested_job_trains_in_the_planned_memory(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, model=DEEP, batch_size=BATCH)
     words = ["plan", "run.yaml", "--suggest", "--processes", f"{PROCESSES}", "--device", "h100"]
     # anew: what simulates ranks is started from several threads, and from a process that has imported everything

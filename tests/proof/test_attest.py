@@ -130,7 +130,7 @@ def test_better_scores_are_found(name: str, copy: Path, capfd: pytest.CaptureFix
     assert f"{name} was changed: a score, for example" in audited(copy, capfd)
 
 
-def test_a_line_whose_hash_was_left_cannot_be_attested(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_line_with_its_old_hash_cannot_be_attested(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = (copy / fingerprints.FILE).read_text().splitlines()
     lines[6] = json.dumps(json.loads(lines[6]) | {"loss": 0.001})
     (copy / fingerprints.FILE).write_text("\n".join(lines) + "\n")
@@ -152,14 +152,14 @@ FORGED: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 @pytest.mark.parametrize("what", sorted(FORGED))
-def test_what_is_forged_is_found(what: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_forgeries_are_found(what: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     forge, said, _ = FORGED[what]
     forge(copy)
     assert said in audited(copy, capfd)
 
 
 @pytest.mark.parametrize("what", sorted(FORGED))
-def test_what_is_forged_and_attested_anew_is_found(what: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_forgeries_that_are_attested_again_are_found(what: str, copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By what is recomputed, or does not fit together."""
     forge, _, said = FORGED[what]
     forge(copy)
@@ -181,7 +181,7 @@ def test_a_changed_attestation_is_found(copy: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.extras
-def test_a_signature_is_of_its_key(copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signature_needs_its_key(copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("model_signing")
     for name in ("own", "other"):
         make = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{tmp_path / name}.pem"]
@@ -197,7 +197,9 @@ def test_a_signature_is_of_its_key(copy: Path, tmp_path: Path, capfd: pytest.Cap
     assert "the signature does not match" in audited(copy, capfd, "--key", str(tmp_path / "own.pub"))
 
 
-def test_what_cannot_be_attested(copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_that_cannot_be_attested_are_refused(
+    copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def refused(said: str, *words: str) -> None:
         capfd.readouterr()
         assert main([*words]) == 2

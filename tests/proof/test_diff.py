@@ -47,7 +47,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("WrongRate", STEP + 1, "weights after the step:", "clipping, weight decay, or the optimizer"),
     ],
 )
-def test_a_planted_mistake_is_found_where_it_is(
+def test_a_planted_mistake_is_located(
     mistake: str, parts: int, first: str, why: str, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert hasattr(planted_mistakes, mistake)
@@ -95,7 +95,7 @@ def test_a_row_that_was_changed_is_found(tmp_path: Path, capfd: pytest.CaptureFi
     assert "the same rows were tokenized differently" in said
 
 
-def test_runs_of_the_same_bits(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_runs_have_no_difference(right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     other = trained(tmp_path, "other", "strategy.name=ddp", "checkpoint.every=0")
     said = told(right, other, capfd, status=0)
     assert "the same bits in all 9 common steps" in said
@@ -117,7 +117,7 @@ def test_a_line_of_a_machine_that_computed_wrongly(
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_a_loss_whose_hash_was_left_is_found(
+def test_a_changed_loss_with_its_old_hash_is_found(
     both: bool, right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folders = [right, tmp_path / "edited"]

@@ -32,7 +32,7 @@ def trained(run: Run, output: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["stream", "sources"])
-def test_a_planted_mistake_is_found_where_it_is(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_mistake_is_located(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     right = trained(of(kind, tmp_path), tmp_path / "right")
     wrong = trained(of(kind, tmp_path, "strategy.name=support.planted_mistakes.WrongLeaf"), tmp_path / "wrong")
     said = told(right, wrong, capfd)

@@ -34,7 +34,7 @@ def asked(folder: Path, *words: str, golden: Path | None = None) -> int:
     return main(["verify", str(folder / "run.yaml"), *words, "--against", str(golden or folder / "golden.jsonl")])
 
 
-def test_the_same_training_is_the_same_file(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_training_writes_equal_files(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     about, steps = read_records(folder / "golden.jsonl")
     assert len(steps) == 3
     assert about["data"]
@@ -56,7 +56,7 @@ def test_two_processes_have_the_bits_of_the_file(folder: Path, capfd: pytest.Cap
     [("optim.learning_rate=0.0051", "step 1: weights after the step:"), ("seed=1", "step 0: loss is "),
      ("optim.max_grad_norm=0.4", "step 1: weights after the step:")],
 )  # fmt: skip
-def test_what_differs_is_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_named(key: str, said: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert asked(folder, key) == 1
     out = " ".join(capfd.readouterr().out.split())
     assert said in out
@@ -83,7 +83,7 @@ def test_a_change_of_code_is_found(
         ("{}", "was not written by this version of lockstep verify --write"),
     ],
 )
-def test_files_that_are_none(
+def test_invalid_files_are_refused(
     content: str | None, said: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if content is not None:
@@ -99,7 +99,7 @@ def test_a_strategy_that_promises_no_bits_is_refused(folder: Path, capfd: pytest
     assert not (folder / "other.json").exists()
 
 
-def test_this_source_trains_as_the_one_that_wrote_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_this_version_trains_like_the_golden_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Comparable on one kind of processor, with the same versions: elsewhere there is nothing to compare with."""
     golden = TESTS / "golden" / "training.jsonl"
     run = load(None, ["strategy.name=single", "launch.processes=1"], TINY | {"output": str(tmp_path / "out")})

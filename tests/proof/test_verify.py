@@ -75,7 +75,7 @@ def test_a_mistake_is_named(
         (2, ["strategy.name=ddp", "strategy.exact=false"]),
     ],
 )
-def test_what_is_right_passes(
+def test_correct_jobs_pass(
     ranks: int, overrides: list[str], alone: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ours = of(tmp_path / "ours", ranks, *overrides)
@@ -86,7 +86,7 @@ def test_what_is_right_passes(
     assert "dtypes: weights float32, gradients float32, optimizer float32" in said
 
 
-def test_bits_that_are_promised_are_demanded(alone: Path, tmp_path: Path) -> None:
+def test_promised_bits_are_required(alone: Path, tmp_path: Path) -> None:
     """Equal to rounding is not enough where bits are promised."""
     ours = of(tmp_path / "ours", 2, "strategy.name=allreduce", "strategy.exact=false")
     text = (ours / recording.FILE).read_text()
@@ -94,7 +94,7 @@ def test_bits_that_are_promised_are_demanded(alone: Path, tmp_path: Path) -> Non
     assert "gradients differ" in found(ours, alone)
 
 
-def test_the_short_last_step_of_the_epoch_is_looked_at(alone: Path) -> None:
+def test_the_short_last_step_of_the_epoch_is_compared(alone: Path) -> None:
     numbers = [s.step for s in recording.read(alone).steps]
     assert numbers == [0, 1, 4]  # 100 examples in steps of 22
     assert recording.read(alone).steps[-1].targets == (12, 12)

@@ -42,10 +42,10 @@ KERNEL = {
     "checkpoint/test_checkpoint_pairs.py::test_the_control_one_step_less_has_other_bits",
     # a bug that `verify` detects, and none without a bug
     "proof/test_verify.py::test_a_mistake_is_named[true-MeanOfMeans-said0]",
-    "proof/test_verify.py::test_what_is_right_passes[2-overrides1]",
+    "proof/test_verify.py::test_correct_jobs_pass[2-overrides1]",
     # the command: its files, stop and resume, kill and restart
-    "jobs/test_command.py::test_what_a_run_leaves",
-    "jobs/test_command.py::test_what_its_metrics_say",
+    "jobs/test_command.py::test_the_files_of_a_run",
+    "jobs/test_command.py::test_the_metrics_of_a_run",
     "jobs/test_command.py::test_a_stop_on_request_is_75_and_the_same_command_goes_on[2-1]",
     "jobs/test_command.py::test_a_killed_rank_is_named_and_the_job_restarts_by_itself",
 }

@@ -82,7 +82,7 @@ def smoothed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (smoothed, "label smoothing"),  # the control: only the function's options differ
     ],
 )
-def test_a_loss_that_differs_is_told_by_its_graph(
+def test_a_different_loss_is_recognized_by_its_graph(
     tmp_path: Path, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], cause: str
 ) -> None:
     result = verdict(tmp_path, loss)
@@ -122,7 +122,7 @@ def test_another_precision_is_named_where_losses_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("drawn", [False, True])
-def test_weights_that_differ_by_the_dtype_they_are_kept_in(drawn: bool, tmp_path: Path) -> None:
+def test_weights_that_differ_by_their_dtype(drawn: bool, tmp_path: Path) -> None:
     """Nothing was drawn or loaded otherwise. The control: a layer that was."""
 
     class Kept(nn.Linear):
@@ -140,12 +140,12 @@ def test_weights_that_differ_by_the_dtype_they_are_kept_in(drawn: bool, tmp_path
     assert compare_traces(one, replace(other, ranks=(*other.ranks, idle))).cause == result.cause
 
 
-def test_an_optimizer_that_is_made_anew_is_named(tmp_path: Path) -> None:
+def test_a_recreated_optimizer_is_named(tmp_path: Path) -> None:
     result = verdict(tmp_path, cross, anew=4)
     assert "after 4 steps the optimizer is recreated here" in result.cause
 
 
-def test_a_tie_is_told_by_the_side_that_has_it(tmp_path: Path) -> None:
+def test_a_tied_weight_of_one_side_is_named(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()

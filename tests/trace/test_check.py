@@ -49,7 +49,7 @@ def checked(case: Callable[[], object], folder: Path, steps: tuple[int, ...] = (
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.__name__)
-def test_a_fault_is_named_and_what_looks_like_it_is_not(
+def test_a_fault_is_named_and_sound_lookalikes_are_not(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     rows = checked(lambda: case(wrong), tmp_path)
@@ -113,7 +113,7 @@ def test_the_gradient_of_a_right_program_is_recomputed_to_the_last_bits(tmp_path
         assert [n for n, alike in same.items() if not alike] == ([] if times == 1.0 else ["0.weight"])
 
 
-def test_what_cannot_be_recomputed_is_said_and_nothing_is_concluded(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_recomputed_are_reported_without_a_verdict(tmp_path: Path) -> None:
     def train() -> None:
         model = nn.Linear(8, 2)
         model.register_forward_hook(lambda *_: None)
@@ -143,7 +143,7 @@ def test_micro_batches_that_cannot_be_one_batch_are_not_compared(
     assert any(why in f.what for f in rows if f.code == "check-not-made")
 
 
-def test_rows_of_a_recurrent_module_may_be_times(tmp_path: Path) -> None:
+def test_rows_of_a_recurrent_module_may_be_time_steps(tmp_path: Path) -> None:
     rows = [f for f in checked(streams_time_first, tmp_path) if f.code == "check-rows"]
     assert {f.level for f in rows} == {"info"}
 
@@ -272,7 +272,7 @@ class Swallowing(Guess):
 
 
 @pytest.mark.parametrize("model", [Guess, Swallowing])
-def test_a_forward_that_swallows_the_divisor_of_trainer_is_told(model: type[Guess], tmp_path: Path) -> None:
+def test_a_forward_that_swallows_trainers_divisor_is_reported(model: type[Guess], tmp_path: Path) -> None:
     """Trainer does not divide by the micro-batches where forward takes any keyword (tests/assumptions)."""
     from transformers import Trainer, TrainingArguments
 

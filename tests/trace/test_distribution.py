@@ -54,7 +54,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_it_records_compares_and_reports_without_the_rest_of_lockstep(place: Path) -> None:
+def test_lockstep_trace_works_without_lockstep(place: Path) -> None:
     assert subprocess.run([sys.executable, "-c", "import lockstep"], capture_output=True, check=False).returncode == 1
     for name, batch in (("one", "32"), ("same", "32"), ("other", "16")):
         done = command("record", "-o", name, "--steps", "4", "--", sys.executable, "train.py", "--batch", batch)

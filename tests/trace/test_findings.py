@@ -49,7 +49,7 @@ CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_fault_is_proved_and_what_looks_like_it_is_not_accused(
+def test_a_fault_is_proved_and_sound_lookalikes_are_not_accused(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_a_fault_is_proved_and_what_looks_like_it_is_not_accused(
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", SUSPECTED, ids=lambda case: case.__name__)
-def test_a_fault_is_suspected_and_what_looks_like_it_is_not(
+def test_a_fault_is_suspected_and_sound_lookalikes_are_not(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: 
     assert proved(findings(trace)) == []
 
 
-def test_a_nan_in_each_step_is_not_said_to_be_zeroed(tmp_path: Path) -> None:
+def test_a_nan_in_each_step_is_not_reported_as_zeroed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tracer.begin(Settings(str(tmp_path)))
     no_target_that_counts(True)
@@ -120,7 +120,7 @@ def test_a_nan_in_each_step_is_not_said_to_be_zeroed(tmp_path: Path) -> None:
     ("contents", "constant", "proved_"),
     [([7, 7], False, True), ([7, 8], False, False), ([7, 7], True, False)],
 )
-def test_shards_that_all_ranks_draw_alike_are_a_finding(contents: list[int], constant: bool, proved_: bool) -> None:
+def test_equally_initialized_shards_are_a_finding(contents: list[int], constant: bool, proved_: bool) -> None:
     """The controls: other numbers, and constants."""
     names = ("a.weight", "b.weight")
     ranks = []
@@ -163,7 +163,7 @@ def test_shards_that_a_script_scales_by_other_factors_are_a_finding(
     ("states", "rows", "found"),
     [((0, 0), (0, 1), True), ((0, 1), (0, 1), False), ((0, 0), (0, 0), False), ((None, None), (0, 1), False)],
 )
-def test_ranks_that_draw_alike_for_other_examples_are_noted(
+def test_equal_random_numbers_for_different_examples_are_noted(
     states: tuple[int | None, int | None], rows: tuple[int, int], found: bool
 ) -> None:
     """The controls: other states, the same examples, and no random numbers."""

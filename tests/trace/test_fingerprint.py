@@ -37,7 +37,7 @@ def plain(tensor: torch.Tensor) -> tuple[int, float, np.ndarray]:
 
 
 @pytest.mark.parametrize("shape", [(3,), (17, 5), (260, 261)])
-def test_fingerprints_and_sketches_are_what_their_definition_says(shape: tuple[int, ...]) -> None:
+def test_fingerprints_and_sketches_match_their_definition(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     found, wanted = parts(measure([tensor], [whole(tensor)])[0]), plain(tensor)
     assert found[0] == wanted[0]
@@ -94,7 +94,7 @@ def boxes(shape: tuple[int, ...], dim: int, cuts: list[int]) -> list[Block]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("dim", "cuts"), [(0, [1, 7, 7, 333]), (1, [5, 200, 299]), (2, [1, 2])])
-def test_parts_add_up_to_the_whole_however_it_was_cut(dtype: torch.dtype, dim: int, cuts: list[int]) -> None:
+def test_fingerprints_of_shards_add_up_to_the_whole(dtype: torch.dtype, dim: int, cuts: list[int]) -> None:
     shape = (400, 300, 3)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     wanted = parts(measure([tensor], [whole(tensor)])[0])
@@ -160,7 +160,7 @@ def test_rows_of_zeros_are_skipped(shape: tuple[int, int], begin: int) -> None:
     assert fingerprint.nonzero_rows(torch.randn(shape, generator=draw), Block(shape, (0, 0), shape)) is None
 
 
-def test_a_changed_bit_or_place_changes_the_fingerprint() -> None:
+def test_a_changed_bit_or_position_changes_the_fingerprint() -> None:
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(3))
 
     def of(t: torch.Tensor) -> int:

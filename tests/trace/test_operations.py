@@ -131,7 +131,7 @@ def by_layers(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.last(hidden).square().mean()
 
 
-def test_other_operations_are_told_with_both_lines(tmp_path: Path) -> None:
+def test_other_operations_are_reported_with_both_lines(tmp_path: Path) -> None:
     text = said(tmp_path, {"loss": by_layers}, {"loss": spelled_out})
     assert "the operations differ" in text
     assert line_of(by_layers, "model.last(") in text
@@ -144,7 +144,7 @@ def with_a_look(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out.square().mean()
 
 
-def test_operations_of_one_side_alone_that_change_nothing_are_told_as_such(tmp_path: Path) -> None:
+def test_operations_of_one_side_without_effect_are_marked(tmp_path: Path) -> None:
     text = said(tmp_path, {}, {"loss": with_a_look})
     assert "equal outputs, bit for bit" in text
     assert "0 operations occur only in the reference and 2 only here, without changing a result" in text
@@ -209,7 +209,7 @@ def test_each_phase_is_marked(tmp_path: Path) -> None:
     assert all(len(o["out"]) >= 4 for o in foreach if o["op"].endswith(("mul_.Scalar", "add_.Scalar")))
 
 
-def test_the_chosen_step_alone_is_recorded(tmp_path: Path) -> None:
+def test_only_the_chosen_step_is_recorded(tmp_path: Path) -> None:
     train(tmp_path / "a", step=2)
     (rank,) = read(tmp_path / "a").ranks
     assert [each["step"] for each in rank.operations] == [2]
@@ -258,7 +258,7 @@ def test_traced_weights_have_the_bits_of_untraced_ones(tmp_path: Path, loss: Los
     assert len(operations(tmp_path / "a")) > 20
 
 
-def test_what_is_written_in_place_is_an_output_and_later_another_input(tmp_path: Path) -> None:
+def test_in_place_writes_are_outputs_and_later_inputs(tmp_path: Path) -> None:
     train(tmp_path / "a", in_place)
     rows = operations(tmp_path / "a")
     at = next(i for i, o in enumerate(rows) if o["op"] == "aten.mul_.Tensor" and o["phase"] == "forward")
@@ -324,7 +324,7 @@ def resized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return plain(model, y) + z.zero_().sum()
 
 
-def test_what_a_resized_tensor_keeps_is_read_and_what_it_gains_is_undefined(tmp_path: Path) -> None:
+def test_a_resized_tensor_reads_old_elements_and_new_ones_are_undefined(tmp_path: Path) -> None:
     train(tmp_path, resized, step=1)
     cut, grown = (o for o in operations(tmp_path) if o["op"].startswith("aten.resize_"))
     assert (len(cut["in"]), len(cut["out"])) == (1, 1)
@@ -434,7 +434,7 @@ def command(tmp_path: Path, *words: str) -> str:
 
 
 @pytest.mark.processes
-def test_diff_says_how_to_record_the_step_and_the_step_is_the_default(tmp_path: Path) -> None:
+def test_diff_prints_how_to_record_the_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     for name, factor in (("a", "1.0"), ("b", "1.5")):
         command(tmp_path, "record", "-o", name, "--", sys.executable, "train.py", factor)
@@ -458,7 +458,7 @@ def test_diff_says_how_to_record_the_step_and_the_step_is_the_default(tmp_path: 
 
 
 @pytest.mark.processes
-def test_on_two_ranks_the_rank_that_did_otherwise_is_named_and_not_the_collective(tmp_path: Path) -> None:
+def test_on_two_ranks_the_differing_rank_is_named_not_the_collective(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     start = ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     for name, factor in (("a", "1.0"), ("b", "1.5")):

@@ -54,7 +54,7 @@ def record(step: int = 1, **changes: Any) -> StepRecord:
     return replace(full, **changes)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_records_round_trip(tmp_path: Path) -> None:
     records = [record(), StepRecord.of_numbers(2, math.nan, 1.0), StepRecord(3, weights="w")]
     write_records(tmp_path / "records.jsonl", {"of": "a test"}, records)
     about, read = read_records(tmp_path / "records.jsonl")
@@ -68,7 +68,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     [("{", "LS9150"), ("", "LS9151"), ("{}", "LS9151"), ("[1]", "LS9151"), ('{"format": 2}\n{"loss": 1}', "LS9152"),
      ('{"format": 2}\n[]', "LS9152"), ('{"format": 2}\n{"step": 1, "after": {"a": {}}}', "LS9152")],
 )  # fmt: skip
-def test_files_that_are_none(content: str, code: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(content: str, code: str, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(content)
     with raises(code, "records.jsonl", error=TraceError):
         read_records(tmp_path / "records.jsonl")
@@ -109,14 +109,14 @@ def test_what_a_micro_batch_computes_comes_before_the_sum_of_the_losses() -> Non
     assert kinds == ["leaf gradient", "norm", "loss sum"]
 
 
-def test_every_kind_has_words_and_those_that_are_computed_a_cause() -> None:
+def test_every_kind_has_a_text_and_computed_kinds_a_cause() -> None:
     for kind, values in CHANGES.items():
         assert str(record_differences(record(), record(**values))[0])
         assert kind in causes.OF_KIND or kind in ("gradient", "weights", "optimizer")  # a sum has a pattern
     assert set(causes.OF_KIND) <= set(step_record.ORDER)
 
 
-def test_what_one_record_lacks_is_not_compared_and_what_it_should_have_is_missing() -> None:
+def test_entries_of_one_record_are_skipped_or_reported_missing() -> None:
     assert record_differences(record(), StepRecord(1)) == []
     (lost,) = record_differences(record(), record(gradients={"a": record().gradients["a"]}))
     assert (lost.kind, lost.name, lost.missing) == ("gradient", "b", "second")
@@ -158,7 +158,7 @@ def test_the_print_covers_dtype_shape_and_every_bit() -> None:
     assert print_of(torch.zeros(0)).norm == 0.0
 
 
-def test_what_proves_nothing() -> None:
+def test_records_that_prove_nothing() -> None:
     assert record().fault() is None
     assert "not finite" in str(StepRecord.of_numbers(1, math.inf, 1.0).fault())
     assert StepRecord.of_numbers(1, math.inf, 1.0).fault(skips=True) is None

@@ -129,7 +129,7 @@ def written(folder: Path, gradients: dict[str, torch.Tensor], after: dict[str, t
 
 @pytest.mark.parametrize("kind", ["gradient", "update", "buffers"])
 @pytest.mark.parametrize("other", [math.inf, None])
-def test_one_last_bit_of_a_large_tensor_is_not_the_same_bits(tmp_path: Path, kind: str, other: float | None) -> None:
+def test_one_bit_of_a_large_tensor_is_a_difference(tmp_path: Path, kind: str, other: float | None) -> None:
     """Sums of sketches, which a trace holds in float32, do not show one: the fingerprint does. `other`: where the
     last bit goes; None: a zero with another sign."""
     draw = torch.Generator().manual_seed(3)
@@ -163,7 +163,7 @@ def test_a_gradient_of_nan_on_one_side_alone_is_a_difference(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("every", "steps", "measured"), [(3, None, [0, 3, 6]), (1, 4, [0, 1, 2, 3]), (2, 5, [0, 2, 4])]
 )
-def test_steps_that_are_measured_are_those_of_a_whole_trace(
+def test_measured_steps_equal_those_of_a_full_trace(
     tmp_path: Path, every: int, steps: int | None, measured: list[int]
 ) -> None:
     for name, settings in (("whole", {}), ("part", {"every": every, "steps": steps})):
@@ -195,7 +195,7 @@ def test_the_first_difference_in_causal_order_is_named(tmp_path: Path) -> None:
     assert (rate.first, rate.step) == ("learning rate", 0)
 
 
-def test_a_trace_that_lacks_the_shard_of_a_rank_is_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_without_a_ranks_shard_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "a")
     assert diff(tmp_path / "a", tmp_path / "a", PlainOutput()) == 0
     assert "is missing" not in capsys.readouterr().out
@@ -208,7 +208,7 @@ def test_a_trace_that_lacks_the_shard_of_a_rank_is_said_to(tmp_path: Path, capsy
     assert "no rank has written all of 0.weight" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
+def test_an_optimizer_of_one_side_is_reported_as_not_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("both", "one"):
@@ -232,7 +232,7 @@ def test_an_optimizer_of_one_side_alone_is_said_to_be_compared_with_nothing(
     ("order", "cause"),
     [([0, 2, 1, 3], "in another order"), ([0, 1, 0, 1], "8 examples occur more often than any does in as many steps")],
 )
-def test_examples_that_come_again_are_not_taken_for_another_order(tmp_path: Path, order: list[int], cause: str) -> None:
+def test_repeated_examples_are_not_another_order(tmp_path: Path, order: list[int], cause: str) -> None:
     data = torch.randn(4, 4, 6, generator=torch.Generator().manual_seed(1))
     for name, numbers in (("a", [0, 1, 2, 3]), ("b", order)):
         torch.manual_seed(0)
@@ -430,7 +430,7 @@ def read_ahead(loader):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("steps", [5, None])
-def test_a_pass_that_the_trace_cuts_off_lacks_no_examples(tmp_path: Path, steps: int | None) -> None:
+def test_a_partially_traced_pass_lacks_no_examples(tmp_path: Path, steps: int | None) -> None:
     """The control leaves out a batch of each pass."""
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
@@ -475,7 +475,7 @@ def test_an_epoch_that_has_the_order_of_the_resumed_one_is_a_finding(tmp_path: P
 
 
 @pytest.mark.parametrize("makes_state", ["", "at the rate 0", "from zeros"])
-def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes_state: str) -> None:
+def test_a_step_that_creates_state_before_a_load_is_no_step(tmp_path: Path, makes_state: str) -> None:
     """As torch's distributed checkpoints and Megatron-FSDP have it; a first step of a warm-up at the rate 0 is one."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -515,7 +515,7 @@ def test_a_step_that_makes_the_state_before_a_load_is_none(tmp_path: Path, makes
         ("by its maker", None, None, []),  # Lightning steps it at epochs of its own choice
     ],
 )
-def test_a_scheduler_that_an_epoch_goes_by_without_is_a_finding(
+def test_an_epoch_without_a_scheduler_step_is_a_finding(
     tmp_path: Path, stepped: str, steps: int | None, kept: int | None, code: list[str]
 ) -> None:
     """Two epochs have three steps each; `steps` are recorded, and a kill leaves `kept` of them."""
@@ -559,7 +559,7 @@ def test_a_loss_of_one_class_trains_nothing(tmp_path: Path) -> None:
     assert "a single class" in found.cause
 
 
-def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first_call(
+def test_an_engine_that_imports_the_tracer_is_traced_from_its_first_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`import deepspeed` before torch is such a case."""
@@ -580,9 +580,7 @@ def test_an_engine_whose_own_import_begins_the_trace_is_listened_to_at_the_first
 
 
 @pytest.mark.parametrize("name", [*late_imports.EVALUATORS])
-def test_scores_that_a_known_evaluator_is_returned_are_recorded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_known_evaluators_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of that name is imported after the trace began; what it returns is what its caller gets."""
     kind, method = late_imports.EVALUATORS[name]
     result = {"eval_accuracy": 0.5, "eval_runtime": 3.0, "names": ["a"], "count": 7}
@@ -634,7 +632,7 @@ def test_a_mean_of_means_is_named_where_targets_are_not_counted(
     assert "the loss function or its options differ" in cause
 
 
-def test_the_tracer_imports_torch_and_nothing_else() -> None:
+def test_the_tracer_imports_only_torch() -> None:
     allowed = {*sys.stdlib_module_names, "torch"}
     for path in (ROOM / "tracer").glob("*.py"):
         if path.name == "deepspeed_engine.py":
@@ -646,7 +644,7 @@ def test_the_tracer_imports_torch_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("zero", ["none", "zeros", "data", "never"])
-def test_gradients_that_nobody_zeroes_are_a_finding_and_two_optimizers_are_none(tmp_path: Path, zero: str) -> None:
+def test_gradients_that_are_not_zeroed_are_a_finding_and_two_optimizers_are_not(tmp_path: Path, zero: str) -> None:
     """As in an adversarial network: the second loss adds to the first model's gradients, which are zeroed later."""
     torch.manual_seed(0)
     one, other = nn.Linear(4, 4), nn.Linear(4, 1)

@@ -26,7 +26,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in next(folder.glob("rank-*.jsonl")).read_text().splitlines()]
 
 
-def test_a_step_begins_one_copy_and_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_starts_one_copy_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device `meta`, where reading any value is an error: each step begins one copy, whose numbers are read when
     the next step was made. The controls read a loss, and find the error that a wait would be."""
     events: list[str] = []
@@ -129,7 +129,7 @@ CHUNK = fingerprint.BATCH * 8 + 4096  # bytes: small tensors are measured togeth
 
 @pytest.mark.parametrize("rows", [1_000, 4_000])
 @pytest.mark.parametrize("how", ["whole", "transposed", "permuted", "box", "bfloat16"])
-def test_measuring_needs_room_for_a_chunk_whatever_the_size(rows: int, how: str) -> None:
+def test_measuring_needs_memory_for_one_chunk(rows: int, how: str) -> None:
     """4,000 rows have 16 MB as float32 and more. The control is a copy, which the judge sees."""
     tensor = torch.rand(rows, 1_024)
     block = whole(tensor)
