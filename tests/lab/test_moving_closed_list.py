@@ -100,6 +100,8 @@ def test_a_context_of_the_script_around_the_training_is_looked_at() -> None:
     code = f"{timer}with Timer():\n    trainer.train()"
     assert not _deciding(changed((TRAINS, code.replace("CODE", "print('begin')")), text=TEXT))
     assert _deciding(changed((TRAINS, code.replace("CODE", "model.classifier = None")), text=TEXT))
+    code = "import wandb\nwith wandb.init(project='x'):\n    trainer.train()"
+    assert not _deciding(changed((TRAINS, code), text=TEXT))
 
 
 def test_training_that_is_repeated_in_another_way_is_refused() -> None:

@@ -135,10 +135,11 @@ class TrainerStatements:
         for item in getattr(line, "items", ()):
             node = item.context_expr
             function = node.func if isinstance(node, ast.Call) else node
-            name, own = self.script.origin_of(function).rpartition(".")[2], is_own(self.script, function)
+            name = self.script.origin_of(function).rpartition(".")[2]
+            own = name in {**self.script.functions, **self.script.classes}
             if name in NAMES["trainer_contexts"] and not own:
                 continue
-            if calls and name not in {**self.script.functions, **self.script.classes}:
+            if calls and not own:
                 self._unclear(line, f"the effect of {code_of(node)} on what is in it is unknown")
             self._leaf(ast.copy_location(ast.Expr(node), line))
         for item in getattr(line, "items", ()):
