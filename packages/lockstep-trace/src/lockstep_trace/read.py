@@ -201,6 +201,7 @@ class Rank:
     noise: list[Mapping[str, Any]] = field(default_factory=list)  # dropout in evaluation mode
     loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of a model's own tensors into itself
     empty_loads: list[Mapping[str, Any]] = field(default_factory=list)  # loads of which no key was the model's
+    facts: list[Mapping[str, Any]] = field(default_factory=list)  # `fact` and `argument`, each written once
     workers: list[Mapping[str, Any]] = field(default_factory=list)  # data loader workers
     checks: list[Mapping[str, Any]] = field(default_factory=list)  # recomputed steps
     check_updates: list[Mapping[str, Any]] = field(default_factory=list)
@@ -365,6 +366,7 @@ def _take(rank: Rank, kind: str, record: Mapping[str, Any]) -> None:
             "noise": rank.noise,
             "self load": rank.loads,
             "empty load": rank.empty_loads,
+            "fact": rank.facts,
             "check": rank.checks,
             "check update": rank.check_updates,
             "operations": rank.operations,

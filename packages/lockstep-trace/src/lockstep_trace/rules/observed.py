@@ -113,6 +113,89 @@ KINDS = {
         "items that are hidden on purpose",
         "whether {0} is an item",
     ),
+    "item is padding": (
+        "padding-is-data",
+        "index {0} is the embedding's padding_idx, and stands for examples of one index each, which need no padding: "
+        "its row is zero and is never trained",
+        "keep one index for padding: number items from 1, or leave padding_idx out",
+        "an index for values that are missing",
+        "whether {0} is an item",
+    ),
+    "mask as index": (
+        "mask-as-index",
+        "{0} rows are indexed by {0} integers that are all 0 or 1: each takes row 0 or 1, and no row is selected",
+        "a mask selects rows if it is of booleans: mask.bool()",
+        "two rows that are looked up in a table of this length",
+        "whether the integers are a mask",
+    ),
+    "mean beside sum": (
+        "mean-beside-sum",
+        "the loss adds a mean over the batch and a sum over it, of {0}: the sum weighs more the larger the batch is",
+        "give both terms one reduction, or divide the sum by the number of examples",
+        "weights that were tuned for this batch size",
+        "whether the balance should depend on the batch size",
+    ),
+    "masked mean": (
+        "mean-over-padding",
+        "a loss is multiplied by a mask that leaves out the ends of rows, and .mean() divides by all positions: the "
+        "more padding a batch has, the less its positions count",
+        "divide by the mask: (loss * mask).sum() / mask.sum()",
+        "one divisor for all batches on purpose",
+        "whether padding should weaken a batch",
+    ),
+    "advantage with a gradient": (
+        "weight-with-gradient",
+        "a constant minus a value, which a squared error trains, is a factor of the loss without .detach(): the other "
+        "factor's loss trains the value, too",
+        "detach it: advantage = (returns - value).detach()",
+        "a value that both losses train on purpose",
+        "which losses should train the value",
+    ),
+    "target with a gradient": (
+        "target-with-gradient",
+        "an error compares an output with a constant plus a multiple of another output, and both have a gradient: "
+        "training moves the target, too",
+        "compute the target under torch.no_grad(), or detach it",
+        "residual gradients on purpose",
+        "whether the target should move",
+    ),
+    "padding learned": (
+        "padding-learned",
+        "rows end in padding, and all of it counts in the mean of cross entropy, with one class",
+        "leave it out: ignore_index, or -100 as its target",
+        "a model that is to write padding",
+        "whether padding should be learned",
+    ),
+    "copies learned": (
+        "copies-learned",
+        "most targets are the token at their own position, and others are not: most of the loss is copying",
+        "of masked language modelling, set the targets of all unmasked positions to -100",
+        "a corrector or a denoising autoencoder",
+        "whether unchanged tokens should count",
+    ),
+    "updates lost": (
+        "updates-lost",
+        "most weights of half precision that have a gradient do not change: their updates are less than half of the "
+        "last bit",
+        "keep the weights in float32 and compute under autocast",
+        "a first phase with a small rate",
+        "how many weights change later, or an optimizer that keeps what rounding loses",
+    ),
+    "step while accumulating": (
+        "step-while-accumulating",
+        "an optimizer makes steps while Accelerate accumulates gradients: each has a part of the gradient",
+        "pass the optimizer through accelerator.prepare, or step it if accelerator.sync_gradients",
+        "an optimizer of another model, which accumulates nothing",
+        "whether it should step with each micro-batch",
+    ),
+    "state carried": (
+        "state-carried",
+        "a call takes the state that the call with the batch before returned, and the loader shuffles: each example "
+        "goes on from the state of an unrelated one",
+        "start each batch with a new state; carry it only where batches continue each other",
+        "a state that belongs to no example",
+        "whose state it is",
+    ),
     "noise in no": (
         "noise-not-in-input",
         "targets are normal noise, and the input of their size is uncorrelated with them: nothing tells the model "
@@ -140,8 +223,45 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
         for kind, by_step in rows.items():
             if kind not in KINDS or UNLESS.get(kind) in rows:
                 continue
+            if kind == "state carried" and not any(
+                e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
+            ):
+                continue
             if len(by_step) >= max(PATIENCE, 0.75 * min(len(steps), LOOKS // 2)):
                 yield _finding(kind, *next(iter(by_step.items())), len(by_step))
+
+
+FACTS = {
+    "load overwritten": (
+        "load-overwritten",
+        "between loading weights and the model's next call, {0} of the loaded matrices get unrelated numbers",
+        "initialize before loading",
+        "random weights on purpose (a baseline, pruned weights that start anew)",
+        "whether training should start from the checkpoint",
+    ),
+    "new and frozen": (
+        "new-and-frozen",
+        "{0}: not in the loaded checkpoint, so random, and frozen",
+        "train it: with PEFT, name it in modules_to_save; else requires_grad_(True)",
+        "a fixed random projection",
+        "whether it should be trained",
+    ),
+    "column removed": (
+        "column-removed",
+        "Trainer removes the column {0}, which compute_loss or the collator names: the model's forward has no such "
+        "argument",
+        "remove_unused_columns=False",
+        "a column that may be missing",
+        "what the code does without it",
+    ),
+}
+
+
+def facts(trace: Trace) -> Iterator[Finding]:
+    """Report what is recorded once, and may be meant: `FACTS`."""
+    for record in trace.ranks[0].facts:
+        code, what, cause, otherwise, decides = FACTS[record["fact"]]
+        yield Finding(code, what.format(record["argument"]), cause, None, SUSPICIOUS, otherwise, decides)
 
 
 def _finding(kind: str, number: int, argument: str, count: int) -> Finding:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .all_pairs import is_number
+from .composition import notes_on_gradients, notes_on_terms, notes_on_tokens
 from .graph import NODES, SIMPLE, loss_nodes, name_of, nodes_of, shape_of
 from .inputs import wrapped
 from .logits import _only, _signed, _unmoved, place
@@ -41,8 +42,9 @@ def notes_on(
             notes += _margin(node)
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
             notes += _batch(node, name, calls)
-        if name == "Embedding" and not calls.wide:
-            notes += _padding(node, loss, later)
+        if name == "Embedding":
+            notes += _padding(node, loss, later, calls.wide)
+    notes += [*notes_on_terms(loss, calls.rows), *notes_on_gradients(loss)]
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
 
@@ -126,7 +128,15 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "BinaryCrossEntropyWithLogits": _binary,
     "NllLoss": _classes,
     "Bmm": lambda node: _summed(node),
+    "Index": lambda node: _mask(node),
 }
+
+
+def _mask(node: Any) -> Iterator[Note]:
+    sizes, indices = node._saved_self_sym_sizes, node._saved_indices
+    for size, index in zip(sizes, indices, strict=False):
+        if isinstance(index, Tensor) and is_plain_tensor(index) and index.dim() == 1 and LEAST <= size == len(index):
+            yield ("mask as index", str(len(index))), (index.dtype == torch.int64) & ((index == 0) | (index == 1)).all()
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
@@ -169,8 +179,10 @@ def _summed(node: Any) -> Iterator[Note]:
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None]) -> Iterator[Note]:
+def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None], wide: bool) -> Iterator[Note]:
     ids, ignored = node._saved_indices, _signed(int(node._saved_padding_idx))
+    if is_plain_tensor(ids) and ids.shape[1:].numel() == 1 and len(ids) >= LEAST and ignored >= 0:
+        yield ("item is padding", str(ignored)), (ids == ignored).any()
     if not is_plain_tensor(ids) or ids.dim() != 2 or ids.shape[1] < 3 or len(ids) < 4:
         return
     if ids.shape[0] == ids.shape[1]:
@@ -184,6 +196,9 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
     inner = run & torch.roll(run, 1, 1)
     inner[:, 0] = False
     holds = padded & alone & ((value == ignored) | (ignored < 0))
+    yield from notes_on_tokens(ids, inner & holds, loss_nodes(loss))
+    if wide:
+        return
 
     def arrived(gradients: Any) -> None:
         later(("padding reaches", ""), holds & _reached(gradients[0], inner, ignored >= 0))

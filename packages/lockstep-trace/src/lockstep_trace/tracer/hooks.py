@@ -188,7 +188,7 @@ def _wrap_call(hooks: Hooks) -> None:
             _THREAD.depth = 0
         if evaluates:
             hooks.guarded(recorder.noise.end, module, mode)
-        hooks.guarded(recorder.returned, result)
+        hooks.guarded(recorder.returned, module, result)
         if checker is not None and checked is not None:
             hooks.guarded(checker.after_call, checked, (args, kwargs), result)
         return result

@@ -58,13 +58,17 @@ def install(hooks: Hooks, module: str) -> None:
 
     if module == ENGINE:
         hooks.guarded(deepspeed_engine.install, hooks)
+    elif module == LOADS:
+        hooks.guarded(_install_loads, hooks)
     else:
         hooks.guarded(install_evaluator, hooks, module)
+    if module == "transformers.trainer":
+        hooks.guarded(_install_columns, hooks)
 
 
 def watch(hooks: Hooks) -> None:
     """Install the wrappers of each module now, or when it is imported."""
-    for name in (ENGINE, *EVALUATORS, *SELECTORS):
+    for name in (ENGINE, LOADS, *EVALUATORS, *SELECTORS):
         module = sys.modules.get(name)
         if getattr(getattr(module, "__spec__", None), "_initializing", False):
             hooks.at_first_call.append(
@@ -76,6 +80,7 @@ def watch(hooks: Hooks) -> None:
             sys.meta_path.insert(0, Finder(hooks, name))
 
 
+LOADS = "transformers.modeling_utils"
 EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
 LIGHTNING = {
     "model_checkpoint": ("ModelCheckpoint", "check_monitor_top_k"),
@@ -142,3 +147,51 @@ def _install_selector(hooks: Hooks, kind: Any, method: str) -> None:
         return original(self, *args, **kwargs)
 
     setattr(kind, method, select)
+
+
+def _install_loads(hooks: Hooks) -> None:
+    kind = sys.modules[LOADS].PreTrainedModel
+    original = kind.from_pretrained.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if hooks.recorder is None:
+            return original(cls, *args, **kwargs)
+        result = original(cls, *args, **{**kwargs, "output_loading_info": True})
+        model, about = result if isinstance(result, tuple) else (result, {})
+        hooks.guarded(hooks.recorder.loaded.loaded, model, about.get("missing_keys", ()))
+        return result if kwargs.get("output_loading_info") else model
+
+    kind.from_pretrained = classmethod(from_pretrained)
+
+
+def _install_columns(hooks: Hooks) -> None:
+    kind = sys.modules["transformers.trainer"].Trainer
+    original = getattr(kind, "_remove_unused_columns", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def remove(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, dataset, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(_removed, hooks.recorder, self, dataset, result)
+        return result
+
+    kind._remove_unused_columns = remove
+
+
+def _removed(recorder: Recorder, trainer: Any, before: Any, after: Any) -> None:
+    gone = set(getattr(before, "column_names", ())) - set(getattr(after, "column_names", ()))
+    collator = trainer.data_collator
+    own = [type(trainer).compute_loss, collator if hasattr(collator, "__code__") else type(collator).__call__]
+    named = {name for function in own for name in _constants(getattr(function, "__code__", None))}
+    if names := sorted(gone & named):
+        recorder.write("fact", fact="column removed", argument=", ".join(names))
+
+
+def _constants(code: Any) -> set[str]:
+    if code is None or "site-packages" in code.co_filename:
+        return set()
+    inner = (name for each in code.co_consts if hasattr(each, "co_consts") for name in _constants(each))
+    return {each for each in code.co_consts if isinstance(each, str)} | set(inner)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -199,6 +200,9 @@ def _wrap_loads(hooks: Any) -> None:
         result = load(self, state_dict, *args, **kwargs)
         if recorder is not None:
             recorder.resumes.model_loads += 1
+            if isinstance(state_dict, Mapping) and not torch.compiler.is_compiling():
+                absent = [n for n, _ in self.named_parameters() if n not in state_dict]
+                hooks.guarded(recorder.loaded.loaded, self, absent)
         if recorder is not None and getattr(result, "unexpected_keys", None):
             hooks.guarded(_loaded, recorder, self, state_dict, result, sys._getframe(1))
         return result

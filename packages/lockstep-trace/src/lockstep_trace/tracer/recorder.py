@@ -37,6 +37,7 @@ from .inputs import (
 )
 from .layers import UNITS_AT, Born, Strays, adapters, odd_settings, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
+from .lifetimes import Carried, LoadedWeights, accumulates, lost_updates
 from .logits import logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import FrozenNorms, ModelModes, UnusedNorms
@@ -88,6 +89,8 @@ class Recorder:
         self.use = GradientUse()
         self.leaks = Leaks()
         self.state_loads = StateLoads(self.write)
+        self.loaded = LoadedWeights(self.write)
+        self.carried = Carried()
         self.pending: list[Any] = []
         self.perturbed = False
         self.loaders = 0
@@ -118,6 +121,7 @@ class Recorder:
         """Record that the outermost module with parameters is about to be called, outside backward."""
         gradients = self.with_gradients = torch.is_grad_enabled()
         self.state_loads.called(module)
+        self.loaded.called(module)
         if self.settings.perturb and not self.perturbed:
             self.perturbed = True
             placement.perturb(module)
@@ -148,6 +152,8 @@ class Recorder:
         if self.since.autocast is None and next(module.children(), None) is None:
             self.inside(module)
         if self.loss_looks < TOKEN_LOOKS:
+            if self.carried.taken(module, (args, tuple(kwargs.values())), (self.loader, self.batch)):
+                self.since.observed.append(("state carried", str(self.loader)))
             self.called.append(token_numbers(args, kwargs))
             self.floats += floats_of([*args, *kwargs.values()])
             self.arguments = [tensor for _, tensor in [*tensors_of(args), *tensors_of(kwargs)]]
@@ -155,10 +161,11 @@ class Recorder:
             self.since.inputs.append(batch)
             self.since.fed.append((self.loader, self.batch))
 
-    def returned(self, result: Any) -> None:
+    def returned(self, module: nn.Module, result: Any) -> None:
         """Record the first output of the outermost module."""
         if self.with_gradients and self.loss_looks < TOKEN_LOOKS and len(self.outputs) < 8:
             self.outputs.append(result[0] if isinstance(result, tuple | list) and result else result)
+            self.carried.returned(module, result, (self.loader, self.batch))
 
     def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input shape of a recurrent layer or attention inside of a call."""
@@ -423,6 +430,11 @@ class Recorder:
             here["resume"] = resume
         if self.gradients.is_stale(number, optimizer):
             self.since.notes.append(f"stale gradient: {number}")
+        if step == 1:
+            self.loaded.stepped(self.models())
+        if accumulates():
+            self.since.observed.append(("step while accumulating", ""))
+        here["lost"] = lost_updates(optimizer, [p for p, _ in parameters], step)
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         self.arrivals = bool(here["rewritten"]) and not self.since.clips and step < LOOKED_AT
         if not self.measures(step):
@@ -462,6 +474,8 @@ class Recorder:
         vectors: dict[str, list[Tensor]] = {}
         if "measured" in here:
             vectors = self._measured(optimizer, here, record)
+        if here["lost"] is not None:
+            self.since.noted.append((("updates lost", ""), here["lost"]()))
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
         self.gradients.stepped(number, own)
