@@ -48,6 +48,8 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 for r in (rank.ended or {}).get("lengths", ())
                 if r["opt"] == optimizer and r["name"] != "LinearLR"
             ]
+            if trace.complete and sum(s.backwards for s in rank.steps[optimizer].values()) in lengths:
+                continue  # it counts micro-batches
             proved = whole and len(steps) + 1 in lengths and len({n.rstrip("'") for n in steps[-1].schedulers}) == 1
             micro = steps[0].backwards
             why = (
@@ -58,7 +60,7 @@ def often(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what = f"before step {at} {name} is stepped {usual} times between two optimizer steps"
             if proved:
                 what += f"; its length is {len(steps) + 1}, the number of optimizer steps"
-            yield weakened(Finding("scheduler", what, why, at), proved, LENGTH, COUNTS)
+            yield weakened(Finding("scheduler", what, why, at), proved, LENGTH, COUNTS, True)
 
 
 def _seldom(rank: Rank, optimizer: int, name: str) -> tuple[int, int] | None:
@@ -82,24 +84,43 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if rank is None or rank.ended is None or not trace.complete:
         return
     steps, rounds = len(rank.steps[optimizer]), epochs.rounds(rank, optimizer)
+    batches = "batches" if trace.world == 1 else f"batches on {trace.world} ranks"
+    backwards = sum(s.backwards for s in rank.steps[optimizer].values())
     for row in rank.ended.get("lengths", ()):
         name, length, count = row["name"], row["length"], row["count"]
-        if row["opt"] != optimizer or rounds < 2 or steps < max(MOST_OF, 4 * rounds):
+        if row["opt"] != optimizer or steps < max(MOST_OF, 4 * rounds):
             continue
-        if length == steps and rounds - 1 <= count <= rounds + 1:
-            what = f"{name} has a length of {length}, the number of optimizer steps, but is stepped {count} times, "
-            what += f"once in each of {rounds} epochs: the run ends after {count / length:.0%} of the schedule"
+        per_epoch = length == steps and rounds - 1 <= count <= rounds + 1
+        slack = max(1, min(count, length // 20))  # a last batch that is dropped, or one more step in each epoch
+        near = any(abs(length - n) <= slack for n in (steps, backwards, steps * trace.world)) and count <= 0.6 * length
+        if (per_epoch and rounds > 1) or near:
+            what = f"{name} has a length of {length}, and is stepped {count} times in {steps} optimizer steps"
+            what += f" of {backwards} {batches}: the run ends after {count / length:.0%} of the schedule"
             cause = "step it after each optimizer.step() (interval 'step' in Lightning), or set its length in epochs"
             round_ = length % 10 == 0 or length & (length - 1) == 0
-            otherwise = "a short trial of a long schedule, whose round length equals this number by chance"
-            yield weakened(Finding("scheduler-unit", what, cause), not round_, otherwise, COUNTS)
-        elif length == rounds and count >= steps - 1 and name == "CosineAnnealingLR":
+            otherwise = "a short trial of a long schedule, whose length equals this number by chance"
+            yield weakened(Finding("scheduler-unit", what, cause), per_epoch and not round_, otherwise, COUNTS)
+        elif length == rounds > 1 and count >= steps - 1 and name == "CosineAnnealingLR":
             what = f"{name} has a length of {length}, the number of epochs, but is stepped {count} times, with the "
             what += f"optimizer: the learning rate falls and rises {count / length / 2:.3g} times"
             cause = "step it once per epoch, or set its length to all optimizer steps"
             otherwise = "a learning rate that oscillates with this period on purpose"
             proved = rounds > 2 and abs(count / rounds - length) >= 1
             yield weakened(Finding("scheduler-unit", what, cause), proved, otherwise, COUNTS)
+
+
+def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a rate that rises from the first step to the last and ends far below the optimizer's own: the warm-up is
+    longer than the run. A short trial looks the same, so the finding is never proved."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
+    rates = [g.get("lr") or 0.0 for s in steps for g in s.groups[:1]]
+    base = steps[-1].groups[0].get("initial_lr") if len(rates) >= MOST_OF and trace.complete else None
+    if base and rates == sorted(rates) and rates[0] < rates[-1] < 0.5 * base:
+        what = f"the learning rate rises to the last of {len(rates)} steps, where it is {rates[-1]:.3g}, "
+        what += f"{rates[-1] / base:.0%} of the optimizer's {base:g}: the warm-up is longer than the run"
+        cause = "step the scheduler after each optimizer.step(), or count the warm-up in what it is stepped by"
+        yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, "a short trial of a long schedule", COUNTS)
 
 
 def resumed(trace: Trace, optimizer: int) -> Iterator[Finding]:

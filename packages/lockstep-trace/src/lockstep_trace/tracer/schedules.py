@@ -188,6 +188,9 @@ def length_of(scheduler: Any) -> int | None:
     """Return the number of steps in a scheduler's schedule, or None if it is not stated."""
     if type(scheduler).__name__ in ("CosineAnnealingLR", "OneCycleLR", "PolynomialLR", "LinearLR"):
         length = next((v for n in ("T_max", "total_steps", "total_iters") if (v := getattr(scheduler, n, None))), None)
+    elif type(scheduler).__name__ == "SequentialLR":
+        last = length_of(scheduler._schedulers[-1])
+        length = None if last is None else scheduler._milestones[-1] + last
     else:  # transformers' schedules
         partial = next((f for f in getattr(scheduler, "lr_lambdas", None) or [] if hasattr(f, "keywords")), None)
         length = None if partial is None else partial.keywords.get("num_training_steps")
@@ -199,7 +202,8 @@ NUMERIC = ("max", "min", "float", "int", "abs", "round", "math", "cos", "sin", "
 
 
 def ends_at(scheduler: Any, step: int) -> bool:
-    """Return whether the function of a LambdaLR falls to 0 at a step. Only a function of numbers is called."""
+    """Return whether the function of a LambdaLR falls to 0, or to its last value, at a step. Only a function of
+    numbers is called."""
     functions = getattr(scheduler, "lr_lambdas", None) if type(scheduler).__name__ == "LambdaLR" else None
     function = functions[0] if functions else None
     if type(function) is not FunctionType or step < 3:
@@ -210,9 +214,12 @@ def ends_at(scheduler: Any, step: int) -> bool:
         return False
     try:
         *earlier, before, at = (float(function(n)) for n in range(max(step - MOST_CALLS, 1), step + 1))
+        stays = all(float(function(n)) == at for n in (step + 1, 2 * step))
     except Exception:  # it may not be defined there
         return False
-    return abs(at) < 1e-12 and min(before, *earlier) > 1e-9  # at 0 for the first time, unlike a function with cycles
+    return (abs(at) < 1e-12 or stays) and min(
+        before, *earlier
+    ) > at + 1e-9  # at 0 for the first time, unlike a function with cycles
 
 
 def rates_of(optimizer: Any) -> list[float]:
