@@ -328,10 +328,51 @@ def statements(trace: Trace) -> Iterator[Finding]:
     returns a new tensor which is dropped. No right program needs one, even if it never runs."""
     for rank in trace.ranks[:1]:
         for kind, text, where in (rank.ended or {}).get("idle", ()):
+            if kind in SOURCES:
+                code, what, cause, otherwise, decides = SOURCES[kind]
+                yield Finding(code, f"{where}: `{text}`: {what}", cause, None, SUSPICIOUS, otherwise, decides)
+                continue
             what = f"{where}: `{text}` has no effect: " + STATEMENTS[kind][0]
             yield Finding("no-effect", what, STATEMENTS[kind][1], None, WRONG)
 
 
+SOURCES = {
+    "mean of batches": (
+        "mean-of-batches",
+        "a mean over batches of what is no mean over examples: it depends on how examples are batched",
+        "collect outputs or sums of all batches, and compute it once",
+        "a score of each batch on purpose",
+        "whether another batch size should give another number",
+    ),
+    "never reset": (
+        "never-reset",
+        "it includes the counts of all epochs before, which nothing resets",
+        "set the counts to zero before each epoch or evaluation",
+        "a mean since the start on purpose",
+        "what the number is compared with",
+    ),
+    "logits above": (
+        "logits-above-half",
+        "the model gives logits, whose threshold for a probability of 0.5 is 0",
+        "compare the sigmoid with 0.5, or the logit with 0",
+        "a threshold of 0.62 on purpose, or a model that applies a sigmoid in evaluation",
+        "what the compared numbers are",
+    ),
+    "codes": (
+        "codes-of-split",
+        "computed anew from held-out rows: their numbers mean something else than in training",
+        "fit on the training rows, and apply that to the others",
+        "rows of which each split has a model of its own",
+        "whether both splits have the same numbers",
+    ),
+    "two orders": (
+        "orders-differ",
+        "one more permutation is drawn: rows no longer belong together",
+        "draw the permutation once, and index all with it",
+        "rows that should not belong together",
+        "whether the row numbers should match",
+    ),
+}
 STATEMENTS = {
     "method": ("the method is named, but not called", "call it: add ()"),
     "context": ("the context is not entered", "with ...:, or as a decorator"),

@@ -1,5 +1,5 @@
 """Finds statements of the user's script that have no effect: a method that is named but not called, a result that
-nobody takes, a context manager that is not entered.
+nobody takes, a context manager that is not entered. And statements that compute other numbers than they seem to.
 
 In: the files that ran, of the script's folder. Out: [kind, text, place]. Reads source alone, at the end of a run.
 """
@@ -70,6 +70,103 @@ def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
             if value is None or kind is None or getattr(value, "attr", "") in own or ast.unparse(value) in calls:
                 continue  # calls: it is called beside
             yield kind, value
+    yield from _suspects(tree, text)
+
+
+NOT_ADDITIVE = re.compile(
+    r"(f1|roc_auc|precision|recall)_score|corrcoef|(spearman|pearson)r|(exp|sqrt)\(.*(loss|mse|nll)"
+)
+SEVERAL, SHARES = re.compile(r"load|batch|\bdl\b"), re.compile(r"sigmoid|softmax|expit|prob")
+HELD_OUT, MODEL = re.compile(r"val|test|dev|eval"), re.compile(r"(self\.)?\w*(model|net|clf|head|ddp)\w*\(")
+LOOPS = (ast.For, ast.While)
+
+
+def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
+    nodes = list(ast.walk(tree))
+    loops = [n for n in nodes if isinstance(n, LOOPS)]
+    inside = {id(n): loop for loop in loops for row in loop.body for n in ast.walk(row)}
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+    owner = {id(n): f for f in functions for n in ast.walk(f)}
+    calls = [n for n in nodes if isinstance(n, ast.Call)]
+    for n in nodes:
+        if isinstance(n, ast.AugAssign) or (isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".append")):
+            over = ast.unparse(getattr(inside.get(id(n)), "iter", n))
+            if id(n) in inside and SEVERAL.search(over) and NOT_ADDITIVE.search(ast.unparse(n)):
+                yield "mean of batches", n.value if isinstance(n, ast.AugAssign) else n
+        if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and id(n) not in inside:
+            name = ast.unparse(n.targets[0])
+            computes = [c for c in calls if ast.unparse(c.func) == f"{name}.compute"]
+            again = [c for c in computes if id(c) in inside or owner.get(id(c)) is not owner.get(id(n))]
+            if (
+                again
+                and f"{name}.update(" in text
+                and f"{name}.reset" not in text
+                and len(re.findall(rf"\b{re.escape(name)}\s*=[^=]", text)) == 1
+            ):
+                kinds = [k for k in nodes if isinstance(k, ast.ClassDef) and k.name == ast.unparse(n.value.func)]
+                own = [ast.unparse(f) for k in kinds for f in k.body if getattr(f, "name", "") == "compute"]
+                if not any(re.search(r"self\.(\w+ =|reset|clear)", each) for each in own):
+                    yield "never reset", again[0]
+    for loop in loops:
+        yield from _piled_up(loop)
+    for f in [*functions, tree]:
+        yield from _orders(f)
+        if re.search("BCEWithLogits|cross_entropy_with_logits", text):
+            yield from _thresholds(f)
+    yield from _codes(calls, functions)
+
+
+def _piled_up(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr]]:
+    rows = [n for row in loop.body for n in ast.walk(row)]
+    inner = {id(n) for each in rows if isinstance(each, LOOPS) for row in each.body for n in ast.walk(row)}
+    plus = [n.target for n in rows if isinstance(n, ast.AugAssign) and id(n) in inner]
+    added = {t.id for t in plus if isinstance(t, ast.Name)}
+    sets = [n for n in rows if isinstance(n, ast.Assign | ast.AnnAssign | ast.For)]
+    targets = [t for n in sets for t in (n.targets if isinstance(n, ast.Assign) else [n.target])]
+    left = added - {ast.unparse(e) for t in targets for e in ast.walk(t)}
+    for n in rows:
+        sides = (n.left, n.right) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) else ()
+        if sides and id(n) not in inner and all({ast.unparse(e) for e in ast.walk(s)} & left for s in sides):
+            yield "never reset", n
+
+
+def _orders(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for body in [scope.body, *(n.body for n in ast.walk(scope) if isinstance(n, ast.For))]:
+        plain = (n for row in body if isinstance(row, ast.Assign | ast.Return | ast.Expr) for n in ast.walk(row))
+        picks = [n for n in plain if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Call)]
+        rows = {ast.unparse(n.value): n for n in picks if re.search(r"perm(utation)?\(", ast.unparse(n.slice))}
+        if len(rows) > 1:
+            yield "two orders", list(rows.values())[1]
+
+
+def _thresholds(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    rows = list(ast.walk(scope))
+    for n in rows:
+        if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Gt) and ast.unparse(n.comparators[0]) == "0.5":
+            name = ast.unparse(n.left)
+            own = [a for a in rows if isinstance(a, ast.Assign) and name in map(ast.unparse, a.targets)]
+            values = [ast.unparse(a.value) for a in own] if isinstance(n.left, ast.Name) else [name]
+            if values and all(MODEL.match(v) and not SHARES.search(v + name) for v in values):
+                yield "logits above", n
+
+
+def _codes(calls: list[ast.Call], functions: list[ast.FunctionDef]) -> Iterator[tuple[str, ast.expr]]:
+    made = {f.name: n for f in functions for n in ast.walk(f) if isinstance(n, ast.DictComp) and _numbers(n)}
+    sites: dict[str, list[ast.Call]] = {}
+    for call in calls:
+        name = ast.unparse(call.func)
+        sites.setdefault("fit_transform" if name.endswith(".fit_transform") else name, []).append(call)
+    for name, each in sites.items():
+        if name in made or name == "fit_transform":
+            texts = [ast.unparse(call).partition("(")[2] for call in each]
+            held = [c for c, t in zip(each, texts, strict=True) if HELD_OUT.search(t) and "train" not in t]
+            if held and any("train" in t for t in texts):
+                yield "codes", held[0]
+
+
+def _numbers(node: ast.DictComp) -> bool:
+    over = ast.unparse(node.generators[0].iter)
+    return over.startswith("enumerate(") and ("set(" in over or "unique" in over)
 
 
 def _tries(node: ast.Try | ast.With) -> bool:
