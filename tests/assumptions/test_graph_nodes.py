@@ -68,7 +68,7 @@ def test_a_product_with_its_own_transpose_has_one_input_twice() -> None:
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/all_pairs.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
@@ -96,7 +96,7 @@ def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/all_pairs.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 def test_nodes_of_ratios_and_differences() -> None:
@@ -117,7 +117,7 @@ def test_nodes_of_ratios_and_differences() -> None:
     assert (name_of(wide), before(wide)) == ("Expand", x.grad_fn)
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/answers.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/logits.py")
 def test_an_embedding_holds_its_indices() -> None:
     """The node Embedding holds the ids as `_saved_indices`, equal to the original tensor, in any shape."""
     ids = torch.tensor([[0, 2, 1]])
@@ -146,7 +146,7 @@ def test_tensors_of_vmap_and_grad_are_recognized() -> None:
     assert not is_functorch_wrapped_tensor(torch.ones(1))
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/averages.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/lifetimes.py")
 def test_foreach_operations_have_the_bits_of_single_ones() -> None:
     """torch._foreach_sub and _foreach_norm give the bits of the operation on each tensor."""
     ones = [torch.randn(n, 3) for n in (1, 7, 33)]

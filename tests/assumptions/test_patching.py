@@ -158,7 +158,7 @@ def test_hooks_of_parameter_registration_and_checkpointing(monkeypatch: pytest.M
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/schedules.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/hooks.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/state_loads.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/lifetimes.py",
 )
 def test_attributes_of_schedules_and_loaders() -> None:
     """A LambdaLR has lr_lambdas, base_lrs, last_epoch (0 at creation) and _last_lr. ReduceLROnPlateau.step takes

@@ -258,7 +258,7 @@ def test_versions_of_dtensors_and_local_tensors() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/attention.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
 )
 def test_the_graph_of_a_cross_entropy_holds_its_targets() -> None:
     """Cross entropy is a node NllLossBackward0 on a LogSoftmaxBackward0. They hold targets, reduction (none 0, mean
@@ -313,7 +313,7 @@ def test_the_graph_of_a_regression_holds_its_targets() -> None:
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/attention.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 def test_the_graph_of_an_attention_holds_its_mask() -> None:

@@ -247,12 +247,12 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": "getattr(getattr(module, '__spec__', None), '_initializing'",  # importlib's
-    "tracer/attention.py": ("getattr(node, '_", "getattr(parent, '_", "node._saved"),  # and of attention: its weights
-    "tracer/all_pairs.py": ("getattr(node, '_", "getattr(node, name"),  # likewise: differences of pairs
-    # likewise: targets, results of softmaxes, shapes before views, and token numbers of embeddings
-    "tracer/logits.py": ("node._saved", "softmax._saved", "getattr(node, '_"),
-    "tracer/answers.py": ("node._saved", "embedding._saved", "getattr(node, '_"),
-    "tracer/averages.py": "torch._foreach_",  # one pass over all tensors
+    # likewise: targets, results of softmaxes, weights of attention, differences of pairs, shapes before views, tokens
+    "tracer/logits.py": (
+        *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
+        *("softmax._saved", "embedding._saved"),
+    ),
+    "tracer/lifetimes.py": "torch._foreach_",  # one pass over all tensors
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),

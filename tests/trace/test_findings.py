@@ -14,7 +14,7 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import LIKELY as LIKELY_CODES
 from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, noise, observed, replicas, schedules
+from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
 from lockstep_trace.tracer import graph
 from lockstep_trace.tracer.settings import Settings
@@ -177,7 +177,7 @@ def test_equal_random_numbers_for_different_examples_are_noted(
             drawn = None if state is None else [f"{state}-{at}"]
             rank.steps.setdefault(0, {})[at] = Step({"step": at, "drawn": drawn, "examples": [f"{row}-{at}"]}, layout)
         ranks.append(rank)
-    notes = [*noise.equal_masks(Trace(Path(), {"world": 2}, tuple(ranks), 0), 0)]
+    notes = [*inputs.equal_masks(Trace(Path(), {"world": 2}, tuple(ranks), 0), 0)]
     assert [f.code for f in notes] == (["equal-masks"] if found else [])
     assert not proved(notes)
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from lockstep_trace.coded import coded
-from lockstep_trace.merge import difference
+from lockstep_trace.ranks import difference
 from lockstep_trace.read import Trace, Value, decode
 from lockstep_trace.redaction import redact_words
 

@@ -14,8 +14,7 @@ from typing import Any
 from lockstep_trace.compare_traces import COLUMNS as COMPARED
 from lockstep_trace.compare_traces import Comparison, compare_traces, gradient_differences, row_cells
 from lockstep_trace.findings import findings
-from lockstep_trace.merge import merged
-from lockstep_trace.ranks import data_ranks
+from lockstep_trace.ranks import data_ranks, merged
 from lockstep_trace.read import Trace
 from lockstep_trace.redaction import redact_words
 

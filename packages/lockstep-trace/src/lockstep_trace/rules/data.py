@@ -15,9 +15,9 @@ from typing import Any
 from lockstep_trace.plurals import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules.epochs import batches_of_passes, examples_of_passes, first_step, known, passes_of
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 from lockstep_trace.rules.inputs import batches_with_classes
+from lockstep_trace.rules.premises import batches_of_passes, examples_of_passes, first_step, known, passes_of
 
 DISTINCT = 8  # examples; the chance that they repeat an order is 1 in 40,320
 PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # give each once

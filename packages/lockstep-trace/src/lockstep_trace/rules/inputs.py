@@ -1,18 +1,29 @@
 """Rules on inputs: evaluation inputs on another scale than training inputs, and overlapping parts of the data on ranks.
 
 Evidence: `tracer/inputs.py`, and hashes of examples.
+
+Rules on random numbers: dropout that stays on in evaluation mode, and generators that every step reseeds.
+
+Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at calls with dropout.
+
+Rules on how layers are created: inside a forward pass, with identical units, or one object several times in a list.
+
+Evidence: `tracer/layers.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from lockstep_trace.causes import few
+from lockstep_trace.plurals import quantity
 from lockstep_trace.ranks import data_ranks
-from lockstep_trace.read import Rank, Step, Trace
+from lockstep_trace.read import Rank, Step, Trace, Value
 from lockstep_trace.rules import premises
-from lockstep_trace.rules.epochs import known
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.premises import known
 
 LOOKS = 4  # training calls
 FAR = 5.0  # standard deviations
@@ -173,3 +184,252 @@ def batches_with_classes(step: Step) -> Iterator[tuple[list[str], list[int]]]:
             yield without[part], [(int(both, 16) - int(alone, 16)) & BITS for alone, both in pairs]
         elif len(functions) == len(sizes) and rows[i] is not None and len(rows[i]) == size:
             yield examples[part], rows[i]
+
+
+LEAST = 8  # steps
+
+
+def in_evaluation(trace: Trace) -> Iterator[Finding]:
+    """Report dropout that draws random numbers while every module is in evaluation mode and gradients are off.
+
+    torch's functional dropout is on unless its argument `training` is False, and fused attention drops whatever the
+    mode. A correct program that wants random predictions (Monte Carlo dropout) passes the argument, and predicts each
+    example several times to average them. Permanent noise (a prenet) passes training=True. Models of images or sounds,
+    models that average several draws inside their forward pass, and models that explore may pass nothing. So the
+    finding is proved only for attention and for models trained by cross entropy, if the argument is not passed and no
+    example is predicted twice with the same weights."""
+    for rank in trace.ranks[:1]:
+        rows = [r for r in rank.noise if r["of"] in ("dropout", "attention")]
+        if not rows or _repeats(rank):
+            continue
+        silent = [r for r in rows if not r["stated"]]
+        row = (silent or rows)[0]
+        which = "functional.dropout" if row["of"] == "dropout" else "scaled_dot_product_attention"
+        what = f"{row['model']} is evaluated in evaluation mode, but {which} at {row['where']} still drops at random"
+        cause = "pass training=self.training to functional.dropout, or use nn.Dropout"
+        if row["of"] == "attention":
+            cause = "pass dropout_p=self.p if self.training else 0.0: the function ignores the module's mode"
+        finding = Finding("dropout-in-evaluation", what, cause)
+        otherwise = "random outputs on purpose" + ("" if silent else ", as its argument training is passed")
+        objectives = [o for steps in rank.steps.values() for s in steps.values() for o in s.objectives or ()]
+        certain = row["of"] == "attention" or any(o["kind"] == "cross entropy" for o in objectives)
+        yield weakened(finding, bool(silent) and certain, otherwise, "whether predictions should be random")
+        return
+
+
+def _repeats(rank: Rank) -> bool:
+    by_steps: dict[tuple[int, ...], list[str]] = {}
+    for record in rank.evaluations:
+        if record.get("trained") and not record["training"]:
+            by_steps.setdefault(tuple(record["steps"]), []).extend(record["examples"])
+    return any(len(set(each)) < 0.9 * len(each) for each in by_steps.values()) or not by_steps
+
+
+def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a random generator in the same state at the forward pass of every step, with dropout on: every step draws
+    the same masks, so the same units are never trained.
+
+    The finding is proved on a CPU, whose generator provides the masks, if the forward pass changes the state; otherwise
+    dropout may use another generator. Programs that repeat a draw on purpose do so within a step."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items()) if s.drawn and _drops(s)]
+        states = {s.drawn[0] for s in steps}
+        cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
+        draws = all(len(s.drawn) > 1 and s.drawn[0] != s.drawn[1] for s in steps)
+        if len(steps) >= LEAST and len(states) == 1 and cpu and draws and not any(s.closure for s in steps):
+            what = (
+                f"torch's generator is in the same state at the forward pass of each of {len(steps)} steps, "
+                "and dropout "
+            )
+            what += "is on: every step drops the same units"
+            cause = "seed once, before training: manual_seed in the loop or in forward restarts the same random numbers"
+            yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
+
+
+def restarted(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report evaluations that all leave torch's generator in one state, in which training then draws again.
+
+    The steps after each evaluation draw the numbers of those after the first one: the same noise, masks and, where they
+    are drawn, the same examples. The states differ from step to step, so that training does draw from this generator,
+    and weights change, so that no run is repeated. Code that needs fixed numbers in an evaluation takes a generator of
+    its own or restores the state, and then the states after evaluations differ. It is proved if all evaluations begin
+    in one state, too, the first one after steps that drew other numbers: then evaluations seed the generator, for
+    numbers of their own. Else training may seed each of its epochs, for noise that belongs to a batch."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
+        after = [s for s in steps[1:] if s.evaluated and s.drawn]
+        between = [s for s in steps[1:] if not s.evaluated and s.drawn]
+        states = {s.drawn[0] for s in after}
+        cpu = bool(steps) and all(p.device == "cpu" for p in steps[0].layout.parameters)
+        if len(after) < PATIENCE or len(states) > 1 or not cpu or any(s.closure or s.loaded_model for s in after):
+            continue
+        if len({s.drawn[0] for s in between} - states) < PATIENCE or len(after) < len(
+            [s for s in steps if s.evaluated]
+        ):
+            continue
+        if not all(s.drawn[-1] != s.drawn[0] or _moves(steps, s) for s in after):
+            continue
+        gaps = {b.step - a.step for a, b in itertools.pairwise(after)}
+        what = f"each of {len(after)} evaluations leaves torch's generator in one state: from step {after[0].step} on, "
+        what += "training draws the same random numbers again after each of them"
+        if len(gaps) == 1:
+            what += f", every {next(iter(gaps))} steps"
+        cause = "give the evaluation a generator of its own, or put it into `with torch.random.fork_rng():`"
+        begins = [r["drawn"] for r in rank.evaluations if r.get("drawn") and any(r["steps"])]
+        proved = len(begins) >= len(after) and all(each == begins[0] for each in begins)
+        proved = proved and bool(steps[0].drawn) and steps[0].drawn[0] not in states
+        otherwise, decides = "epochs that each draw the same numbers on purpose", "which code seeds the generator"
+        yield weakened(Finding("seeded-again", what, cause, after[0].step), proved, otherwise, decides)
+
+
+def _moves(steps: list[Step], step: Step) -> bool:
+    later = next((s for s in steps if s.step == step.step + 1), None)
+    return later is None or not later.drawn or later.evaluated or later.drawn[0] != step.drawn[0]
+
+
+def _drops(step: Step) -> bool:
+    return bool((step.mode or {}).get("dropout", [0, 0])[0])
+
+
+def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report ranks that draw the same random numbers for different examples: the generator's state changes from step to
+    step, but is equal on all ranks.
+
+    One seed on all ranks may be intended for the weights only, and shared masks may be intended, so the finding is
+    never proved."""
+    if trace.world < 2:
+        return
+    rows = [[s for _, s in sorted(r.steps.get(optimizer, {}).items())] for r in trace.ranks]
+    steps = list(zip(*rows, strict=False))
+    equal = [each for each in steps if all(s.drawn for s in each) and len({s.drawn[0] for s in each}) == 1]
+    equal = [each for each in equal if len({tuple(s.examples or ()) for s in each}) == len(each)]
+    states = {each[0].drawn[0] for each in equal}
+    cpu = bool(equal) and all(p.device == "cpu" for p in equal[0][0].layout.parameters)
+    if len(equal) < LEAST or len(states) < 0.9 * len(equal) or not cpu:
+        return
+    what = f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward "
+    what += f"pass, as in {len(equal)} steps: ranks draw the same dropout and noise for different examples"
+    cause = "seed by rank after creating the model: torch.manual_seed(seed + rank)"
+    otherwise, decides = "one seed on all ranks on purpose", "whether noise should be independent across ranks"
+    yield Finding("equal-masks", what, cause, equal[0][0].step, SUSPICIOUS, otherwise, decides)
+
+
+def made_in_forward(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report layers that each forward pass creates with new random weights, on which the loss depends.
+
+    What such a layer learns is lost, because the next step draws its weights again. A correct program that creates
+    layers in the first forward pass keeps them, so later graphs hold registered parameters. Excluded: a perturbation of
+    inputs, which is a parameter of no module; a layer that distorts inputs, which receives nothing learned; a
+    task-specific layer, which is updated inside the forward pass; and the weights of a hypernetwork, which are not
+    parameters."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.born] if rank is not None else []
+    if rank is None or len(steps) < PATIENCE or steps[0].step or steps[PATIENCE - 1].step != PATIENCE - 1:
+        return
+    what = f"from step {steps[0].step} on the forward pass creates {few(list(steps[0].born))} with new random weights, "
+    what += (
+        f"and the loss depends on them, in {len(steps)} steps: no optimizer holds them, and each step draws new ones"
+    )
+    cause = "create layers in __init__, and call them in forward"
+    yield Finding("layers-in-forward", what, cause, steps[0].step, WRONG)
+
+
+def alike(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report layers whose units all have equal weights after some training steps changed them.
+
+    Equal units get equal gradients and stay equal, so the layer acts as one unit. Random initial weights prevent this.
+    Weights that start at zero get different gradients if the rest of the model is random, but an optimizer that uses
+    only signs may still keep them equal; so the gradients must be equal, too. No correct program trains a layer of many
+    units as one unit."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    first = rank.steps[optimizer].get(0)
+    for step in rank.steps[optimizer].values():
+        if not step.alike or first is None or not (first.measured and step.measured):
+            continue
+        parameters = {p.name: p for p in step.layout.parameters if p.whole}
+        names = [
+            n for n in step.alike if n in parameters and n in first.before and _changed(n, first.before, step.before)
+        ]
+        names = [n for n in names if n in step.grads and step.grads[n].square > 0]
+        if names:
+            count = parameters[names[0]].shape[0]
+            what = f"before step {step.step} all {count} rows of {few(names)} are bitwise equal after training: equal "
+            what += "units get equal gradients and stay equal, so each of these layers acts as one unit"
+            cause = "initialize weights at random: constants give every unit the same gradient"
+            yield Finding("units-alike", what, cause, step.step, WRONG)
+            return
+
+
+def _changed(name: str, before: Mapping[str, Value], now: Mapping[str, Value]) -> bool:
+    return name in now and before[name].fingerprint != now[name].fingerprint
+
+
+def over_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a recurrent layer or attention that treats its first dimension as time although it holds examples.
+
+    The call has as many rows as a loader's batch, and the loader shuffles: their order has no meaning. Attention over
+    the rows of a batch may be intended, and rows that are not shuffled may be a sequence. The first dimension may still
+    be positions, if there happen to be as many as rows; this is excluded, and the finding proved, if the second
+    dimension has one size throughout that is not a multiple of the number of rows."""
+    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
+    if rank is None:
+        return
+    loaders = {r["loader"]: r for r in rank.loaders}
+    steps = [s for _, s in sorted(rank.steps[optimizer].items()) if s.sequences]
+    rows = [(s, look) for s in steps for look in s.sequences]
+    rows = [(s, look) for s, look in rows if look[1] == look[3] != look[2] > 1]
+    if len({s.step for s, _ in rows}) < PATIENCE:
+        return
+    step, (kind, first, second, _, _) = rows[0]
+    fed = [loaders.get(name) or {} for _, (*_, name) in rows]
+    batches = all(r.get("batch") for r in fed) and max(look[1] for _, look in rows) == fed[0]["batch"]
+    targets = all((o.get("shape") or [0]) == [look[1]] for s, look in rows for o in s.objectives or ())
+    if not batches and not targets:
+        return
+    what = (
+        f"step {step.step}: {kind} treats its first dimension as time (batch_first=False), but its input is [{first}, "
+    )
+    what += f"{second}, ...], where {first} is the number of examples: it runs over the batch"
+    cause = "pass batch_first=True, or swap the first two dimensions of the input"
+    ambiguous = len({look[2] for _, look in rows}) > 1 or any(look[2] % look[3] == 0 for _, look in rows)
+    proved = batches and all(r.get("shuffle") for r in fed) and kind != "MultiheadAttention" and not ambiguous
+    otherwise, decides = "rows of a batch that form a sequence, or interact on purpose", "whether rows are examples"
+    yield weakened(Finding("examples-as-time", what, cause, step.step), proved, otherwise, decides)
+
+
+def repeated(trace: Trace) -> Iterator[Finding]:
+    """Report module lists in which all entries are the same layer: [layer] * n makes no copies.
+
+    Sharing weights across depth may be intended, so the finding is never proved."""
+    for rank in trace.ranks[:1]:
+        for model in rank.models:
+            for name, kind, count in model.get("repeated") or ():
+                what = f"{name} of {model['name']} is a list of {quantity(count, kind)} that are all the same object:"
+                what += " they share their weights"
+                cause = (
+                    f"create each one: [{kind}(...) for _ in range({count})]; [{kind}(...)] * {count} makes no copies"
+                )
+                otherwise, decides = (
+                    "weights that are shared across depth on purpose",
+                    "how many distinct layers are intended",
+                )
+                yield Finding("one-layer", what, cause, None, SUSPICIOUS, otherwise, decides)
+                return
+
+
+def adapters(trace: Trace) -> Iterator[Finding]:
+    """Report a model whose low-rank adapters are all frozen while other parts of it train.
+
+    A head may be trained on finished adapters, so the finding is never proved."""
+    for rank in trace.ranks[:1]:
+        for model in rank.models:
+            count, trained = model.get("adapters") or (0, 0)
+            if count and not trained and model["training"]:
+                what = f"all {count} adapter matrices of {model['name']} are frozen, while other "
+                what += "parts of it are trained"
+                cause = "load the adapter with is_trainable=True: peft loads adapters frozen by default"
+                otherwise, decides = "a head that is trained on a finished adapter", "which parts should be trained"
+                yield Finding("adapter-frozen", what, cause, None, SUSPICIOUS, otherwise, decides)
+                return

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep_trace.causes import few
 from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules import epochs
+from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 
@@ -67,7 +67,7 @@ def _held_out(rank: Rank, record: Mapping[str, Any]) -> bool:
     every = all(on == count for on, count in (mode.get("dropout", [0, 0]), mode.get("norms", [0, 0])))
     passes = [r for r in rank.evaluations if r["loader"] == name and r.get("trained")]
     once = len(hashes) == len(set(hashes)) and len(passes) == 1
-    separate = all(name not in epochs.examples_of_passes(rank, optimizer) for optimizer in rank.steps)
+    separate = all(name not in premises.examples_of_passes(rank, optimizer) for optimizer in rank.steps)
     return whole and once and every and separate and not trained & set(hashes)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep_trace.causes import few
-from lockstep_trace.merge import merged
+from lockstep_trace.ranks import merged
 from lockstep_trace.read import Step, Trace, Value
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 

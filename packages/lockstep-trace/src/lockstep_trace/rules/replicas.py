@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lockstep_trace.causes import few
-from lockstep_trace.merge import Whole, merged, merged_buffers, merged_start
-from lockstep_trace.ranks import data_ranks, model_parallel, pipelined
+from lockstep_trace.ranks import Whole, data_ranks, merged, merged_buffers, merged_start, model_parallel, pipelined
 from lockstep_trace.read import Step, Trace, Value
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened

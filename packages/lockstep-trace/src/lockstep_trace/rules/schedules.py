@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
-from lockstep_trace.rules import epochs
+from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
 
 LENGTH = "a schedule whose length accounts for it"
@@ -83,7 +83,7 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None or rank.ended is None or not trace.complete:
         return
-    steps, rounds = len(rank.steps[optimizer]), epochs.rounds(rank, optimizer)
+    steps, rounds = len(rank.steps[optimizer]), premises.rounds(rank, optimizer)
     batches = "batches" if trace.world == 1 else f"batches on {trace.world} ranks"
     backwards = sum(s.backwards for s in rank.steps[optimizer].values())
     for row in rank.ended.get("lengths", ()):
@@ -188,7 +188,7 @@ def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
     with a late start may not have begun yet."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
-        if len(steps) < PATIENCE or not epochs.repeats(rank, optimizer):
+        if len(steps) < PATIENCE or not premises.repeats(rank, optimizer):
             return
         later = (rank.ended or {}).get("stepped", ())
         idle = [name for number, name in steps[-1].idle or () if number not in later]
@@ -197,7 +197,7 @@ def never(trace: Trace, optimizer: int) -> Iterator[Finding]:
             why = "call scheduler.step() after each optimizer.step(), or after each epoch if its length counts epochs"
             rate = ", ".join(f"{x:g}" for x in dict.fromkeys(rates.pop()) if x is not None)
             what = f"{idle[-1]} is never stepped: the learning rate is {rate} in all {len(steps)} steps"
-            proved = trace.complete and not any(n in LATER for n in idle) and epochs.rounds(rank, optimizer) > 1
+            proved = trace.complete and not any(n in LATER for n in idle) and premises.rounds(rank, optimizer) > 1
             otherwise = "a scheduler that starts at a later step or epoch"
             yield weakened(Finding("scheduler-not-stepped", what, why), proved, otherwise, "a trace of the whole run")
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from . import fsdp1, layouts, observers, workers
-from .all_pairs import columns
 from .fingerprint import measure, whole
 from .inputs import RECURRENT
+from .logits import columns
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import TOKEN_LOOKS as LOOKS
 from .recorder import Recorder

@@ -1,20 +1,42 @@
 """Follows values between calls: loaded weights until they are used, states from one batch to the next, and updates.
 
 In: loads, calls and steps. Out: `fact` records, written once, and notes as in `evidence.py`.
+
+Detects state_dicts with none of the model's keys, loaded with `strict=False`: they change nothing.
+
+In: a module, the argument and the result of `load_state_dict`. Out: `empty load` records, when the module is called
+with weights that nothing has changed since.
+
+Tracks optimizer states that were saved or read in this process and that a later optimizer did not load.
+
+In: calls of `Optimizer.state_dict` and `load_state_dict`, results of `torch.load`. Out: the states that an optimizer
+could have continued from, at its first step.
+
+Measures the distance between a trained model and a copy that no optimizer holds: an average, a target or a teacher.
+
+In: models before a step. Out: [name, distance, update] of each copy: its distance from the trained model, and the
+distance that the trained model has moved since the previous step. Measured at a few early steps, without waiting for
+the device.
 """
 
 from __future__ import annotations
 
+import dis
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .inputs import tensors_of
+from . import placement
+from .inputs import tensors_of, wrapped
 from .placement import is_plain_tensor
+from .versions import version
 
 SAMPLE, ALIKE = 64, 0.5  # numbers of a matrix that are compared; correlation of a matrix with itself
 PART = 4096  # numbers of a parameter whose updates are looked at
@@ -28,25 +50,26 @@ def _sample(parameter: Any, most: int = SAMPLE) -> Tensor:
 
 
 class LoadedWeights:
-    """Matrices that a checkpoint wrote, until their model is called, and parameters that it did not have."""
+    """Matrices that a checkpoint wrote, until their model is called, and layers that it did not have."""
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
         self._loaded: list[tuple[weakref.ref[Any], Tensor]] = []
-        self._new: list[tuple[weakref.ref[Any], str]] = []
+        self._known: dict[int, weakref.ref[Any]] = {}  # loaded or trained, or a part that a library adds to a body
 
     def loaded(self, module: nn.Module, missing: Iterable[str]) -> None:
         """Record that a state was loaded, without the names in `missing`."""
-        absent, named = set(missing), dict(module.named_parameters())
+        absent, body = set(missing), f"{getattr(module, 'base_model_prefix', '')}."
+        named = {n: p for n, p in module.named_parameters() if is_plain_tensor(p) and p.device.type != "meta"}
         now = {id(p) for p in named.values()}
-        rows = {n: p for n, p in named.items() if is_plain_tensor(p) and p.dim() > 1 and p.numel() >= SAMPLE}
         self._loaded = [row for row in self._loaded if id(row[0]()) not in now]
-        self._new = [row for row in self._new if id(row[0]()) not in now]
-        there = [p for n, p in rows.items() if n not in absent and p.device.type != "meta"]
-        self._loaded += [(weakref.ref(p), _sample(p)) for p in there]
-        if there:
-            body = f"{getattr(module, 'base_model_prefix', '')}."
-            self._new += [(weakref.ref(p), n) for n, p in rows.items() if n in absent and not n.startswith(body)]
+        there = [p for n, p in named.items() if n not in absent]
+        self._loaded += [(weakref.ref(p), _sample(p)) for p in there if p.dim() > 1 and p.numel() >= SAMPLE]
+        self.knows([*there, *(p for n, p in named.items() if n.startswith(body))])
+
+    def knows(self, parameters: Iterable[Any]) -> None:
+        """Record parameters that are not random."""
+        self._known |= {id(p): weakref.ref(p) for p in parameters}
 
     def called(self, module: nn.Module) -> None:
         """Record whether other numbers were written over the matrices of a model that is called."""
@@ -60,14 +83,16 @@ class LoadedWeights:
             self._write("fact", fact="load overwritten", argument=f"{len(over)} of {len(rows)}")
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Record the new parameters that are frozen."""
-        rows = [(p, n) for ref, n in self._new if (p := ref()) is not None and not p.requires_grad]
-        self._new = []
-        for root in models if rows else ():
-            own = {id(p): n for n, p in root.named_parameters()}
-            names = [n for p, n in rows if id(p) in own and "original_module" not in own[id(p)]]
-            if names:
-                self._write("fact", fact="new and frozen", argument=", ".join(names[:3]))
+        """Record layers that are frozen, neither loaded nor trained, and no copy of others, beside loaded ones."""
+        for root in models:
+            named = {n: p for n, p in root.named_parameters() if p.dim() > 1 and n.endswith("weight")}
+            frozen = {n for n, p in named.items() if not p.requires_grad}
+            known = {n for n, p in named.items() if id(p) in self._known and self._known[id(p)]() is p}
+            kinds = {n: (*n.split(".")[-2:], *p.shape) for n, p in named.items()}
+            alike = Counter(kinds.values())
+            new = [n for n in frozen - known if "original_module" not in n and alike[kinds[n]] == 1]
+            if new and known & frozen:
+                self._write("fact", fact="new and frozen", argument=", ".join(sorted(new)[:3]))
                 return
 
 
@@ -113,12 +138,236 @@ class Carried:
     def returned(self, module: nn.Module, result: Any, at: tuple[str | None, int]) -> None:
         """Keep the states of a result. `at`: pass and batch of the loader."""
         rest = result[1:] if isinstance(result, tuple | list) else ()
-        states = [t.detach() for _, t in tensors_of(rest) if is_plain_tensor(t) and 0 < t.numel() < LARGE]
+        states = [t.detach() for _, t in tensors_of(rest) if not wrapped(t) and 0 < t.numel() < LARGE]
         self._states[id(module)] = at, [t for t in states if t.is_floating_point()]
 
     def taken(self, module: nn.Module, args: Any, at: tuple[str | None, int]) -> bool:
         """Return whether a call with another batch of the same pass takes a state of the module's last call."""
         before, states = self._states.pop(id(module), (at, []))
         addresses = {(t.data_ptr(), t.shape) for t in states}
-        taken = any((t.data_ptr(), t.shape) in addresses for _, t in tensors_of(args))
+        plain = (t for _, t in tensors_of(args) if states and not wrapped(t))
+        taken = any((t.data_ptr(), t.shape) in addresses for t in plain)
         return taken and before[0] == at[0] is not None and before != at
+
+
+def prefix_between(keys: Sequence[str], own: Sequence[str]) -> str | None:
+    """Return the prefix, with its dot, that all names of one list have before those of the other, or None."""
+    longer, shorter = sorted((keys, own), key=lambda names: max(map(len, names)), reverse=True)
+    prefix = longer[0].removesuffix(shorter[0])
+    same = len(keys) == len(own) and prefix.endswith(".") and {prefix + name for name in shorter} == set(longer)
+    return prefix if same else None
+
+
+@dataclass
+class EmptyLoad:
+    """A load without effect. `parameters`: (parameter, version) of the module."""
+
+    about: dict[str, Any]
+    parameters: list[tuple[weakref.ref[Any], int]] = field(default_factory=list)
+
+
+class StateLoads:
+    """The loads of this process that had no effect, until the module is called."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write = write
+        self._waiting: list[EmptyLoad] = []
+
+    def loaded(self, module: nn.Module, state: Any, result: Any, dropped: bool) -> None:
+        """Record a load. `dropped`: whether the caller dropped the result."""
+        own = list(module.parameters())
+        missing, unexpected = getattr(result, "missing_keys", None), getattr(result, "unexpected_keys", None)
+        if not own or not isinstance(state, Mapping) or missing is None or unexpected is None:
+            return
+        keys = module.state_dict(keep_vars=True).keys()
+        if not state or len(unexpected) < len(state) or set(missing) != set(keys):
+            now = {id(p) for p in own}
+            self._waiting = [e for e in self._waiting if not any(id(ref()) in now for ref, _ in e.parameters)]
+            return
+        about = {
+            "model": type(module).__name__,
+            "given": len(state),
+            "own": len(keys),
+            "unexpected": str(unexpected[0])[:200],
+            "missing": str(missing[0])[:200],
+            "dropped": dropped,
+            "prefixed": prefix_between(list(map(str, unexpected)), list(map(str, missing))) is not None,
+        }
+        self._waiting.append(EmptyLoad(about, [(weakref.ref(p), version(p)) for p in own]))
+
+    def called(self, module: nn.Module) -> None:
+        """Record the empty loads of a module that is called, if its weights are still those of the load."""
+        if not self._waiting:
+            return
+        own = {id(p) for p in module.parameters()}
+        for each in list(self._waiting):
+            there = [(p, count) for ref, count in each.parameters if (p := ref()) is not None and id(p) in own]
+            if there:
+                self._waiting.remove(each)
+                if all(version(p) == count for p, count in there):
+                    self._write("empty load", **each.about)
+
+
+def is_dropped(frame: FrameType) -> bool:
+    """Return whether the call that a frame is executing is an expression statement, which drops its result."""
+    rows = iter(dis.get_instructions(frame.f_code))
+    after = next((r for r in rows if r.offset > frame.f_lasti and r.opname not in ("CACHE", "EXTENDED_ARG")), None)
+    return after is not None and after.opname == "POP_TOP"
+
+
+def own_loss_of_a_trainer() -> bool:
+    """Return whether transformers' Trainer calls backward on a loss that the script computes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "training_step" and frame.f_globals.get("__name__") == "transformers.trainer":
+            trainer = frame.f_locals.get("self")
+            own = getattr(trainer, "compute_loss_func", None) or getattr(type(trainer), "compute_loss", None)
+            code = getattr(own, "__code__", None)
+            return code is not None and "site-packages" not in code.co_filename
+        frame = frame.f_back
+    return False
+
+
+DEPTH = 4  # nesting of a checkpoint
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A state after `steps` steps (None: unknown) of an optimizer of `count` parameters. `by`: the number of its
+    optimizer in this process, or None if it was read from a file."""
+
+    count: int
+    steps: int | None
+    by: int | None
+
+
+class Resumes:
+    """The saved states of this process."""
+
+    def __init__(self) -> None:
+        self._saved: dict[int | str, SavedState] = {}
+        self._loaded: dict[int, tuple[weakref.ref[Any], int | None]] = {}  # by id: steps of the loaded state
+        self.model_loads = 0  # since a state was read
+
+    def saves(self, number: int, optimizer: Any, steps: int) -> None:
+        """Record that an optimizer's state was taken after some of its steps."""
+        if optimizer.state:
+            self._saved[number] = SavedState(_count(optimizer.param_groups), steps, number)
+
+    def reads(self, result: Any) -> None:
+        """Record the optimizer states in a checkpoint that was read."""
+        for i, state in enumerate(_states(result)):
+            self.model_loads = 0
+            self._saved[f"file {i}"] = SavedState(_count(state["param_groups"]), _steps(state["state"]), None)
+
+    @property
+    def from_file(self) -> bool:
+        """Return whether a checkpoint with an optimizer's state was read."""
+        return any(state.by is None for state in self._saved.values())
+
+    def loads(self, optimizer: Any) -> None:
+        """Record that an optimizer loaded a state."""
+        if optimizer.state:
+            self._loaded[id(optimizer)] = weakref.ref(optimizer), _steps(optimizer.state)
+
+    def at_first_step(self, number: int, optimizer: Any) -> dict[str, Any] | None:
+        """Return the known states that an optimizer could have loaded, or None if there are none."""
+        ref, steps = self._loaded.get(id(optimizer), (None, None))
+        if ref is not None and ref() is optimizer:
+            return {"loaded": True, "states": [[steps, None]], "model_loads": self.model_loads}
+        if optimizer.state:  # an optimizer that was saved and read as a whole
+            return None
+        count = _count(optimizer.param_groups)
+        states = [[s.steps, s.by] for s in self._saved.values() if s.count == count and s.by != number and s.steps]
+        return {"loaded": False, "states": states, "model_loads": self.model_loads} if states else None
+
+
+def _count(groups: Any) -> int:
+    return sum(len(group["params"]) for group in groups)
+
+
+def _states(value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    if not isinstance(value, Mapping) or depth > DEPTH:
+        return
+    state, groups = value.get("state"), value.get("param_groups")
+    if isinstance(state, Mapping) and isinstance(groups, list) and state and all("params" in g for g in groups):
+        yield value
+        return
+    for each in list(value.values())[:64]:
+        yield from _states(each, depth + 1)
+
+
+def _steps(state: Any) -> int | None:
+    rows = (row for row in state.values() if isinstance(row, Mapping) and "step" in row)
+    step = next((row["step"] for row in rows), None)
+    if isinstance(step, Tensor):
+        return int(step) if step.numel() == 1 and step.device.type == "cpu" else None
+    return int(step) if isinstance(step, int | float) else None
+
+
+FIRST_MEASURED, LAST_MEASURED = 4, 9  # steps before which distances are measured
+
+Pair = tuple[weakref.ref[Any], weakref.ref[Any]]  # (the copy's, the trained model's)
+
+
+class Averages:
+    """Copies of trained models in this process."""
+
+    def __init__(self) -> None:
+        self.called: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # without gradients, in no optimizer
+        self._pairs: dict[str, list[Pair]] = {}
+        self._before: dict[str, list[Tensor]] = {}
+
+    def measured(self, step: int, roots: Sequence[nn.Module], optimized: set[int]) -> list[tuple[str, Tensor]]:
+        """Return (name, float64 [2]: distance, update) of each copy."""
+        if step == FIRST_MEASURED - 1:
+            self._pairs = _pairs(roots, [m for m in self.called if all(m is not r for r in roots)], optimized)
+        rows = []
+        for name, pairs in self._pairs.items() if FIRST_MEASURED - 1 <= step <= LAST_MEASURED else ():
+            copies, trained = [a() for a, _ in pairs], [b() for _, b in pairs]
+            if any(t is None for t in (*copies, *trained)):
+                continue
+            values = [t.detach() for t in trained if t is not None]
+            if step >= FIRST_MEASURED:
+                distance = _norm(torch._foreach_sub([t.detach() for t in copies if t is not None], values))
+                rows.append((name, torch.stack([distance, _norm(torch._foreach_sub(values, self._before[name]))])))
+            self._before[name] = [v.clone() for v in values]
+        if step >= LAST_MEASURED:
+            self._pairs, self._before = {}, {}
+        return rows
+
+
+def _norm(tensors: Any) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).double().norm()
+
+
+def _pairs(roots: Sequence[nn.Module], others: Iterable[nn.Module], optimized: set[int]) -> dict[str, list[Pair]]:
+    named = [(placement.plain_name(n), p) for root in roots for n, p in root.named_parameters()]
+    named = [(n, p) for n, p in named if type(p) is nn.Parameter and p.dtype == torch.float32]
+    trained = [(n, p) for n, p in named if id(p) in optimized]
+    copies: dict[str, list[tuple[str, Any]]] = {}
+    for name, parameter in named:
+        if id(parameter) not in optimized and not parameter.requires_grad:
+            part, _, rest = name.partition(".")
+            copies.setdefault(part, []).append((f".{rest}", parameter))
+    for other in others:
+        rows = [(placement.plain_name(n), p) for n, p in other.named_parameters() if id(p) not in optimized]
+        copies[type(placement.unwrapped(other)).__name__] = rows
+    pairs: dict[str, list[Pair]] = {}
+    for name, rows in copies.items():
+        matched = [(p, _matching(n, p, trained)) for n, p in rows]
+        if len(rows) > 1 and all(other is not None for _, other in matched):
+            pairs[name] = [(weakref.ref(p), weakref.ref(other)) for p, other in matched]
+    return pairs
+
+
+def _matching(name: str, parameter: Any, trained: Sequence[tuple[str, Any]]) -> Any:
+    fits = [
+        p
+        for n, p in trained
+        if p.shape == parameter.shape
+        and p.device == parameter.device
+        and p.dtype == parameter.dtype
+        and (f".{n.partition('.')[2]}" if name.startswith(".") else n) == name
+    ]
+    return fits[0] if len(fits) == 1 else None

@@ -3,19 +3,32 @@
 In: a loss before backward. Out: (note, bool on its device, or None if the graph suffices). A class is a channel of a
 layer. A view that merges or replaces the channel axis with another one turns positions into "classes": `transpose` and
 `permute` move an axis, `view` and `reshape` cut memory.
+
+Detects losses whose answers are in the model's input: at their own position of a decoder, or as a column.
+
+In: a loss before backward, and the inputs of the call that computed it. Out: (note, bool on its device).
+
+Detects losses that compare every output with every target, although each example has its own target.
+
+In: a loss before backward, and the columns of the batch. Out: whether a loss compares each output with each target.
+
+Detects attention that sees later tokens, or only padding, from the graph of a language model's first losses.
+
+In: the loss before backward, the token ids that the model received. Out: counts on their device, `SEEN`. Skipped while
+hooks on saved tensors are in use: reading a saved tensor would recompute a checkpointed forward pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .all_pairs import is_number
-from .graph import loss_nodes, name_of, shape_of
+from .graph import NODES, loss_nodes, name_of, nodes_of, shape_of
 from .placement import is_plain_tensor
 
 DEPTH = 24  # operations between a loss and the layer that its logits come from
@@ -194,3 +207,363 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+SOFTMAX = ("Softmax", "SafeSoftmax")
+ANSWER_NODES = 4096
+LEAST = 8  # targets
+MOVES = 0.3  # share of tokens that differ from their predecessor
+# move positions, or mix them
+MOVING = ("Cat", "Slice", "Roll", "ConstantPadNd", "Index", "IndexSelect", "Gather", "Flip", "Convolution", "Stack")
+LAYERS = ("Addmm", "Mm", "Linear", "Convolution")
+MIXING = ("Bmm", "Baddbmm", "Mean", "Sum", "Max", "CopySlices", "SliceScatter", "IndexPut", *SOFTMAX)
+
+
+def answer_notes(loss: Any, floats: Sequence[Tensor], drawn: bool) -> list[Note]:
+    """Return the notes on answers among the inputs. `floats`: inputs [N, F] of the calls since the last backward;
+    `drawn`: random numbers may have been drawn since the forward began."""
+    nodes = loss_nodes(loss)
+    notes: list[Note] = []
+    for node in nodes:
+        target = getattr(node, "_saved_target", None)
+        classes = name_of(node).startswith(("NllLoss", "BinaryCrossEntropy"))
+        if classes and isinstance(target, Tensor) and is_plain_tensor(target):
+            notes += _columns(target, floats)
+    of_tokens = [n for n in nodes if name_of(n).startswith("NllLoss")]
+    return notes + (_decoded(loss, of_tokens[0], drawn) if len(of_tokens) == 1 else [])
+
+
+def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
+    flat = target.detach().reshape(-1)
+    if not (LEAST <= len(flat) == target.shape[0]):
+        return
+    for rows in floats:
+        if rows.dim() == 2 and len(rows) == len(flat) and rows.shape[1] > 1 and rows.device == flat.device:
+            equal = (rows == flat.to(rows.dtype).unsqueeze(1)).all(0).any()
+            yield "answer in a column", equal & (flat != flat[0]).any()
+
+
+def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
+    """Yield whether a causal decoder reads the targets themselves, each at its own position.
+
+    A decoder that shifts its input, inside or outside of the model, reads other tokens there, or moves their
+    embeddings. An autoencoder reads the targets through an encoder without a causal mask, or through a bottleneck
+    narrower than the embedding. A denoiser adds numbers to the embeddings; a tagger changes some tokens."""
+    if not is_plain_tensor(node._saved_target):
+        return []
+    target = node._saved_target.detach().reshape(-1)
+    ignored = int(node._saved_ignore_index)
+    counted = target != ignored - (1 << 64 if ignored >= 1 << 63 else 0)
+    same = [node for node in nodes_of(loss, ANSWER_NODES) if name_of(node) == "Embedding" and _fits(node, target)]
+    looks = attentions(loss) if same else None
+    for embedding in same if looks else ():
+        ids = embedding._saved_indices
+        reads = [each for each in looks or () if _directly(each[0], embedding, ids.shape, drawn)]
+        if reads and _is_wide(node, embedding, ids.shape):
+            causal = torch.stack([_is_causal(each, ids) for each in reads]).any()
+            equal = ((ids.reshape(-1) == target) | ~counted).all() & (counted.sum() >= LEAST)
+            moves = (ids[:, 1:] != ids[:, :-1]).float().mean() > MOVES
+            return [("answer at its position", equal & moves & causal), ("another at its position", causal & ~equal)]
+    return []
+
+
+def _is_wide(loss: Any, embedding: Any, size: tuple[int, ...]) -> bool:
+    width = shape_of(embedding)[-1]
+    waiting: list[tuple[Any, bool]] = [(loss, False)]
+    known: set[Any] = set()
+    while waiting and len(known) < ANSWER_NODES:
+        node, below = waiting.pop()
+        if node is embedding:
+            return True
+        if node is None or node in known:
+            continue
+        known.add(node)
+        shape = shape_of(node)
+        of_tokens = len(shape) in (2, 3) and math.prod(shape[:-1]) == math.prod(size)
+        if below and of_tokens and 2 * shape[-1] < width:
+            continue
+        below = below or name_of(node) in LAYERS
+        waiting += [(n, below) for n, _ in node.next_functions]
+    return False
+
+
+def _is_causal(look: tuple[Any, Any], ids: Tensor) -> Tensor:
+    sees = weights_of(*look, ids)
+    if sees is None or sees is ALL or sees.shape[1] != ids.shape[1]:
+        return torch.zeros((), dtype=torch.bool, device=ids.device)
+    return ~sees.triu(1).any() & sees.tril(-1).any() & sees.diagonal(0, 1, 2).any()
+
+
+def _fits(node: Any, target: Tensor) -> bool:
+    ids = node._saved_indices
+    fits = isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] > 2 and ids.numel() == len(target)
+    return fits and is_plain_tensor(ids)
+
+
+def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool) -> bool:
+    waiting: list[Any] = [n for n, _ in attention.next_functions]
+    known: set[Any] = set()
+    if name_of(attention) in SOFTMAX:
+        while len(waiting) == 1 and name_of(waiting[0]) not in ("Bmm", "Baddbmm"):
+            waiting = [n for n, _ in waiting[0].next_functions if n is not None]
+        waiting = [n for each in waiting if each is not None for n, _ in each.next_functions]
+    while waiting and len(known) < ANSWER_NODES:
+        node = waiting.pop()
+        if node is embedding:
+            return True
+        name = "" if node is None else name_of(node)
+        if node is None or node in known or name in (*MOVING, *MIXING) or name.startswith("ScaledDotProduct"):
+            continue
+        known.add(node)
+        if drawn and name == "Add" and any(n is None for n, _ in node.next_functions):
+            continue
+        if any(n in (size[1], size[0] * size[1]) for n in shape_of(node)):  # it still has positions
+            waiting += [n for n, _ in node.next_functions]
+    return False
+
+
+def floats_of(values: Any) -> list[Tensor]:
+    """Return the inputs [N, F] of a call that are not token ids."""
+    rows = [v for v in values if is_plain_tensor(v) and v.dim() == 2 and v.layout == torch.strided]
+    return [v.detach() for v in rows if v.is_floating_point() and not v.requires_grad and v.numel() <= 1 << 20]
+
+
+CLOSE_PAIRS = 1e-6
+# element-wise operations, and reductions of their results
+ALONE = (
+    "Abs",
+    "Pow",
+    "Sqrt",
+    "Log",
+    "Log1P",
+    "Exp",
+    "Expm1",
+    "Cosh",
+    "Tanh",
+    "Neg",
+    "Softplus",
+    "Sigmoid",
+    "Square",
+    "Clamp",
+    "ClampMin",
+    "ClampMax",
+    "Relu",
+    "LeakyRelu",
+    "LogSigmoid",
+)
+TOGETHER = ("Mean", "Sum", "Add", "Sub", "Div", "Mul", "Maximum", "Minimum")
+
+
+def columns(batch: Any) -> list[Tensor]:
+    """Return the columns of a batch that have one number for each example."""
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if not isinstance(values, list | tuple | type({}.values())):
+        return []
+    rows = [v.detach() for v in values if isinstance(v, Tensor) and v.dim() == 1 and len(v) > 2]
+    return [row for row in rows if not row.is_complex()][:4]
+
+
+def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
+    """Return whether a loss is a function of the differences [N, N] of outputs [N, 1] and a column [N] of the batch, in
+    which no pair counts more than another, int64 [1]; None for another loss."""
+    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
+    known: list[Any] = []
+    pairs = None
+    for _ in range(NODES):
+        node = waiting.pop() if waiting else None
+        if node is None:
+            break
+        if _is_of_pairs(node) and pairs in (None, node):
+            pairs = node
+            continue
+        name, before = name_of(node), [n for n, _ in node.next_functions if n is not None]
+        weighted = name in ("Mul", "Div") and len(before) < 2 and not is_number(node)
+        weighted |= name in ("Maximum", "Minimum") and len(before) < 2
+        weighted |= any(isinstance(getattr(node, bound, None), Tensor) for bound in ("_saved_min", "_saved_max"))
+        if weighted or not before or (name not in ALONE and name not in TOGETHER):
+            return None
+        known.append(node)
+        waiting += [n for n in before if all(n is not k for k in known)]
+    if pairs is None:
+        return None
+    value = next((v for n in known if (v := _multiple(n, pairs)) is not None), None)
+    return None if value is None else _matches(value, targets)
+
+
+def _multiple(node: Any, pairs: Any) -> Tensor | None:
+    value, under = getattr(node, "_saved_self", None), node.next_functions[0][0]
+    while under is not pairs and under is not None and (name_of(under) == "Neg" or name_of(under) in ("Mul", "Div")):
+        under = under.next_functions[0][0] if len(under.next_functions) == 1 or is_number(under) else None
+    fits = under is pairs and isinstance(value, Tensor) and list(value.shape) == shape_of(pairs)
+    return value.detach() if fits and isinstance(value, Tensor) else None
+
+
+def _is_of_pairs(node: Any) -> bool:
+    shape, before = shape_of(node), [n for n, _ in node.next_functions]
+    if name_of(node) != "Sub" or len(shape) != 2 or shape[0] != shape[1] or before.count(None) != 1 or len(before) != 2:
+        return False
+    under = before[0] or before[1]
+    return shape_of(under) == [shape[0], 1] and name_of(under) in ("Addmm", "Mm")
+
+
+def is_number(node: Any) -> bool:
+    """Return whether a product's other factor is a number, not a tensor of weights."""
+    other = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
+    return all(not isinstance(value, Tensor) or value.dim() == 0 for value in other)
+
+
+def _matches(value: Tensor, targets: Sequence[Tensor]) -> Tensor | None:
+    row = (value[0] - value[0, 0]).double()
+    rows = []
+    for target in targets:
+        if len(target) == len(row):
+            other = target.to(row.device).double()
+            other = other - other[0]
+            sizes = row.dot(row) * other.dot(other)
+            rows.append((sizes > 0) & (row.dot(other).square() >= (1 - CLOSE_PAIRS) * sizes))
+    return torch.stack(rows).any().reshape(1).long() if rows else None
+
+
+ATTENTION_NODES = 8192  # nodes of a graph to visit
+MOST = 256  # attentions
+LEAST_ROWS = -30.0  # added to scores of visible positions; masks with large negative numbers are below
+MOST_SEEN = 0.8  # share of targets
+LARGEST_WEIGHTS = 1 << 24  # most elements of weights or masks to look at
+SEEN = ("targets", "next", "attentions", "answered", "padded", "inverted")
+
+
+def attention_counts(loss: Any, calls: Sequence[Sequence[Tensor]]) -> Tensor | None:
+    """Return int64 [len(SEEN)], or None without token numbers or a loss over classes of one call.
+
+    `targets`: that count; `next`: of these, equal to the next token of the input. `attentions` over all positions;
+    `answered`: of these, where such targets' positions attend to the next one. `padded`: rows that end in padding;
+    `inverted`: of these, where the first masked attention sees the padding and nothing else."""
+    nodes = [n for n in loss_nodes(loss) if name_of(n).startswith("NllLoss")]
+    if len(nodes) != 1 or len(calls) != 1 or not calls[0]:
+        return None
+    looks = attentions(loss)
+    if looks is None or any(
+        not is_plain_tensor(t) for node, _ in looks for t in (*_saved(node), getattr(node, "_saved_query", loss))
+    ):
+        return None  # not all attentions are known, or reading one would communicate
+    ids = calls[0][0]
+    rows = [weights_of(node, parent, ids) for node, parent in looks]
+    weights = [w for w in rows if w is not None]
+    counts = _targets(nodes[0], calls[0])
+    zero = torch.zeros((), dtype=torch.int64, device=ids.device)
+    answered = zero
+    if counts is None:
+        following: list[Tensor] = [zero, zero]
+    else:
+        *following, positions = counts
+        for each in weights:
+            if each is ALL:
+                answered = answered + 1
+            elif each.shape[1] <= ids.shape[1]:  # otherwise the positions of tokens are unknown
+                sees = each.diagonal(1, 1, 2)[:, : positions.shape[1]]
+                here = positions[:, : sees.shape[1]]
+                answered = answered + ((sees & here).sum() > MOST_SEEN * here.sum())  # dropout may hide some positions
+    padded = _padding(ids, [w for w in weights if w is not ALL])
+    number = zero + len(weights)
+    return torch.stack([n.reshape(()).long() for n in (*following, number, answered, *padded)])
+
+
+ALL = torch.ones(())  # stands for attention without a mask
+
+
+def attentions(loss: Any) -> list[tuple[Any, Any]] | None:
+    """Return (node, its user) of fused attentions and softmaxes, nearest to the loss first; None if the graph, or the
+    weights or masks of one of them, are too large."""
+    queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), None)])
+    known: set[Any] = set()
+    rows: list[tuple[Any, Any]] = []
+    while queue:
+        if len(known) >= ATTENTION_NODES or len(rows) >= MOST:
+            return None
+        node, parent = queue.popleft()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        if name_of(node).startswith("ScaledDotProduct") or name_of(node) in SOFTMAX:
+            rows.append((node, parent))
+        queue.extend((n, node) for n, _ in node.next_functions)
+    return None if any(t.numel() > LARGEST_WEIGHTS for node, _ in rows for t in _saved(node)) else rows
+
+
+def _saved(node: Any) -> list[Tensor]:
+    names = ("_saved_result", "_saved_attn_mask", "_saved_attn_bias")
+    return [t for name in names if isinstance(t := getattr(node, name, None), Tensor)]
+
+
+def weights_of(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
+    """Return which positions attend to which, bool [B, T, T] over all heads; `ALL` if all positions attend to all; None
+    if the node is no attention over tokens, or cannot be read."""
+    size, length = ids.shape
+    lengths = (
+        length,
+        length - 1,
+        length + 1,
+    )  # the second case: an input without its last token, or with an additional first one
+    if name_of(node) in SOFTMAX:
+        result = node._saved_result
+        if name_of(parent) == "Mul":  # dropout, or a mask after the softmax
+            other = [getattr(parent, n, None) for n in ("_saved_self", "_saved_other")]
+            others = [t for t in other if isinstance(t, Tensor) and t.shape[-2:] == result.shape[-2:]]
+            result = result * others[0] if others and others[0] is not result else result
+        return _over_heads(result > 1e-6, size, lengths)
+    query, key = node._saved_query, node._saved_key
+    if query.shape[-2] != key.shape[-2] or query.shape[-2] not in lengths or query.shape[0] != size:
+        return None
+    length = query.shape[-2]
+    if getattr(node, "_saved_is_causal", False):
+        return torch.ones(1, length, length, dtype=torch.bool, device=ids.device).tril().expand(size, -1, -1)
+    masks = [getattr(node, n, None) for n in ("_saved_attn_mask", "_saved_attn_bias")]
+    mask = next((m for m in masks if isinstance(m, Tensor)), None)
+    if mask is None:
+        return ALL
+    if mask.dim() < 2 or mask.shape[-1] != length or mask.shape[-2] not in (1, length):
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask > LEAST_ROWS
+    allowed = allowed.expand(*allowed.shape[:-2], length, length)
+    if allowed.dim() == 2 or allowed.shape[0] == 1:
+        allowed = allowed.reshape(-1, length, length)[:1].expand(size, -1, -1)
+    return _over_heads(allowed, size, lengths)
+
+
+def _over_heads(allowed: Tensor, size: int, lengths: tuple[int, ...]) -> Tensor | None:
+    shape = allowed.shape
+    fits = len(shape) in (3, 4) and shape[-1] == shape[-2] and shape[-1] in lengths and shape[0] % size == 0
+    if not fits or (len(shape) == 4 and shape[0] != size):
+        return None
+    return allowed.reshape(size, -1, shape[-1], shape[-1]).any(1)
+
+
+def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    target, ignored = getattr(node, "_saved_target", None), getattr(node, "_saved_ignore_index", -100)
+    ids = inputs[0]
+    size, length = ids.shape
+    if getattr(node, "_saved_reduction", 0) == 0:
+        return None  # the script may exclude targets itself
+    if target is None or target.numel() not in (size * length, size * (length - 1)) or length < 3:
+        return None
+    target = target.reshape(size, -1)
+    ignored = int(ignored) - (1 << 64 if int(ignored) >= 1 << 63 else 0)
+    counted = target != ignored
+    inside = counted[:, : length - 1]
+    following = inside & (target[:, : length - 1] == ids[:, 1:])
+    return [inside.sum(), following.sum(), inside]
+
+
+def _padding(ids: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    zero = torch.zeros((), dtype=torch.int64, device=ids.device)
+    first = next((w for w in weights if w.shape[1] >= ids.shape[1]), None)
+    if first is None:
+        return zero, zero
+    values, counts = ids[:, -1].unsqueeze(0) == ids[:, -1:], ids.shape[1]
+    value = ids[values.sum(1).argmax(), -1]
+    run = (ids == value).flip(1).long().cumprod(1).flip(1).bool()
+    lengths = run.sum(1)
+    alone = ~((ids == value) & ~run).any()
+    rows = (lengths > 1) & (lengths < counts) & alone & (lengths.max() != lengths.min())
+    keys = first.any(1)[:, first.shape[1] - ids.shape[1] :]  # [B, T]: whether anything attends to it
+    return rows.sum(), (rows & (keys == run).all(1)).sum()

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from . import modes
 from .graph import LAYERS, VIEWS, name_of
 from .inputs import hash_of
-from .state_loads import is_dropped
+from .lifetimes import is_dropped
 from .versions import written
 
 COLLECTIVES = (

@@ -14,10 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
-from .all_pairs import compares_all
-from .answers import answer_notes, floats_of
-from .attention import attention_counts
-from .averages import Averages
 from .check.checker import Checker
 from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
@@ -37,14 +33,22 @@ from .inputs import (
 )
 from .layers import UNITS_AT, Born, Strays, adapters, odd_settings, repeated, units_alike
 from .layouts import Layouts, SketchedLayout
-from .lifetimes import Carried, LoadedWeights, accumulates, lost_updates
-from .logits import logits_notes
+from .lifetimes import (
+    Averages,
+    Carried,
+    LoadedWeights,
+    Resumes,
+    StateLoads,
+    accumulates,
+    lost_updates,
+    own_loss_of_a_trainer,
+)
+from .logits import answer_notes, attention_counts, compares_all, floats_of, logits_notes
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import FrozenNorms, ModelModes, UnusedNorms
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
 from .schedules import Schedules, unread_rate
 from .settings import Settings
-from .state_loads import Resumes, StateLoads, own_loss_of_a_trainer
 from .statements import without_effect
 from .versions import watch_foreach, written
 from .writer import Pending, Writer
@@ -479,6 +483,8 @@ class Recorder:
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
         self.gradients.stepped(number, own)
+        if self.steps[number] == 0:
+            self.loaded.knows(p for p, _ in here["parameters"] if p.requires_grad)
         self.use.stepped([getattr(p, "source", p) for p, _ in here["parameters"]])
         pending = Pending(record, self.since, vectors | numbers_of(self.since, here["groups"]))
         self.pending.append(pending)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from . import fingerprint
-from .attention import SEEN
 from .graph import LossFunction
 from .inputs import TOKENS, CallInputs
+from .logits import SEEN
 from .writer import bits_of, blob, number_of
 
 

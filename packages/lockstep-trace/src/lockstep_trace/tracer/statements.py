@@ -109,7 +109,8 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
                     yield "never reset", again[0]
     for loop in loops:
         yield from _piled_up(loop)
-    for f in [*functions, tree]:
+    scopes: list[ast.FunctionDef | ast.Module] = [*functions, tree]
+    for f in scopes:
         yield from _orders(f)
         if re.search("BCEWithLogits|cross_entropy_with_logits", text):
             yield from _thresholds(f)
@@ -125,8 +126,10 @@ def _piled_up(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr]]:
     targets = [t for n in sets for t in (n.targets if isinstance(n, ast.Assign) else [n.target])]
     left = added - {ast.unparse(e) for t in targets for e in ast.walk(t)}
     for n in rows:
-        sides = (n.left, n.right) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div) else ()
-        if sides and id(n) not in inner and all({ast.unparse(e) for e in ast.walk(s)} & left for s in sides):
+        if not isinstance(n, ast.BinOp) or not isinstance(n.op, ast.Div) or id(n) in inner:
+            continue
+        one, other = ({ast.unparse(e) for e in ast.walk(side)} & left for side in (n.left, n.right))
+        if one and other and not one & other:
             yield "never reset", n
 
 

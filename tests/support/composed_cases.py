@@ -1,0 +1,321 @@
+"""Small trainings of several kinds each: some have a fault, others are correct and come close to it.
+
+In: torch. Out: functions of a kind; `COMPOSED`: the code of the expected finding, faulty kinds, correct kinds.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from support.evidence_cases import Computed, padded
+from support.traced_cases import X, Y, net, sgd, step
+
+
+def learned(optimizer: torch.optim.Optimizer, losses: Iterator[Tensor]) -> None:
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def a_variational_loss(kind: str) -> None:
+    encoder, decoder = nn.Linear(12, 8), nn.Linear(4, 12)
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            mean, log = encoder(X[i]).chunk(2, 1)
+            made = decoder(mean + torch.randn_like(mean) * (log / 2).exp())
+            parts = 1 + log - mean**2 - log.exp()
+            prior = -0.5 * (parts.sum(1).mean() if kind == "a mean of sums" else parts.sum())
+            prior = {"divided": prior / 12, "a small weight": 1e-4 * prior}.get(kind, prior)
+            if kind == "a penalty":
+                prior = sum(p.square().sum() for p in decoder.parameters()) + prior / 12
+            yield functional.mse_loss(made, X[i], reduction="sum" if kind == "two sums" else "mean") + prior
+
+    learned(torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 1e-3), losses())
+
+
+def a_divergence(kind: str) -> None:
+    """Of a student, whose sum over the batch is divided by it."""
+    model, teacher = net(), net().requires_grad_(False)
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            soft, out = functional.softmax(teacher(X[i]), 1), model(X[i])
+            yield functional.kl_div(out.log_softmax(1), soft, reduction=kind) * 16 + functional.cross_entropy(out, Y[i])
+
+    learned(sgd(model, 0.01), losses())
+
+
+def an_actor_and_a_critic(kind: str) -> None:
+    body, actor, critic, gate = nn.Linear(12, 16), nn.Linear(16, 3), nn.Linear(16, 1), nn.Linear(12, 1)
+    parameters = [p for m in (body, actor, critic, gate) for p in m.parameters()]
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            hidden, returns = torch.tanh(body(X[i])), X[i].sum(1)
+            choice, value = torch.distributions.Categorical(logits=actor(hidden)), critic(hidden).squeeze(-1)
+            log, errors = choice.log_prob(choice.sample()), returns - value
+            if kind == "a ratio":
+                ratio = (log - log.detach() - 0.01).exp()
+                yield -torch.min(ratio * errors, ratio.clamp(0.8, 1.2) * errors).mean() + errors.square().mean()
+            elif kind == "normalized":
+                advantage = (errors - errors.mean()) / (errors.std() + 1e-8)
+                yield -(log * advantage).mean() + 0.5 * functional.mse_loss(value, returns)
+            elif kind == "detached":
+                yield -(log * errors.detach()).mean() + 0.5 * errors.square().mean()
+            elif kind == "no error of its own":
+                yield -(log * errors).mean()
+            elif kind == "a precision":
+                yield (errors.square() * (-log).exp() + log).mean()
+            else:  # a gate on the error of one head, and an error of another
+                yield (errors * gate(X[i]).sigmoid()[:, 0]).abs().mean() + functional.mse_loss(
+                    actor(hidden)[:, 0], returns
+                )
+
+    learned(torch.optim.Adam(parameters, 1e-3), losses())
+
+
+def values_of_states(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            reward, following, at = X[i].sum(1), X[i].roll(1, 0), Y[i].clamp(max=1).unsqueeze(1)
+            value = model(X[i]).gather(1, at).squeeze(1)
+            target = reward + 0.9 * (reward > 0).float() * model(following).max(1).values
+            if kind == "both":
+                value = reward + 0.1 * model(X[i]).mean(1)
+                target = reward + 0.1 * model(following).mean(1)
+            if kind == "near inputs":
+                target = model(X[i] + 0.01).gather(1, at).squeeze(1)
+            if kind == "by hand":
+                yield (value - target).square().mean()
+            elif kind == "residual":
+                yield functional.mse_loss(reward + 0.1 * value, reward * 2)
+            else:
+                yield functional.smooth_l1_loss(value, target.detach() if kind == "detached" else target)
+
+    learned(torch.optim.Adam(model.parameters(), 1e-3), losses())
+
+
+def tokens(kind: str) -> None:
+    model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30))
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(8):
+            ids, lengths = padded()
+            inside = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
+            targets, ignored = functional.pad(ids[:, 1:], (0, 1)), -100
+            if kind in ("copies", "masked", "all copied"):
+                chosen = torch.rand(ids.shape) < 0.15
+                targets = ids.clone() if kind == "copies" else ids.masked_fill(~chosen, -100)
+                targets = ids.clone() if kind == "all copied" else targets
+                ids = ids if kind == "all copied" else ids.masked_fill(chosen, 29)
+                targets = targets.masked_fill(~inside, -100)
+            elif kind in ("tags", "ignored tags"):
+                targets, ignored = (ids % 3 + 1).masked_fill(~inside, 0), 0 if kind == "ignored tags" else -100
+            elif kind == "ignored":
+                targets = targets.masked_fill(~inside.roll(-1, 1), -100)
+            logits = model(ids)
+            if kind in ("mean of masked", "divided by the mask"):
+                each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * inside
+                yield each.mean() if kind == "mean of masked" else each.sum() / inside.sum()
+            else:
+                yield functional.cross_entropy(logits.reshape(-1, 30), targets.reshape(-1), ignore_index=ignored)
+
+    learned(torch.optim.Adam(model.parameters(), 1e-2), losses())
+
+
+def items(kind: str) -> None:
+    table = nn.Embedding(20, 8, padding_idx=None if kind == "no padding" else 0)
+    model = Computed(lambda m, ids: m.head(m.table(ids)), table=table, head=nn.Linear(8, 3))
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            ids = torch.arange(len(i)) % 19 + (0 if kind in ("from 0", "no padding") else 1)
+            if kind == "rows":
+                ids = ids.unsqueeze(1).repeat(1, 4)
+                ids[:, 2:] = 0
+            yield functional.cross_entropy(model(ids).reshape(len(i), -1, 3).mean(1), Y[i])
+
+    learned(sgd(model), losses())
+
+
+def rows_of_a_mask(kind: str) -> None:
+    model = net()
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            mask = (X[i, 0] > 0).long()
+            out = model(X[i])
+            if kind == "integers":
+                yield functional.mse_loss(out[mask], X[i, :3][mask])
+            elif kind == "positions":
+                yield functional.mse_loss(out[mask.nonzero()[:, 0]], X[i, :3][mask.nonzero()[:, 0]])
+            elif kind == "two centers":
+                yield functional.mse_loss(out[:2][mask], X[i, :3])
+            else:
+                chosen = mask.bool() if kind == "booleans" else torch.randperm(len(mask))
+                yield functional.mse_loss(out[chosen], X[i, :3][chosen])
+
+    learned(sgd(model), losses())
+
+
+def states(kind: str) -> None:
+    layer, head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
+    optimizer = torch.optim.Adam([*layer.parameters(), *head.parameters()], 1e-2)
+    state: Tensor | None = None
+    for x, _ in DataLoader(TensorDataset(X, Y), 12, shuffle=kind != "in order"):
+        rows = x.reshape(12, 3, 4)
+        for part in rows.split(1, 1) if kind == "parts of a batch" else [rows]:
+            out, carried = layer(part, state)
+            optimizer.zero_grad()
+            functional.mse_loss(head(out[:, -1]), x[:, :1]).backward()
+            optimizer.step()
+            state = None if kind == "not carried" else carried.detach()
+        if kind == "parts of a batch":
+            state = None
+        if kind == "a start of zeros":
+            state = torch.zeros(1, 12, 8)
+
+
+def half_precision(kind: str) -> None:
+    model = net() if kind == "float32" else net().to(torch.bfloat16)
+    rate = {"a large rate": 1e-2, "frozen": 1e-2}.get(kind, 1e-5)
+    if kind == "frozen":
+        model[0].requires_grad_(False)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    if kind == "an optimizer of its own":
+
+        class Own(torch.optim.AdamW):
+            pass
+
+        optimizer = Own(model.parameters(), lr=rate)
+    for _ in range(20):
+        step(model, optimizer, X[:12].to(model[0].weight.dtype), Y[:12])
+
+
+def loaded_weights(kind: str) -> None:
+    first, model = net(), net()
+    model.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        if kind == "all anew":
+            model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+        elif kind == "a new head":
+            nn.init.xavier_uniform_(model[3].weight)
+        elif kind == "shrunk":
+            for p in model.parameters():
+                p.mul_(0.7).add_(0.01 * torch.randn_like(p))
+        elif kind == "copied":
+            for p, q in zip(model.parameters(), first.parameters(), strict=True):
+                p.copy_(q)
+        elif kind == "loaded again":
+            model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+            model.load_state_dict(first.state_dict())
+        elif kind == "used before":
+            model(X[:4])
+            model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+    optimizer = sgd(model)
+    for _ in range(4):
+        step(model, optimizer, X[:12], Y[:12])
+
+
+def a_new_head(kind: str) -> None:
+    body, model = (
+        nn.Sequential(nn.Linear(12, 12), nn.ReLU()),
+        nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
+    )
+    missing = model.load_state_dict(body.state_dict(), strict=False).missing_keys
+    assert missing == ["2.weight", "2.bias"]
+    model.requires_grad_(kind == "all trained")
+    if kind == "frozen":
+        model[0].bias.requires_grad_()
+    elif kind == "loaded later":
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        model[0].bias.requires_grad_()
+    elif kind == "replaced":
+        model[2] = nn.Linear(12, 3)
+    else:
+        model[2].requires_grad_()
+    optimizer = sgd(model)
+    for _ in range(4):
+        step(model, optimizer, X[:12], Y[:12])
+
+
+def a_schedule(kind: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    epochs, steps = 5, 7 * 5
+    kinds = torch.optim.lr_scheduler
+    made: dict[str, Callable[[], kinds.LRScheduler]] = {
+        "a floor": lambda: kinds.LambdaLR(optimizer, lambda n: 0.1 + 0.9 * max(0, 1 - n / steps)),
+        "one cycle": lambda: kinds.OneCycleLR(optimizer, 0.1, total_steps=steps + 1),
+        "epochs": lambda: kinds.CosineAnnealingLR(optimizer, epochs),
+        "a factor": lambda: kinds.ExponentialLR(optimizer, 0.97),
+        "a long one": lambda: kinds.CosineAnnealingLR(optimizer, 500),
+        "warm": lambda: kinds.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 200)),
+        "short warm-up": lambda: kinds.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 3)),
+    }
+    scheduler = made.get(kind, lambda: kinds.CosineAnnealingLR(optimizer, steps))()
+    for _ in range(epochs):
+        for i in torch.randperm(84).split(12):
+            step(model, optimizer, X[i], Y[i])
+            if kind in ("each step", "a long one", "warm"):
+                scheduler.step()
+        if kind not in ("each step", "a long one", "warm"):
+            scheduler.step()
+    assert math.isfinite(optimizer.param_groups[0]["lr"])
+
+
+COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    a_variational_loss: {
+        "mean-beside-sum": (("",), ("divided", "two sums", "a small weight", "a penalty", "a mean of sums")),
+    },
+    a_divergence: {"mean-beside-sum": (("sum",), ("batchmean",))},
+    an_actor_and_a_critic: {
+        "weight-with-gradient": (
+            ("a ratio", "normalized"),
+            ("detached", "no error of its own", "a precision", "a gate"),
+        ),
+    },
+    values_of_states: {
+        "target-with-gradient": (("", "by hand"), ("detached", "both", "near inputs", "residual")),
+    },
+    tokens: {
+        "padding-learned": (("", "tags"), ("ignored", "ignored tags", "divided by the mask", "masked")),
+        "copies-learned": (("copies",), ("masked", "all copied", "ignored", "tags")),
+        "mean-over-padding": (("mean of masked",), ("divided by the mask", "ignored", "tags", "masked")),
+    },
+    items: {"padding-is-data": (("from 0",), ("no padding", "from 1", "rows"))},
+    rows_of_a_mask: {"mask-as-index": (("integers",), ("booleans", "positions", "two centers", "an order"))},
+    states: {
+        "state-carried": (("",), ("in order", "not carried", "parts of a batch", "a start of zeros")),
+    },
+    half_precision: {
+        "updates-lost": (("",), ("a large rate", "float32", "frozen", "an optimizer of its own")),
+    },
+    loaded_weights: {
+        "load-overwritten": (
+            ("all anew",),
+            ("a new head", "shrunk", "copied", "loaded again", "used before", "as loaded"),
+        ),
+    },
+    a_new_head: {
+        "new-and-frozen": (
+            ("frozen", "a part is loaded"),
+            ("all trained", "loaded later", "replaced", "a trained head"),
+        )
+    },
+    a_schedule: {
+        "scheduler-unit": (
+            ("", "a floor", "one cycle", "warm"),
+            ("each step", "epochs", "a factor", "a long one", "short warm-up"),
+        ),
+    },
+}
