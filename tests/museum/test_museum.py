@@ -13,6 +13,7 @@ from museum.patches import PATCHES
 from museum.reports import REPORTS
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED
 from support.command import Process, ended, start, start_anew
+from support.composed_cases import COMPOSED
 from support.contradiction_cases import CONTRADICTIONS
 from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
 from support.forked import FORK_TRACED
@@ -53,6 +54,7 @@ def test_every_finding_has_an_exhibit() -> None:
     proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE
     likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
     likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED | EVIDENCE_SUSPECTED
+    likely |= {code: code for codes_ in COMPOSED.values() for code in codes_}
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 
 

@@ -27,6 +27,7 @@ class Scheduler:
     stepped: bool = False
     fresh: bool = False  # stepped since the last step of any optimizer
     length: int | None = None  # steps that it is made for
+    function: Any = None  # of a LambdaLR, which may be gone at the end
     number: int | None = None  # of its optimizer
     begun: list[float] = field(default_factory=list)  # rates when it was made
     resumed: bool = False  # its state was loaded, or it began later than at its first step
@@ -80,6 +81,7 @@ class Schedules:
         if counted:
             known.counts[by] = known.counts.get(by, 0) + 1
             known.length = known.length or length_of(scheduler)
+            known.function = (getattr(scheduler, "lr_lambdas", None) or [None])[0]
 
     def watches(self, scheduler: Any, score: Any, steps: list[int]) -> None:
         """Record a score that ReduceLROnPlateau received, and the rate after it."""
@@ -95,7 +97,7 @@ class Schedules:
         """Return name, length, number of steps and optimizer of each scheduler that has a length and was stepped.
         `steps`: of each optimizer."""
         for each in self.schedulers:
-            if each.number is not None and not each.length and ends_at(each.ref(), steps[each.number]):
+            if each.number is not None and not each.length and ends_at(each.function, steps[each.number]):
                 each.length = steps[each.number]
         return [
             {"name": s.name, "length": s.length, "count": sum(s.counts.values()), "opt": s.number}
@@ -201,11 +203,9 @@ MOST_CALLS = 10_000
 NUMERIC = ("max", "min", "float", "int", "abs", "round", "math", "cos", "sin", "pi", "exp", "sqrt", "pow", "log")
 
 
-def ends_at(scheduler: Any, step: int) -> bool:
+def ends_at(function: Any, step: int) -> bool:
     """Return whether the function of a LambdaLR falls to 0, or to its last value, at a step. Only a function of
     numbers is called."""
-    functions = getattr(scheduler, "lr_lambdas", None) if type(scheduler).__name__ == "LambdaLR" else None
-    function = functions[0] if functions else None
     if type(function) is not FunctionType or step < 3:
         return False
     cells = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -154,17 +154,17 @@ def _thresholds(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.
 
 
 def _codes(calls: list[ast.Call], functions: list[ast.FunctionDef]) -> Iterator[tuple[str, ast.expr]]:
-    made = {f.name: n for f in functions for n in ast.walk(f) if isinstance(n, ast.DictComp) and _numbers(n)}
+    coders = {f.name: n for f in functions for n in ast.walk(f) if isinstance(n, ast.DictComp) and _numbers(n)}
     sites: dict[str, list[ast.Call]] = {}
     for call in calls:
         name = ast.unparse(call.func)
         sites.setdefault("fit_transform" if name.endswith(".fit_transform") else name, []).append(call)
     for name, each in sites.items():
-        if name in made or name == "fit_transform":
+        if name in coders or name == "fit_transform":
             texts = [ast.unparse(call).partition("(")[2] for call in each]
-            held = [c for c, t in zip(each, texts, strict=True) if HELD_OUT.search(t) and "train" not in t]
-            if held and any("train" in t for t in texts):
-                yield "codes", held[0]
+            late = [c for c, t in zip(each, texts, strict=True) if HELD_OUT.search(t) and "train" not in t]
+            if late and any("train" in t for t in texts):
+                yield "codes", late[0]
 
 
 def _numbers(node: ast.DictComp) -> bool:
