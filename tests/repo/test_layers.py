@@ -255,7 +255,8 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
         *("softmax._saved", "embedding._saved"),
     ),
-    "tracer/lifetimes.py": "torch._foreach_",  # one pass over all tensors
+    # one pass over all tensors; whether Accelerate accumulates
+    "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),

@@ -21,7 +21,6 @@ from lockstep_trace.rules import (
     parameters,
     replicas,
     schedules,
-    tokens,
     writes,
 )
 from lockstep_trace.rules.finding import LEVELS, SUSPICIOUS, WRONG, Finding
@@ -46,7 +45,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     observed.notes,
     observed.settings,
     schedules.direction,
-    tokens.tokens,
+    inputs.tokens,
     parameters.decay,
     parameters.still,
     parameters.frozen_moves,
