@@ -255,6 +255,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
         *("softmax._saved", "embedding._saved"),
     ),
+    "tracer/schedules.py": ("scheduler._schedulers", "scheduler._milestones"),  # of SequentialLR
     # one pass over all tensors; whether Accelerate accumulates
     "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py

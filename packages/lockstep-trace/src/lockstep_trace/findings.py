@@ -21,7 +21,6 @@ from lockstep_trace.rules import (
     parameters,
     replicas,
     schedules,
-    writes,
 )
 from lockstep_trace.rules.finding import LEVELS, SUSPICIOUS, WRONG, Finding
 
@@ -54,7 +53,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     inputs.made_in_forward,
     inputs.alike,
     inputs.over_examples,
-    writes.follows,
+    modes.follows,
     inputs.seeded_again,
     inputs.restarted,
     inputs.equal_masks,
@@ -90,8 +89,8 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     schedules.factor_is_rate,
     parameters.rate_zero,
     schedules.vanishing,
-    writes.between,
-    writes.anew,
+    modes.between,
+    modes.anew,
     losses.means,
     parameters.dtypes,
     checks.checked,
