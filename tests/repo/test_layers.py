@@ -255,7 +255,6 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
         *("softmax._saved", "embedding._saved"),
     ),
-    "tracer/schedules.py": ("scheduler._schedulers", "scheduler._milestones"),  # of SequentialLR
     # one pass over all tensors; whether Accelerate accumulates
     "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
@@ -269,7 +268,8 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
     "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
-    "tracer/schedules.py": "getattr(scheduler, '_last_lr'",  # the rates of a scheduler's state
+    # the rates of a scheduler's state, and what SequentialLR is made of
+    "tracer/schedules.py": ("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),
     "tracer/versions.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
     "tracer/unread.py": ("from torch.overrides", "torch._C"),  # a mode of functions, below those of the script
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values

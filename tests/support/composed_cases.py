@@ -308,7 +308,7 @@ COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str
     },
     a_new_head: {
         "new-and-frozen": (
-            ("frozen", "a part is loaded"),
+            ("frozen",),
             ("all trained", "loaded later", "replaced", "a trained head"),
         )
     },
