@@ -326,3 +326,16 @@ def test_kernels_whose_bits_need_not_repeat_are_known(monkeypatch: pytest.Monkey
     assert not may_attend_by_cudnn(torch.device("cuda", 1))
     monkeypatch.delattr(varlen, "_should_use_cudnn")
     assert may_attend_by_cudnn(device)
+
+
+def test_an_answer_of_code_that_was_replaced_meanwhile_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that are imported after an upgrade do not fit those before it; their answer would be kept for good."""
+    answers = iter(("first", "second"))
+
+    def trial(*arguments: Any) -> str:
+        return next(answers)
+
+    monkeypatch.setattr(padding, "_WHEN_IMPORTED", ["the hash of another version"])
+    run = tiny()
+    config = model_configs.load_config(run.model)
+    assert [padding.kept_trial(run.model, "causal", config, trial) for _ in range(2)] == ["first", "second"]
