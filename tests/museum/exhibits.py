@@ -155,7 +155,7 @@ OWN = (
     beside("smoothed", "label smoothing", "label smoothing on one side"),
     beside(
         "batch-of-a-process",
-        "the batch size is one of a process",
+        "the batch size is per process",
         "the global batch grows with the ranks",
         "--batch 32",
     ),

@@ -77,7 +77,7 @@ def test_a_fault_is_suspected_and_sound_lookalikes_are_not(
     lines = suspected(rows, [])
     assert bool(lines) == bool(likely(rows))
     assert "suspicious" not in "".join(lines)
-    assert lines[:1] == (["to look at; it may be meant:"] if wrong and SUSPECTED[case] in LIKELY_CODES else [])
+    assert lines[:1] == (["to look at; it may be intended:"] if wrong and SUSPECTED[case] in LIKELY_CODES else [])
 
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])

@@ -161,7 +161,7 @@ def of_examples(
     if m > n and m % n == 0:
         if m // n == len(lists):
             return (
-                f"the batch size is one of a process: {len(lists)} processes take {m} examples a step; "
+                f"the batch size is per process: {len(lists)} processes take {m} examples a step; "
                 f"divide it by {len(lists)}"
             )
         return (

@@ -1,6 +1,7 @@
 """The command `lockstep-trace`: record, diff, verify, report, watch.
 
-In: the command line. Out: an exit status: 0, 1 where two traces differ, 2 for a message, or a traced command's own.
+In: the command line. Out: an exit status: 0, 1 if two traces differ, 2 for an error message, or a traced command's
+own.
 """
 
 from __future__ import annotations

@@ -3,14 +3,9 @@
 In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
 `Comparison`. The comparison takes the kinds of `step_record.ORDER` in turn and ends at the first difference.
 
-Aligns two traces whose steps have different examples: the first window of steps with equal sets of examples.
-
-In: two traces. Out: `Window`, with losses and the change of all weights over it, or None.
-
-Matches the parameters of two traces by name.
-
-Two names match if they are equal, or if one is a dotted suffix of the other (`net.0.weight`, `0.weight`), with equal
-shapes.
+Parameters are matched by name: two names match if they are equal, or if one is a dotted suffix of the other
+(`net.0.weight`, `0.weight`), with equal shapes. If the steps of the traces have different examples, `window` finds the
+first steps over the same set of examples.
 """
 
 from __future__ import annotations
@@ -360,7 +355,7 @@ def _gradient(pair: _Pair, limit: float, losses: tuple[Losses, Losses, str] | No
     absent = [n for n, m in pair.names.items() if (n in one) != (m in other)]
     real = [n for n in absent if (one.get(n) or other[pair.names[n]]).value.square != 0]  # NaN counts as a gradient
     if real:
-        text = f"{few(real)}: a gradient on one side alone"
+        text = f"{few(real)}: a gradient only on one side"
         raise _Parted("gradient", (text,), causes.MISSING_GRADIENT)
     split = {n: w for n, w in other.items() if w.differences}
     differences = _differences(one, other, pair.names, SMALL)

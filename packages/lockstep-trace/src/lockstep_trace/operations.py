@@ -263,7 +263,7 @@ class _Verdict:
         count = len(self.b.operations)
         if not self.alone:
             return f"all {count} have equal outputs, bit for bit"
-        return "all that both do have equal outputs, bit for bit"
+        return "all operations that both ran have equal outputs, bit for bit"
 
     def _of_gap(self, gap: Alone) -> list[str]:
         lines = []

@@ -1,16 +1,14 @@
-"""Data-parallel ranks, and the examples of a step over all of them.
+"""Combines the ranks of a trace: which ranks are data-parallel, a step's examples and loss over all of them, and full
+tensors.
 
-Ranks of one tensor-parallel group, and the stages of a pipeline, share examples and count once.
+In: a trace, an optimizer, a step. Out: ranks and hashes of examples; `Losses`; `Whole` by name.
 
-The loss of a step over micro-batches and ranks, reduced in the ways common in scripts.
-
-In: the losses passed to `backward`. Out: `Losses`: the mean over ranks of the sum over micro-batches (whose gradient
-averaged ranks compute), the mean of all, and the mean weighted by targets or examples.
-
-Merges the ranks' shards of tensors: fingerprint, norm and sketch of each full tensor.
-
-In: a trace, an optimizer, a step. Out: `Whole` by name. Different blocks of a tensor are added. Equal blocks are
-replicas: the lowest rank's value is used, and ranks with a different one are listed. Replicas are never averaged.
+- Ranks of one tensor-parallel group, and the stages of a pipeline, share examples and count once.
+- The loss of a step is reduced in the ways common in scripts: the mean over ranks of the sum over micro-batches (its
+  gradient is what averaging over ranks computes), the mean of all, and the mean weighted by targets or examples.
+- Shards of a tensor are merged into fingerprint, norm and sketch of the full tensor. Different blocks are added. Equal
+  blocks are replicas: the lowest rank's value is used, and ranks with a different one are listed. Replicas are never
+  averaged.
 """
 
 from __future__ import annotations

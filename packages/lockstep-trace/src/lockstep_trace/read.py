@@ -393,7 +393,7 @@ def _layout(record: Mapping[str, Any]) -> OptimizerLayout:
 
 
 def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Value]:
-    """Decode values of `packed` (records.py). `widths`: lengths of the sketches, if any."""
+    """Decode the values that `packed` of records.py encoded. `widths`: lengths of the sketches, if any."""
     if not packed or not packed["fp"]:
         return []
     prints = np.frombuffer(base64.b64decode(packed["fp"]), dtype="<u8")

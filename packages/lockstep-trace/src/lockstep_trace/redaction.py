@@ -1,14 +1,12 @@
 """Redacts secrets and escapes terminal control characters in all text that leaves this process.
 
-In: any text, such as user data, a library's error, a path. Out: the text without anything that looks like a token, key
-or password, or is one in this process's environment. Every sink calls this: the terminal, log.txt, tracebacks, events,
-samples, trackers, the report, the model card; run.yaml is never written with a secret. No pattern detects a password
-that looks like a word.
+In: any text, such as user data, a library's error, a path; or the words of a command. Out: the text without anything
+that looks like a token, key or password, or is one in this process's environment. Every sink calls this: the terminal,
+log.txt, tracebacks, events, samples, trackers, the report, the model card; run.yaml is never written with a secret. No
+pattern detects a password that looks like a word.
 
-Finds the passwords in a command that stand behind options of one program: `mysql -pVALUE`, `sshpass -p VALUE`.
-Options that name a secret themselves (`--token`) are for redaction.py.
-
-In: the words of a command, or a text with commands. Out: where in each word, or in the text, a password stands.
+In commands, passwords that follow an option of one program are redacted too (`mysql -pVALUE`, `sshpass -p VALUE`),
+besides options whose name indicates a secret (`--token`).
 """
 
 from __future__ import annotations
@@ -284,7 +282,7 @@ _WORD = re.compile(r"(?P<end>[;&|\n()`]+)|(?:\\.|[^\s\"';&|()`]|\"[^\"]*\"|'[^']
 
 
 def passwords_in_words(words: Sequence[str]) -> dict[int, int]:
-    """Return for each word that holds a password the position in it at which the password begins."""
+    """Return word index -> position at which a password begins in that word."""
     starts_at: dict[int, int] = {}
     since: int | None = None  # where the command of a known program begins
     for i, word in enumerate(words):
@@ -317,7 +315,7 @@ def _start(rule: _Rule, earlier: Sequence[str], word: str) -> int | None:
 
 
 def passwords_in_text(text: str) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each password in a text with commands, such as that of `sh -c`."""
+    """Yield start and end of each password in a text that contains commands, such as the argument of `sh -c`."""
     if not _KNOWN.search(text):
         return
     matches = list(_WORD.finditer(text))

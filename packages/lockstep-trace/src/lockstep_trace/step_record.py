@@ -103,7 +103,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Read what `to_json` wrote; keys that no record has are left out."""
+        """Read what `to_json` wrote; unknown keys are ignored."""
         known: dict[str, Any] = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         for name in ("before", "gradients", "after"):
             known[name] = {n: TensorPrint(**each) for n, each in known.get(name, {}).items()}
@@ -117,8 +117,8 @@ class StepRecord:
         return cls(**known)
 
     def fault(self, skips: bool = False) -> str | None:
-        """Describe why this record proves nothing, whatever another one holds, or return None. `skips`: whether steps
-        whose numbers are not finite are skipped by the run, and are therefore normal."""
+        """Return why this record alone is invalid, or None. `skips`: the run skips steps whose numbers are not finite,
+        so they are normal."""
         if self.finite is False:
             return "some weights are not finite after the step"
         bad = [name for name, p in self.gradients.items() if not math.isfinite(p.norm)]
@@ -138,14 +138,14 @@ _CHANGED = "the hash does not match loss and gradient norm: the line was changed
 
 
 def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorPrint]:
-    """Return the print of each tensor, in the same order. Synchronizes with the device."""
+    """Return the hash and norm of each tensor, in the same order. Synchronizes with the device."""
     measured = measure_all(list(tensors.values()))
     rows = zip(tensors.items(), measured, strict=True)
     return {n: TensorPrint(combined([("", t.dtype, t.shape, h)]), math.sqrt(sq)) for (n, t), (h, sq) in rows}
 
 
 def print_of(*tensors: Tensor) -> TensorPrint:
-    """Return the print of the tensors of one value. Synchronizes with the device."""
+    """Return the hash and norm of the tensors of one value. Synchronizes with the device."""
     measured = measure_all(tensors)
     rows = [("", t.dtype, t.shape, h) for t, (h, _) in zip(tensors, measured, strict=True)]
     return TensorPrint(combined(rows), math.sqrt(sum(square for _, square in measured)))
@@ -161,17 +161,19 @@ def write_records(path: Path, about: Mapping[str, Any], records: Iterable[StepRe
 
 
 def read_records(path: Path) -> tuple[dict[str, Any], list[StepRecord]]:
-    """Read what `write_records` wrote. Errors: `OSError`; `TraceError` for a file that is none of these."""
+    """Read what `write_records` wrote. Errors: `OSError`; `TraceError` for another kind of file."""
     try:
         about, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] or [None]
     except ValueError:
         raise TraceError("LS9150", f"{path} is not a file of records: it has a line that is not JSON") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT or not lines:
-        raise TraceError("LS9151", f"{path} is not a file of records of steps, or of another version of lockstep")
+        raise TraceError(
+            "LS9151", f"{path} is not a file of step records, or was written by another version of lockstep"
+        )
     try:
         return about, [StepRecord.from_json(line) for line in lines]
     except (TypeError, KeyError, AttributeError):
-        raise TraceError("LS9152", f"{path} is damaged: a line is not the record of a step") from None
+        raise TraceError("LS9152", f"{path} is damaged: a line is not a step record") from None
 
 
 # -- comparison --------------------------------------------------------------------------------------------------------

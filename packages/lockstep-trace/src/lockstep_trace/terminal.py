@@ -62,8 +62,7 @@ class PlainOutput:
 
 def record(command: Sequence[str], folder: Path, options: Mapping[str, Any], verbose: bool = False) -> int:
     """Run a command and trace it. Messages go to standard error; standard output belongs to the command. Returns the
-    command's exit status. `verbose`: also findings that are not proved. Errors: `TraceError` where it cannot be
-    started."""
+    command's exit status. `verbose`: also print unproved findings. Errors: `TraceError` if it cannot be started."""
     if options.get("level") == "operations" and options.get("step") is None:
         step = step_of_difference(folder, command)
         options = {**options, "step": step or 0}
@@ -93,8 +92,8 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[str]:
-    """Return the summary of a trace with its findings: the proved ones, with `checked` also what recomputed steps make
-    suspicious, or all with `verbose`."""
+    """Return the summary of a trace with its proved findings; with `checked`, also suspicions from recomputed steps;
+    with `verbose`, all findings."""
     try:
         trace = read(folder)
     except TraceError as error:
@@ -113,10 +112,10 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
 
 
 def suspected(rows: Sequence[Finding], printed: Sequence[Finding]) -> list[str]:
-    """Return lines of the likely suspicions that are not printed: what was observed and what else it may be, under a
-    heading that accuses nobody."""
+    """Return lines of the likely suspicions that were not printed: the evidence and other explanations, under a heading
+    that accuses nobody."""
     rows = [each for each in likely(rows) if each not in printed]
-    return ["to look at; it may be meant:", *finding_lines(rows, levels=False)] if rows else []
+    return ["to look at; it may be intended:", *finding_lines(rows, levels=False)] if rows else []
 
 
 def suspicious_check(finding: Finding) -> bool:
@@ -243,9 +242,9 @@ def verify(
     output: Output,
     exact: bool = False,
 ) -> int:
-    """Trace both commands and the reference once more with perturbed weights, and compare. `folder`: keeps the traces,
-    the commands' output and a page; None: they are removed. A command that fails has the end of its output printed.
-    Returns 0, 1 where they differ, or a command's own status. Errors: `TraceError`."""
+    """Trace both commands and, once more, the reference with perturbed weights, and compare. `folder`: keeps the
+    traces, the commands' output and a page; None: they are removed. If a command fails, the end of its output is
+    printed. Returns 0 if the traces agree, 1 if they differ, or a command's own status. Errors: `TraceError`."""
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-", ignore_cleanup_errors=True) as aside:
         root = folder or Path(aside)
         commands = {"reference": reference, "job": job} | ({} if exact else {"perturbed": reference})

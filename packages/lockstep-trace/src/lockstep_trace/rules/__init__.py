@@ -1,1 +1,1 @@
-"""Rules that find a fault in one trace: a file for what each looks at."""
+"""Rules that find a fault in one trace; one file per kind of evidence."""

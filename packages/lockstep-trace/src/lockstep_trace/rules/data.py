@@ -191,11 +191,12 @@ def unreached(trace: Trace) -> Iterator[Finding]:
 
 
 def orders(trace: Trace) -> Iterator[Finding]:
-    """Report an evaluation loader that shuffles, of which the model sees one complete pass and not another one: what is
-    taken from the second, as labels, is in another order than the model's outputs.
+    """Report an evaluation loader that shuffles, if the model sees one complete pass over it and another pass goes by
+    without the model: labels taken from the second pass are in another order than the model's outputs.
 
-    Counts and means of a pass need no order, so the finding is never proved. A loader that also feeds training steps is
-    excluded (statistics of its inputs), and so are passes that begin in one state of the generator (one order)."""
+    Counts and means over a pass need no order, so the finding is never proved. Excluded are loaders that also feed
+    training steps (statistics of the inputs), and passes that begin in the same state of the generator (the same
+    order)."""
     for rank in trace.ranks[:1]:
         ended = {r["loader"] for r in rank.passed}
         fed = {name for o in rank.steps for name in examples_of_passes(rank, o)}
@@ -366,10 +367,11 @@ def _part(
 def trained_on(trace: Trace) -> Iterator[Finding]:
     """Report evaluation rows that the model was trained on before.
 
-    If all rows were, the evaluation may measure the training set on purpose. No correct program evaluates a set of
-    which only some rows were trained on, unless many rows are duplicates, nor a part of a random split that overlaps
-    its training part. Nor one that shares with the training set just the rows of a class of which each row comes
-    several times, while rows of other classes come once: that class was copied before the data was divided."""
+    If all rows were, the evaluation may measure the training set on purpose. The finding is proved in three cases,
+    which no correct program has: only some rows of the evaluation set were trained on, and duplicate rows do not
+    explain it; a part of a random split overlaps its training part; or the rows shared with the training set are of one
+    class, whose rows occur several times while other rows occur once, so that class was copied before the data was
+    divided."""
     for rank in trace.ranks[:1]:
         passes = {r["loader"]: r for r in rank.loaders}
         if (finding := _left_out(rank)) is not None:

@@ -1,18 +1,8 @@
-"""Rules on inputs: evaluation inputs on another scale than training inputs, and overlapping parts of the data on ranks.
+"""Rules on inputs: scale, parts of the data on ranks, token ids with labels and masks; on random numbers; on how layers
+are created.
 
-Evidence: `tracer/inputs.py`, and hashes of examples.
-
-Rules on random numbers: dropout that stays on in evaluation mode, and generators that every step reseeds.
-
-Evidence: `tracer/evaluation_noise.py`, and the state of torch's generator at calls with dropout.
-
-Rules on how layers are created: inside a forward pass, with identical units, or one object several times in a list.
-
-Evidence: `tracer/layers.py`.
-
-Rules on token ids, their labels and their attention mask, at the first calls of a model.
-
-Evidence: counts that the tracer takes of inputs (`tracer/inputs.py`), and the loss functions in the graph.
+Evidence: `tracer/inputs.py`, `tracer/evaluation_noise.py`, `tracer/layers.py`, hashes of examples, the state of torch's
+generator at calls with dropout, and the loss functions in the graph.
 """
 
 from __future__ import annotations
@@ -138,11 +128,11 @@ BITS = (1 << 64) - 1
 
 def changing(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report examples whose classes change between two visits while the class counts over all examples stay the same:
-    inputs and targets are shuffled separately.
+    inputs and targets were shuffled separately.
 
     Targets that are drawn or estimated again (pseudo-labels, noise, rotations) seldom have exactly the same class
-    counts, but renumbered clusters of equal size do, so the finding is never proved. Positions in a batch as targets
-    (contrastive losses, matching) give every batch the same classes; such batches are excluded."""
+    counts, but renumbered clusters of equal size do, so the finding is never proved. If targets are positions in the
+    batch (contrastive losses, matching), every batch has the same classes; such batches are excluded."""
     visits, batches = _visits(trace, optimizer)
     both = {e: v for e, v in visits.items() if len(v) > 1}
     counts = Counter(len(v) for v in both.values())
@@ -252,14 +242,15 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def restarted(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report evaluations that all leave torch's generator in one state, in which training then draws again.
+    """Report evaluations that all leave torch's generator in the same state, from which training then draws.
 
-    The steps after each evaluation draw the numbers of those after the first one: the same noise, masks and, where they
-    are drawn, the same examples. The states differ from step to step, so that training does draw from this generator,
-    and weights change, so that no run is repeated. Code that needs fixed numbers in an evaluation takes a generator of
-    its own or restores the state, and then the states after evaluations differ. It is proved if all evaluations begin
-    in one state, too, the first one after steps that drew other numbers: then evaluations seed the generator, for
-    numbers of their own. Else training may seed each of its epochs, for noise that belongs to a batch."""
+    Training after each evaluation then repeats the random numbers drawn after the first one: the same noise, the same
+    masks and, if they are drawn from this generator, the same examples. The finding requires that the generator's state
+    changes from step to step, so training does draw from it, and that weights change, so no run is repeated. Code that
+    needs fixed numbers in an evaluation uses a separate generator or restores the state; then the states after
+    evaluations differ. The finding is proved if all evaluations also start in the same state, the first one after steps
+    that drew random numbers: then evaluations seed the generator for their own purposes. Otherwise training may seed
+    each epoch on purpose."""
     for rank in trace.ranks[:1]:
         steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())]
         after = [s for s in steps[1:] if s.evaluated and s.drawn]
@@ -374,10 +365,10 @@ def _changed(name: str, before: Mapping[str, Value], now: Mapping[str, Value]) -
 def over_examples(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a recurrent layer or attention that treats its first dimension as time although it holds examples.
 
-    The call has as many rows as a loader's batch, and the loader shuffles: their order has no meaning. Attention over
-    the rows of a batch may be intended, and rows that are not shuffled may be a sequence. The first dimension may still
-    be positions, if there happen to be as many as rows; this is excluded, and the finding proved, if the second
-    dimension has one size throughout that is not a multiple of the number of rows."""
+    The call has as many rows as a loader's batch, and the loader shuffles, so their order has no meaning. Attention
+    over the rows of a batch may be intended, and unshuffled rows may be a sequence. The first dimension may also be
+    positions, if there happen to be as many as rows; the finding is proved if the second dimension always has the same
+    size and that is not a multiple of the number of rows."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return

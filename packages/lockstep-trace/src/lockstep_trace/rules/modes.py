@@ -316,8 +316,8 @@ def _equal_state(steps: list[Step], number: int) -> int | None:
 
 
 def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report three or more optimizers of one kind in succession, each with the same parameters, the weights that the
-    previous one left, and empty moments."""
+    """Report three or more successive optimizers of one class with the same parameters, each of which starts from the
+    weights that the previous one left, with empty moments."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return

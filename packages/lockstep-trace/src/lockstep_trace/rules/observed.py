@@ -1,11 +1,8 @@
-"""Rules on what the first losses and the settings of a model show (`tracer/evidence.py`, `tracer/layers.py`).
+"""Rules on values observed in the first losses, on the inputs of classification losses and on settings of a model.
 
-Each kind of note is a row of `KINDS`: evidence, the change to make, and, unless it is proved, what else it could be and
-what would decide it. A note counts if it holds in three steps or more, and in three quarters of those looked at.
-
-Rules on the inputs of classification losses: logits across axes, answers among the inputs, duplicate candidates.
-
-Evidence: the graph of the first losses (`tracer/logits.py`, `tracer/logits.py`).
+Evidence: `tracer/evidence.py`, `tracer/logits.py`, `tracer/layers.py`. Each kind of note is a row of `KINDS`: the
+evidence, the change to make, and, unless it is proved, other explanations and how to decide. A note is reported if it
+holds in three steps or more, and in three quarters of the examined ones.
 """
 
 from __future__ import annotations
@@ -100,14 +97,14 @@ KINDS = {
         "attention-axis",
         "attention is normalized over {0}: the weights of a sum do not add to 1",
         "take the softmax over the axis that the product sums over",
-        "weights that share what a position gives, as in slot attention",
+        "weights that divide each position's contribution, as in slot attention",
         "whether each query's weights should add to 1",
     ),
     "padding reaches": (
         "padding-used",
         "rows end in padding, and in half of it or more its embedding gets a gradient: outputs or loss depend on it",
         "mask padding in attention, pooling and loss, read the last real position, or pack the sequences",
-        "a symbol that the model is to see",
+        "a symbol that the model should see",
         "whether a row's output may depend on how far it is padded",
     ),
     "padding index": (
@@ -262,7 +259,7 @@ FACTS = {
 
 
 def facts(trace: Trace) -> Iterator[Finding]:
-    """Report what is recorded once, and may be meant: `FACTS`."""
+    """Report facts that are recorded once and may be intended: `FACTS`."""
     for record in trace.ranks[0].facts:
         code, what, cause, otherwise, decides = FACTS[record["fact"]]
         yield Finding(code, what.format(record["argument"]), cause, None, SUSPICIOUS, otherwise, decides)
@@ -276,12 +273,12 @@ def _finding(kind: str, number: int, argument: str, count: int) -> Finding:
 
 
 def settings(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report settings that another library's convention would explain.
+    """Report settings that follow another library's convention.
 
-    An attribute `requires_grad` of a module, which none of its classes reads or writes, is proved to have no effect:
-    its parameters get gradients and are changed, in a group with others, so that no code set them apart; or it is True
-    and an optimizer holds its parameters, which are all frozen to the end. The others are suspected: unusual numbers
-    may be meant."""
+    Setting an attribute `requires_grad` on a module has no effect, since none of its classes reads or writes it. This
+    is proved in two cases: it is False, but the module's parameters get gradients and change, in a parameter group with
+    others, so no code separated them; or it is True and an optimizer holds its parameters, which all stay frozen to the
+    end. Other settings are only suspected: unusual numbers may be intended."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     if rank is None:
         return
@@ -328,8 +325,8 @@ def _trained(rank: Rank, optimizer: int, module: str) -> bool:
 def statements(trace: Trace) -> Iterator[Finding]:
     """Report statements without effect, from the script's source.
 
-    A method that is not called does nothing, nor does a context that is not entered, nor a method of a parameter that
-    returns a new tensor which is dropped. No right program needs one, even if it never runs."""
+    They are: a method that is named but not called, a context that is not entered, and a parameter's method whose
+    result, a new tensor, is dropped. No correct program needs one, even if it never runs."""
     for rank in trace.ranks[:1]:
         for kind, text, where in (rank.ended or {}).get("idle", ()):
             if kind in SOURCES:
@@ -390,7 +387,7 @@ STATEMENTS = {
 def split_apart(trace: Trace) -> Iterator[Finding]:
     """Report ranks that train one model but split its data set at random into different parts.
 
-    The validation rows of one rank are then trained on by others. Proved if each rank reads two parts of one
+    Other ranks then train on the validation rows of a rank. The finding is proved if each rank reads two parts of one
     TensorDataset; otherwise each rank may have its own data."""
     rows: list[dict[tuple[int, ...], list[Any]]] = [
         {tuple(e["split"]): e["rows"] for e in r.loaders if e.get("split") and e.get("rows")} for r in trace.ranks
@@ -404,7 +401,7 @@ def split_apart(trace: Trace) -> Iterator[Finding]:
         if len(each) < len(rows) or len({e[0] for e in each}) == 1 or len(parts) < len(rows) or both:
             continue  # both: no part is held back
         same = each[0][1] is not None and len({e[1] for e in each}) == 1
-        what = "random_split gives each rank other parts, and the ranks train one model: rows that one rank holds back "
+        what = "random_split gives each rank different parts, and ranks train one model: rows that one rank holds back "
         cause = "split with a generator of one seed on all ranks: generator=torch.Generator().manual_seed(0)"
         finding = Finding("split-by-rank", what + "are trained on by another", cause)
         yield weakened(finding, same, "data of its own on each rank", "whether all ranks load the same data set")

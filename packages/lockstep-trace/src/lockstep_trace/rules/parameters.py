@@ -313,7 +313,7 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:
-    """Return the finding of weights that never change.
+    """Return the finding for weights that never change.
 
     No correct program takes all its steps with gradients and a learning rate without changing a bit of nearly all
     weights. Single tensors in half precision may stay equal, and custom optimizers may update parts in turn."""
@@ -374,11 +374,12 @@ def _never(trace: Trace, optimizer: int, never: set[str], steps: list[int]) -> F
 
 
 def _zero_factors(trace: Trace, optimizer: int, names: list[str], steps: list[int]) -> list[str]:
-    """Return two matrices of one module that a product joins, and that are zero in a whole run with gradients of zero.
+    """Return two matrices of one module that are multiplied with each other, and are zero in a whole run, with
+    gradients of zero; else an empty list.
 
-    Gradients that are zero, not missing, prove that the loss depends on both in form. No correct program starts both
-    factors of a product at zero, as no step can ever change them. Matrices that are zero because another factor is (a
-    gate, a loss that is switched off) do not come in pairs of one module, both of them zero."""
+    Gradients that are zero, not missing, prove that the loss depends on both. No correct program starts both factors of
+    a product at zero, because no step can ever change them. Matrices that are zero for another reason (a gate, a loss
+    that is switched off) do not come in such pairs."""
     records = [s for n in steps for _, s in trace.at(optimizer, n)]
     zero = {n for n in names if all(n in s.grads and n in s.weights and s.weights[n].square == 0 for s in records)}
     zero &= {n for n in names if n in records[0].before and records[0].before[n].square == 0}
@@ -577,10 +578,11 @@ def decay(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def one_memory(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report two parameters of one optimizer that are the same memory, each with a gradient of its own.
+    """Report two parameters of one optimizer that share memory, each with its own gradient.
 
-    Each is updated by its own half of the gradient, divided by its own moments. That is proved where the update is not
-    linear in the gradient, and both gradients and rates are above 0 in several steps; two updates by SGD add up."""
+    Each update uses its own half of the gradient, divided by its own moments. The finding is proved if the update is
+    not linear in the gradient, and both gradients and rates are above 0 in several steps; two updates by SGD add up
+    correctly."""
     for rank in trace.ranks[:1]:
         step = next((s for s in rank.steps.get(optimizer, {}).values() if s.one_memory), None)
         if step is not None:

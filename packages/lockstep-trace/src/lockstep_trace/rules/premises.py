@@ -1,11 +1,9 @@
-"""Premises of the rules: evidence in a trace that ranks are replicas of one model and share one data set.
+"""Premises of the rules: evidence that ranks are replicas of one model and share one data set; and passes over data
+loaders.
 
 A rule reports a fault as proved only if its premise holds. In: a trace, an optimizer. Out: parameter names, or whether
-a premise holds. A trace cannot distinguish manually sharded or independent models from faulty replicas.
-
-Passes over data loaders and the examples that each step took from them.
-
-In: one rank of a trace. Out: passes and their examples, used by the other rules.
+a premise holds; passes and the examples that each step took from them. A trace cannot distinguish manually sharded or
+independent models from faulty replicas.
 """
 
 from __future__ import annotations

@@ -420,10 +420,11 @@ def _mean_loss(rank: Rank, optimizer: int, first: int, end: int) -> float | None
 
 
 def factor_is_rate(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a LambdaLR whose factor is a rate: its largest one is the optimizer's rate itself, which is then squared.
+    """Report a LambdaLR whose function returns a rate, not a factor: its largest value is the optimizer's rate itself,
+    which is then squared.
 
-    Also one that rises, falls and stays below a tenth of an ordinary rate. Neither is a proof: a factor may be small on
-    purpose, and a share of steps or a constant may be the same number."""
+    Also report a factor that rises, falls and stays below a tenth of an ordinary rate. Neither is proved: a factor may
+    be small on purpose, and a share of steps or a constant may be the same number."""
     rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
     steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
     if len(steps) < 2 * PATIENCE or not any("LambdaLR" in n for s in steps for n in s.schedulers or ()):
@@ -486,9 +487,9 @@ def wrong_way(trace: Trace) -> Iterator[Finding]:
     """Report an error metric whose largest value counts as the best, or a score whose smallest value does.
 
     The direction is known only for a few names, without a word that reverses it. Metrics with negative values may be
-    reversed, too, and are skipped. No one keeps the weights with the largest error of the model itself, but the error
-    of an adversary, or on data to be forgotten, may be maximized: other words in the name, and a loss that is
-    maximized, make it a suspicion."""
+    reversed, too, and are skipped. No correct program keeps the weights with the model's largest error. But the error
+    of an adversary, or on data to be forgotten, may be maximized: other words in the name, or a loss that is maximized,
+    make the finding a suspicion."""
     raised = any(g.get("maximize") for r in trace.ranks[:1] for s in r.steps.values() for g in s[max(s)].groups)
     rows: dict[tuple[str, str, str], list[float]] = {}
     for rank in trace.ranks[:1]:

@@ -1,4 +1,4 @@
-"""The tracer, which runs inside the traced process and only records: `findings.py` decides what is wrong, by `rules/`.
+"""The tracer, which runs inside the traced process and only records; `findings.py` and `rules/` judge the records.
 
 Imports only torch and the standard library, so that it can be copied next to any script. See docs/how-to/trace.md.
 """

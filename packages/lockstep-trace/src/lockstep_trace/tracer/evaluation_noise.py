@@ -1,11 +1,9 @@
-"""Records which functions draw random numbers while a model in evaluation mode runs without gradients.
+"""Records evaluations, and the functions that draw random numbers while a model in evaluation mode runs without
+gradients.
 
-In: calls of outermost modules without gradients. Out: `noise` records. The generator's state shows whether a forward
-pass draws any. Only then does the next one run under a mode that names the functions; the mode changes no number.
-
-Collects the forward passes without gradients between two training steps: an evaluation.
-
-In: calls of an outermost module without gradients. Out: the values of one record per evaluation.
+In: calls of outermost modules without gradients between two training steps. Out: one record per evaluation; `noise`
+records. The generator's state shows whether a forward pass draws random numbers. Only then does the next one run under
+a mode that names the functions; the mode changes no number.
 """
 
 from __future__ import annotations

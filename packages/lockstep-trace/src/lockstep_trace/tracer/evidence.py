@@ -1,12 +1,9 @@
-"""Looks in the graph of the first losses for values that a function excludes, mixed examples, padding, and noise.
+"""Looks in the graph of the first losses for values that a function excludes, mixed examples, padding, noise, and its
+terms.
 
 In: a loss before backward; inputs and outputs of the calls since the last one. Out: (kind, argument), and a bool on its
-device, or None if the graph suffices. `rules/observed.py` says what each means. Skipped while hooks on saved tensors
-are in use.
-
-Reads what a loss is made of: terms that are means or sums over the batch, and factors and targets with a gradient.
-
-In: the graph of a loss before backward. Out: notes as in `evidence.py`.
+device, or None if the graph suffices. Terms of a loss: means or sums over the batch, and factors and targets with a
+gradient. `rules/observed.py` explains each kind. Skipped while hooks on saved tensors are in use.
 """
 
 from __future__ import annotations

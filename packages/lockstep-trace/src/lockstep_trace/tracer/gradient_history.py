@@ -1,12 +1,9 @@
-"""Tracks gradients between two steps: zeroed, modified after backward, clipped, modified after clipping.
+"""Tracks gradients between two steps: zeroed, modified after backward, clipped, or never read by an optimizer.
 
-In: calls around backward, clipping and steps. Out: answers for the record, from version counters; and whether the
-gradients at a step follow from those before clipping, so that a second measurement is unnecessary.
-
-Tracks gradients that no optimizer reads: cleared before the next backward, or clipped only after the step.
-
-In: calls around backward, `zero_grad`, clipping and steps. Out: counts in `Since`, and a mark on the clipping's record.
-A gradient counts as cleared only if nothing holds the tensor any more, or `zero_grad` wrote zeros into it.
+In: calls around backward, `zero_grad`, clipping and steps. Out: values for the record, from version counters; whether
+the gradients at a step follow from those before clipping, so that a second measurement is unnecessary; counts in
+`Since` of gradients that were cleared before the next backward or clipped only after the step. A gradient counts as
+cleared only if nothing holds the tensor any more, or `zero_grad` wrote zeros into it.
 """
 
 from __future__ import annotations
@@ -43,8 +40,8 @@ class GradientHistory:
         self.outside: dict[int, tuple[weakref.ref[Any], int]] = {}  # gradients that no optimizer reads, by parameter
 
     def piles_up(self, parameter: Any, backwards: int, clips: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the gradient of a parameter in no optimizer holds that of the last step, too: since then
-        nothing wrote to it but each backward and each clipping by norm, of which all cover it."""
+        """Return whether the gradient of a parameter in no optimizer still contains that of the last step: since then
+        only backwards wrote to it, and clippings by norm, all of which covered it."""
         grad = parameter.grad
         ref, count = self.outside.pop(id(parameter), (None, 0))
         if grad is None or not placement.is_plain_tensor(grad):
@@ -241,7 +238,7 @@ class GradientUse:
 
 
 class Leaks:
-    """Gradients that a loss leaves in the parameters of an optimizer, while another one steps by that loss."""
+    """Gradients that one loss leaves in the parameters of an optimizer, while another optimizer steps by that loss."""
 
     def __init__(self) -> None:
         self.looks = LEAKS

@@ -1,13 +1,10 @@
-"""Hashes the inputs of an outermost module, one hash per example, without padding.
+"""Hashes the inputs of an outermost module, one hash per example, without padding, and measures them.
 
 In: positional and named inputs. Out: int64 hashes [B] on the inputs' device, and the number of targets if there are
-labels. An example's hash is independent of its batch: of the order of inputs, and of padding marked by an attention
-mask, trailing zeros or -100.
-
-Measures mean, deviation, minimum and maximum of the inputs of the first training calls and evaluations, hashes the
-generator's state, and records the input shapes of recurrent layers and attention whose first dimension is time.
-
-In: inputs of a call. Out: float64 [4] on their device; a hash; [class, first dimension, second one].
+labels; of first calls also mean, deviation, minimum and maximum (float64 [4] on their device), a hash of the
+generator's state, and the input shapes of recurrent layers and attention whose first dimension is time. An example's
+hash is independent of its batch: of the order of inputs, and of padding marked by an attention mask, trailing zeros or
+-100.
 """
 
 from __future__ import annotations

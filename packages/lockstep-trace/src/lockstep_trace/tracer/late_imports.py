@@ -1,9 +1,8 @@
-"""Installs the wrappers of an engine or evaluator when its module is imported.
+"""Installs the wrappers of engines and evaluators when their modules are imported.
 
-Records the scores of known evaluators, and the metric by which known trainers choose the best weights.
-
-In: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate; calls of Lightning's
-`ModelCheckpoint` and `EarlyStopping`. Out: records of the numbers.
+Evaluators and trainers: results of transformers' `Trainer.evaluate` and of `compute` of the library evaluate are
+recorded as scores; calls of Lightning's `ModelCheckpoint` and `EarlyStopping` show the metric by which the best weights
+are chosen.
 """
 
 from __future__ import annotations

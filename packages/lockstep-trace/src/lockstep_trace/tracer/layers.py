@@ -1,11 +1,9 @@
-"""Detects how a model's layers are created: one object several times in a list, layers created inside a forward pass,
-layers whose units are all equal.
+"""Detects how a model's layers are created: one object several times in a list, layers created in a forward pass,
+layers whose units are all equal, and parameters with gradients that no called model has registered (in a Python list or
+dictionary).
 
-In: models, losses before backward. Out: facts for a model's or a step's record. Units are compared once.
-
-Finds parameters with gradients that no called model has registered: layers in a Python list or dictionary.
-
-In: losses before backward. Out: shapes for a step's record. Only the graphs of a model's first losses are searched.
+In: models, and losses before backward. Out: facts for a model's or a step's record. Units are compared once; only the
+graphs of a model's first losses are searched.
 """
 
 from __future__ import annotations

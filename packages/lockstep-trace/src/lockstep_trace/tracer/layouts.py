@@ -1,11 +1,8 @@
 """Stores the description of an optimizer's parameters in the trace, and the last measurement of their weights.
 
 In: an optimizer's parameters and their names. Out: a `SketchedLayout`, and the values of a `layout` record whenever the
-parameters change.
-
-Optimizers inside other optimizers, as in ZeroRedundancyOptimizer, Accelerate, Lightning, DeepSpeed and Lookahead.
-
-In: an optimizer, or a wrapper of one. Out: the optimizers that it holds.
+parameters change. Also finds the optimizers inside a wrapper, as in ZeroRedundancyOptimizer, Accelerate, Lightning,
+DeepSpeed and Lookahead.
 """
 
 from __future__ import annotations

@@ -1,22 +1,12 @@
-"""Follows values between calls: loaded weights until they are used, states from one batch to the next, and updates.
+"""Follows values over time: loaded weights until they are used, saved optimizer states, state kept from batch to batch,
+updates, and copies of a trained model.
 
-In: loads, calls and steps. Out: `fact` records, written once, and notes as in `evidence.py`.
-
-Detects state_dicts with none of the model's keys, loaded with `strict=False`: they change nothing.
-
-In: a module, the argument and the result of `load_state_dict`. Out: `empty load` records, when the module is called
-with weights that nothing has changed since.
-
-Tracks optimizer states that were saved or read in this process and that a later optimizer did not load.
-
-In: calls of `Optimizer.state_dict` and `load_state_dict`, results of `torch.load`. Out: the states that an optimizer
-could have continued from, at its first step.
-
-Measures the distance between a trained model and a copy that no optimizer holds: an average, a target or a teacher.
-
-In: models before a step. Out: [name, distance, update] of each copy: its distance from the trained model, and the
-distance that the trained model has moved since the previous step. Measured at a few early steps, without waiting for
-the device.
+In: loads, calls and steps; calls of `state_dict` and `load_state_dict`, results of `torch.load`. Out: `fact` records,
+written once, and notes as in `evidence.py`; an `empty load` record when a module is called whose load with
+`strict=False` contained none of its keys and whose weights nothing has changed since; the states that an optimizer
+could have continued from, at its first step; [name, distance, update] of each copy that no optimizer holds (an average,
+a target or a teacher): its distance from the trained model, and the distance that the trained model has moved since the
+previous step. Distances are measured at a few early steps, without waiting for the device.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
-"""Examines the logits of a classification loss in its graph: the axis of their classes, and products of embeddings.
+"""Examines a loss in its graph: the axis of the classes, products of embeddings, answers in the input, all pairs, and
+attention.
 
-In: a loss before backward. Out: (note, bool on its device, or None if the graph suffices). A class is a channel of a
-layer. A view that merges or replaces the channel axis with another one turns positions into "classes": `transpose` and
-`permute` move an axis, `view` and `reshape` cut memory.
+In: a loss before backward, the inputs of the calls that computed it, and the columns of the batch. Out: (note, bool on
+its device, or None if the graph suffices); counts of attention, named by `SEEN`.
 
-Detects losses whose answers are in the model's input: at their own position of a decoder, or as a column.
-
-In: a loss before backward, and the inputs of the call that computed it. Out: (note, bool on its device).
-
-Detects losses that compare every output with every target, although each example has its own target.
-
-In: a loss before backward, and the columns of the batch. Out: whether a loss compares each output with each target.
-
-Detects attention that sees later tokens, or only padding, from the graph of a language model's first losses.
-
-In: the loss before backward, the token ids that the model received. Out: counts on their device, `SEEN`. Skipped while
-hooks on saved tensors are in use: reading a saved tensor would recompute a checkpointed forward pass.
+- Logits: a class is a channel of a layer. A view that merges or replaces the channel axis with another one turns
+  positions into "classes": `transpose` and `permute` move an axis, `view` and `reshape` cut memory.
+- Answers in the model's input: at their own position of a decoder, or as a column.
+- Losses that compare every output with every target, although each example has its own target.
+- Attention of a language model that sees later tokens, or only padding. Skipped while hooks on saved tensors are in
+  use: reading a saved tensor would recompute a checkpointed forward pass.
 """
 
 from __future__ import annotations
@@ -244,11 +238,11 @@ def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
 
 
 def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
-    """Yield whether a causal decoder reads the targets themselves, each at its own position.
+    """Return notes on whether a causal decoder reads the targets themselves, each at its own position.
 
-    A decoder that shifts its input, inside or outside of the model, reads other tokens there, or moves their
-    embeddings. An autoencoder reads the targets through an encoder without a causal mask, or through a bottleneck
-    narrower than the embedding. A denoiser adds numbers to the embeddings; a tagger changes some tokens."""
+    Excluded are decoders that shift their input, inside or outside the model (they read other tokens there, or move the
+    embeddings), autoencoders (an encoder without a causal mask, or a bottleneck narrower than the embedding), denoisers
+    (they add numbers to the embeddings) and taggers (they change some tokens)."""
     if not is_plain_tensor(node._saved_target):
         return []
     target = node._saved_target.detach().reshape(-1)
@@ -364,8 +358,8 @@ def columns(batch: Any) -> list[Tensor]:
 
 
 def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
-    """Return whether a loss is a function of the differences [N, N] of outputs [N, 1] and a column [N] of the batch, in
-    which no pair counts more than another, int64 [1]; None for another loss."""
+    """Return whether a loss is a function of the differences [N, N] between outputs [N, 1] and a column [N] of the
+    batch, in which all pairs count equally: int64 [1]; None for other losses."""
     waiting: list[Any] = [getattr(loss, "grad_fn", None)]
     known: list[Any] = []
     pairs = None

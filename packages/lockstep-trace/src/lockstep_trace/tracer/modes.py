@@ -41,8 +41,8 @@ class FrozenNorms:
             del self._states[norm]
 
     def forward(self, root: nn.Module, norms: Iterable[nn.Module], gradients: bool) -> None:
-        """Record a forward of a model. A mode that an evaluation saw first, or that was given to the whole model, is no
-        freezing."""
+        """Record a forward of a model. A mode that an evaluation used first, or that was set on the whole model, does
+        not count as freezing."""
         if not self._states:
             return
         for norm in norms:

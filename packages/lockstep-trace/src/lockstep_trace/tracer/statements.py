@@ -1,7 +1,7 @@
-"""Finds statements of the user's script that have no effect: a method that is named but not called, a result that
-nobody takes, a context manager that is not entered. And statements that compute other numbers than they seem to.
+"""Finds statements of the user's script that have no effect: a method that is named but not called, a result that is
+dropped, a context manager that is not entered.
 
-In: the files that ran, of the script's folder. Out: [kind, text, place]. Reads source alone, at the end of a run.
+In: the executed files of the script's folder. Out: [kind, text, place]. Reads only the source, at the end of a run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Writes the file of a traced process: one JSON value per line, flushed at once, so that a kill loses nothing written.
 
-In: records. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder.
-
-Asynchronous copy of a step's numbers from a device to the host: one copy for all.
-
-In: int64 tensors by name, on any device. Out: the same on the CPU, at the next step. Measuring a step never waits for
+In: records, and int64 tensors by name, on any device. Out: `rank-RRRRR-HOST-PID.jsonl` in the trace's folder. A step's
+numbers are copied from the device asynchronously, in one copy, and written at the next step: measuring never waits for
 the device.
 """
 

@@ -1,8 +1,7 @@
-"""Chooses the steps that `--check` recomputes, records their calls, and writes `check` records, which
-`rules/checks.py` judges.
+"""Chooses the steps that `--check` recomputes, records their calls, and writes `check` records for `rules/checks.py`.
 
-In: calls from hooks. Out: records of kind `check`, one for each optimizer and checked step. All is computed before the
-optimizer's step, from copies; `_preserved` restores the process's random numbers.
+In: calls from hooks. Out: one `check` record per optimizer and checked step. Everything is computed on copies before
+the optimizer's step; `_preserved` restores the process's random numbers.
 """
 
 from __future__ import annotations

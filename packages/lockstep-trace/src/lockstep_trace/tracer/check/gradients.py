@@ -1,21 +1,14 @@
-"""Recomputes the gradient that an optimizer should see: the sum of the gradients of the step's micro-batches.
+"""Recomputes a step's gradient and update on copies, as references for `--check`.
 
-In: the recorded calls, the optimizer's parameters. Out: `Recomputed`. The reader averages over
-ranks, from their records: the tracer never communicates.
+In: the recorded calls and backwards of a step, and the optimizer before and after it. Out: `Recomputed`, the gradient
+that the optimizer should see; observations, dictionaries with `reference` and `result`; `Update`. The tracer never
+communicates: the reader averages over ranks.
 
-Reference for gradient accumulation: the micro-batches of a step as one batch.
-
-In: the recorded calls of a step and its backwards. Out: observations, dictionaries with `reference` and `result`.
-Dropout is off on both sides, since one batch draws other masks than its parts.
-
-It detects models that depend on the batch size and, if the model computes its loss, wrong sums of the micro-batches'
-losses. Losses outside the model, such as contrastive ones, are not checked: the recorded gradient of the outputs is
-used as it is.
-
-Reference for an update: the optimizer's own formula, on copies of its parameters, gradients and state.
-
-In: an optimizer before and after its step. Out: how far the weights are from the formula, and how many elements of half
-precision the update did not change.
+Three references: the sum of the gradients of the step's micro-batches; the gradient of all micro-batches as one batch;
+and the optimizer's own formula on copies of its parameters, gradients and state. For the second, dropout is off on both
+sides, because one batch draws other masks than its parts. It detects models that depend on the batch size and, if the
+model computes its loss, wrong sums of the micro-batches' losses. Losses outside the model, such as contrastive ones,
+are not checked: the recorded gradient of the outputs is used.
 """
 
 from __future__ import annotations

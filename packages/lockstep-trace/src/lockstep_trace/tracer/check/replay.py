@@ -1,12 +1,9 @@
-"""Repeats a recorded call on a copy of its model.
+"""Records the calls of outermost modules in a checked step, and repeats them on copies of the models.
 
-In: a `ModuleCall`. Out: its outputs, the outputs of modules or operations inside, or gradients of its parameters. All
-is computed on copies; `Isolation` restores what a forward may change outside of its model.
-
-Records the calls of outermost modules in a checked step: copies of their inputs, the state of all random numbers,
-and the gradients that arrive at their outputs.
-
-In: a module's inputs before a call, its output after it, the loss before backward. Out: `ModuleCall`s.
+In: a module's inputs before a call, its output after it, the loss before backward. Out: `ModuleCall`s, with copies of
+the inputs, the state of all random numbers and the gradients that arrived at the outputs; from a repeated call its
+outputs, those of modules or operations inside, or gradients of its parameters. `Isolation` restores what a forward may
+change outside of its model.
 """
 
 from __future__ import annotations

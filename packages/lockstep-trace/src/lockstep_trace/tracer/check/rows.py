@@ -1,16 +1,12 @@
-"""References for one call that change its batch: rows in another order, half of the rows, rows without padding.
-
-In: a `ModuleCall`. Out: observations. Dropout is off in each of them. A model that draws random numbers with dropout
-off is not compared: another batch would draw others.
-
-Reference for random numbers: a call of the model with another seed, in training and in evaluation mode.
-
-In: a `ModuleCall`. Out: observations. A second seed should change what dropout does while the model trains, and nothing
-when it is evaluated. Only outputs of the model are compared: noise in data, losses and optimizers is not detected.
-
-References for one call: repeated, eager instead of compiled, float32 instead of half precision.
+"""Repeats a recorded call in other ways, as references for `--check`: other rows, other random numbers, other kernels.
 
 In: a `ModuleCall`. Out: observations, dictionaries with `reference`, `result` (`same`, `differs`) and the evidence.
+
+- Rows: in another order, half of them, or without padding. Dropout is off. A model that draws random numbers with
+  dropout off is not compared, because another batch would draw others.
+- Random numbers: a second seed should change what dropout does in training, and nothing in evaluation mode. Only
+  outputs of the model are compared: noise in data, losses and optimizers is not detected.
+- The same call again, eager instead of compiled, and in float32 instead of half precision.
 """
 
 from __future__ import annotations
