@@ -39,6 +39,7 @@ RANGES = {
 }
 # Codes of messages that are gone: no other message takes them. One a line.
 RETIRED = {
+    "LS3134",
     "LS7522",
     "LS8200",
     "LS1092",

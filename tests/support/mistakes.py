@@ -174,7 +174,7 @@ MISTAKES = [
     ),
     Mistake(
         "a tokenizer's folder that is not there",
-        "LS3134",
+        "LS2088",
         "tokenizer.source: the folder",
         "plan run.yaml tokenizer={source: ./gone}",
     ),

@@ -219,7 +219,7 @@ def model_folder(source: str, key: str = "model.source") -> str:
     if path.name == "export" and not path.is_dir() and (path.parent / "run.yaml").is_file():
         output = path = path.parent
     elif (source.startswith((".", "/", "~")) or source.count("/") > 1) and not path.exists():  # an id has one slash
-        raise RunError("LS3134", f"{key}: the folder {path} does not exist; correct the path")
+        raise RunError("LS2088", f"{key}: the folder {path} does not exist; correct the path")
     elif not (path / "run.yaml").is_file() or (path / "config.json").is_file():
         return source
     if not (path / "export" / "config.json").is_file():
