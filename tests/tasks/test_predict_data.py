@@ -98,7 +98,7 @@ def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: py
     for name, wanted in (
         ("a.csv", "a.csv, row 0 has no column 'text', which this model reads; it has body, id"),
         ("b.jsonl", "b.jsonl"),
-        ("c.pdf", "supported are .jsonl"),
+        ("c.pdf", "expected .jsonl"),
         ("d.txt", "d.txt cannot be read as utf-8"),
     ):
         assert main(["predict", str(output), str(tmp_path / name)]) == 2

@@ -594,7 +594,7 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
             raise RunError("LS2250", f"{key}: no such file{_or_folder(key)}: {path}{_near(path)}")
         for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
-                raise RunError("LS2251", f"{key}: {file} has an unknown file type; supported are {row_files.READ}")
+                raise RunError("LS2251", f"{key}: {file} has an unknown file type; expected {row_files.READ}")
         files += matches
     return files
 

@@ -142,7 +142,7 @@ class World:
 
     @cached_property
     def _rendezvous(self) -> rendezvous.Rendezvous:
-        """Where this job's ranks meet."""
+        """Return the address at which this job's ranks meet."""
         return rendezvous.Rendezvous(*self._meeting)
 
     def _meet(self) -> None:

@@ -62,7 +62,7 @@ from lockstep.tasks.task import Task
 
 
 class EngineShards(MemoryEstimate):
-    """Memory with `gather: micro_batch`: everything is divided."""
+    """The memory with `gather: micro_batch`: weights, gradients and state are divided by the number of shards."""
 
     @override
     def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:

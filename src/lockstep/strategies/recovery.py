@@ -1,9 +1,9 @@
-"""How the state of a strategy survives the loss of a rank: `launch.on_rank_failure: continue`.
+"""Recovery of a strategy's state after the loss of a rank: `launch.on_rank_failure: continue`.
 
 In: a strategy whose step a lost rank interrupted. Out: the state before that step or after it, in a new process group.
-`ReplicaRecovery` is for ranks that hold the whole state. With `ShardRecovery`, another strategy is built for the ranks
-that are left, from the shards that they hold (`training/recovery/reshard.py`). A strategy names one of them in
-`recovery`; without, a lost rank ends the others.
+`ReplicaRecovery` is for ranks that hold the whole state. With `ShardRecovery`, another strategy is built for the
+surviving ranks, from the shards that they hold (`training/recovery/reshard.py`). A strategy names one of them in
+`recovery`; otherwise a lost rank ends the job.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.data.job import Job, StrategyRules
 
 
 class ReplicaRecovery:
-    """Of a `ReplicatedStrategy`: the surviving ranks keep it."""
+    """Recovery of a `ReplicatedStrategy`: the surviving ranks keep it."""
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
@@ -39,8 +39,8 @@ class ReplicaRecovery:
 
 
 class ShardRecovery:
-    """Of a strategy with sharded state: `state` tells what this rank holds after an interrupted step, the state before
-    the update or the one after it."""
+    """Recovery of a strategy with sharded state. `state` tells what this rank holds after an interrupted step: the
+    state before the update or the one after it."""
 
     rebuilds: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
 

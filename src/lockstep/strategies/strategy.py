@@ -180,7 +180,7 @@ class Recomputation(ABC):
 
 
 class ReplicatedRecomputation(Recomputation):
-    """Of a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
+    """Recomputation for a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
 
     @override
     def compute(self, step: int, micro: MicroBatch, targets: float) -> None:

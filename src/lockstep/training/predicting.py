@@ -179,7 +179,7 @@ def rows_of(run: Run, word: str, reads: Reads) -> list[Row]:
     if layout not in annotated.ENDINGS or annotated.layout_of(path, run.data.encoding) != layout:
         layout = "rows"
     if ending is None and layout == "rows":
-        raise RunError("LS5075", f"predict: {word} is a file of an unknown type; supported are {row_files.READ}")
+        raise RunError("LS5075", f"predict: {word} is a file of an unknown type; expected {row_files.READ}")
     if ending == ".txt" and layout == "rows":
         try:
             lines = b"".join(file_formats.blocks(path, "predict")).decode(run.data.encoding).splitlines()

@@ -51,8 +51,8 @@ def targets(node: ast.AST) -> list[ast.expr]:
 
 
 def record_elsewhere(script: Any) -> None:
-    """Names that are bound by an import, a definition, a pattern or an `except` clause, or that a function declares
-    global and assigns, besides have no known value. A function whose name is bound a second time is ambiguous."""
+    """Mark names as unknown that are also bound by an import, a definition, a pattern or an `except` clause, or that a
+    function declares global and assigns. A function whose name is bound a second time is ambiguous."""
     methods = {id(line) for kind in ast.walk(script.tree) if isinstance(kind, ast.ClassDef) for line in kind.body}
     defined: Counter[tuple[int, str]] = Counter()
     for node in ast.walk(script.tree):

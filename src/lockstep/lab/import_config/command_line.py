@@ -293,8 +293,7 @@ def _example(command: Command, stem: str, task: str | None, draft: RunDraft, pro
         if task is None:
             raise RunError(
                 "LS8192",
-                f"--from: line {command.line}: trl {command.program} has no counterpart; supported are sft, dpo "
-                "and reward",
+                f"--from: line {command.line}: trl {command.program} has no counterpart; expected sft, dpo or reward",
             )
         draft.set("task.name", task, f"trl {stem}")
         trainer.move_trl(command.options, draft, processes)

@@ -1,7 +1,7 @@
-"""Whether a function only computes what it returns, as one that makes random data does.
+"""Checks that a function only computes its result, like a function that creates random data.
 
-In: a `Script` and the name of its function that the run calls itself (`task.data`, `task.model`). Out: whether each
-name in it is its own, a library's or a constant's, so that nothing of the script's training can change by the call.
+In: a `Script` and the name of a function that the run calls itself (`task.data`, `task.model`). Out: whether each name
+in it is local, a library's or a constant, so that the call cannot change the script's training.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def fit(call: Call, loop: Any) -> None:
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in names):
         loop.draft.unclear(f"line {call.line}: {code_of(node or call.node)}", "the module is not one of the script's")
     if (start := arguments.nodes.get("ckpt_path")) is not None and arguments.known.get("ckpt_path", "") is not None:
-        why = "training goes on from a checkpoint of Lightning; a run is continued by the same command"
+        why = "training resumes from a checkpoint of Lightning; in lockstep the same command resumes a run"
         loop.draft.drop(
             f"line {call.line}: ckpt_path={code_of(start)}", None, why, arguments.known.get("ckpt_path") != "last"
         )

@@ -120,7 +120,7 @@ def _is_read(script: Script, call: ast.Call, own: set[str]) -> bool:
 
 
 def train_loaders(script: Script) -> tuple[set[int], str | None]:
-    """Return the ids of the DataLoaders that `fit` trains on, and the code of one that is not results."""
+    """Return the ids of the DataLoaders that `fit` trains on, and the code of a loader that cannot be resolved."""
     fits = [c for c in script.calls if c.name == "fit" and c.receiver is not None]
     if not fits:
         return set(), None

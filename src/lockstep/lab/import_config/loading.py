@@ -207,7 +207,7 @@ def task_first(script: Script, draft: RunDraft) -> None:
         about = ast.unparse(script.tree).lower()
         if task == "translation" and ("summar" in about or "rouge" in about):
             task = "summarization"
-            draft.notes.append("the script speaks of summaries, so the task is summarization, and not translation")
+            draft.notes.append("the script mentions summaries, so the task is summarization, not translation")
         draft.set("task.name", task, f"{holder.rpartition('.')[2]}, line {call.line}")
         return
 

@@ -25,7 +25,7 @@ from lockstep.lab.import_config.train_mode import PART, TrainMode
 _UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
 _UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
 _COMPUTED = (
-    "this computation of the loss is not understood: read are model(**batch), and arguments of the batch by name"
+    "this computation of the loss is not understood: init reads model(**batch), and arguments of the batch by name"
 )
 _NO_LOADER = "the loop around backward() is not one over the batches of a DataLoader: no line of it is read"
 _ELSEWHERE = (
@@ -263,7 +263,8 @@ class Statements:
         self.quiet.repeated = before
 
     def _check_modes(self) -> None:
-        """Each batch is computed in training mode, or all without dropout, which the model's config can say."""
+        """Check that every batch is computed in training mode, or that no batch has dropout, which the model's config
+        can show."""
         mode = TrainMode(self.script, self.models(), self.learned, self.transformers)
         modes = mode.run([each for each in self.drivers.values() if each is not None])
         odd = sorted((each for each in modes if each.training is not True), key=lambda each: each.by is None)
@@ -414,7 +415,7 @@ class Statements:
             self.report(node.test, why, "micro_batches")
         every = BatchCounts(self.script, self).every(node.test)
         if every is None or self.accumulated not in (None, every):
-            why = "the batches per step are unknown; read is `(i + 1) % N == 0` with i counted from 0"
+            why = "the batches per step are unknown; init reads `(i + 1) % N == 0` with i counted from 0"
             self.report(node.test, why, "micro_batches")
             self.every_is_known = False
         else:

@@ -101,7 +101,7 @@ class QuietCode:
         return None
 
     def _reseeds(self, call: ast.Call, name: str) -> bool:
-        """Return whether a call in the loop sets a seed anew, so that every epoch has the same order and dropout."""
+        """Return whether a call in the loop resets a seed, so that every epoch has the same order and dropout."""
         seeds = self.repeated and name in ("manual_seed", "manual_seed_all", "set_seed", "seed_everything")
         return seeds and bool(call.args) and self.script.known(call.args[0], Unknown) is not Unknown
 
@@ -358,7 +358,7 @@ class QuietCode:
 
 
 def _reason(node: ast.AST, why: str, *by: str) -> Reason:
-    """What is told of a call of a function whose statement is a gap."""
+    """The message about a call of a function whose statement is a gap."""
     if " of line " in why:  # of a function that it calls
         return why, by
     where = f"line {getattr(node, 'lineno', 0)}, {code_of(node)},"

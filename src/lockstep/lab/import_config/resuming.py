@@ -1,4 +1,4 @@
-"""Code of a script that goes on from its own snapshot, and that which keeps the best model.
+"""Code of a script that resumes from its own snapshot, and code that keeps the best model.
 
 In: a `Script`. Out: the script without `if os.path.exists(snapshot): load it`, as it runs the first time, and notes: a
 run of lockstep goes on by the same command.
@@ -30,7 +30,7 @@ def without_resuming(script: Script) -> tuple[Script, list[str]]:
                 continue
             remaining = [each for each in lines if each not in loads]
             setattr(node, part, remaining or [ast.copy_location(ast.Pass(), loads[0])])
-            why = "is left out: the same command goes on from the newest checkpoint"
+            why = "is left out: the same command resumes from the newest checkpoint"
             notes += [f"line {each.lineno}: if {code_of(each.test)}: ... {why}" for each in loads]
     return (Script(script.path, script.text, script.options, tree), notes) if notes else (script, [])
 

@@ -592,14 +592,14 @@ def resized(call: Call, at: Reading) -> None:
 
 
 def trained(call: Call, at: Reading) -> None:
-    """Read `trainer.train()`, which may go on from a checkpoint."""
+    """Read `trainer.train()`, which may resume from a checkpoint."""
     node = at.script.arguments(call, ("resume_from_checkpoint",)).nodes.get("resume_from_checkpoint")
     if node is None or at.script.known(node, True) in (None, False):
         return
     newest = at.script.known(node) is True or (
         isinstance(node, ast.Name | ast.Attribute) and at.script.known(node) is None
     )
-    why = "training goes on from a checkpoint of Trainer; a run is continued by the same command"
+    why = "training resumes from a checkpoint of Trainer; in lockstep the same command resumes a run"
     at.draft.drop(f"line {call.line}: resume_from_checkpoint={code_of(node)}", None, why, not newest, ("model.source",))
 
 

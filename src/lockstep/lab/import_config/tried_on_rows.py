@@ -43,7 +43,7 @@ def _pieces(text: str) -> list[tuple[int, int]]:
 
 
 class _Tokens(Ours):
-    """What a tokenizer returns."""
+    """The result of a tokenizer call."""
 
     def __init__(self, entries: dict[str, Any], sequences: list[list[int | None]], words: list[Any]) -> None:
         super().__init__(**entries)

@@ -207,8 +207,8 @@ def other_layers() -> RunError:
 
 
 def roomy(model: nn.Module) -> nn.Module:
-    """Allocate memory on the CPU for a model on the meta device, in place; tied weights stay tied. Untouched memory is
-    not committed."""
+    """Allocate CPU memory for a model on the meta device, in place; tied weights stay tied. The system commits memory
+    only when it is written."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -44,7 +44,7 @@ from lockstep.tasks.task import Task
 
 
 class StageShards(MemoryEstimate):
-    """What a stage of ZeRO shards is divided."""
+    """The memory of a ZeRO stage: what the stage shards is divided by the number of ranks."""
 
     @override
     def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:

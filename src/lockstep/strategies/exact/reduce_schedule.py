@@ -149,7 +149,7 @@ class ReduceSchedule:
         return self._rows[group, rank]
 
     def _peers(self, part: RankGroup, other: RankGroup) -> Mapping[int, list[int]]:
-        """For each rank of `part`, the ranks of `other` (or the rank itself) that continue with its data."""
+        """Map each rank of `part` to the ranks of `other` (or to itself) that continue with its data."""
         if part is other:
             return {rank: [rank] for rank in part.ranks}
         if (part, other) not in self._row_shares:

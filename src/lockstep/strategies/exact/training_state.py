@@ -156,8 +156,8 @@ class TrainedWeights:
 
 
 class TrainingState:
-    """What a rank saves, loads and exports: weights and the optimizer's state, under the task's parameter names. Every
-    method but `own` is collective."""
+    """The state that a rank saves, loads and exports: weights and the optimizer's state, under the task's parameter
+    names. Every method but `own` is collective."""
 
     needs_all_ranks: ClassVar[bool] = False  # whether `own` is collective, too
 

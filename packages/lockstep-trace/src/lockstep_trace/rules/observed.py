@@ -119,7 +119,7 @@ KINDS = {
         "index {0} is the embedding's padding_idx, and stands for examples of one index each, which need no padding: "
         "its row is zero and is never trained",
         "keep one index for padding: number items from 1, or leave padding_idx out",
-        "an index for values that are missing",
+        "an index for missing values",
         "whether {0} is an item",
     ),
     "mask as index": (
@@ -164,7 +164,7 @@ KINDS = {
         "padding-learned",
         "rows end in padding, and all of it counts in the mean of cross entropy, with one class",
         "leave it out: ignore_index, or -100 as its target",
-        "a model that is to write padding",
+        "a model that should generate padding",
         "whether padding should be learned",
     ),
     "copies learned": (
@@ -191,8 +191,8 @@ KINDS = {
     ),
     "state carried": (
         "state-carried",
-        "a call takes the state that the call with the batch before returned, and the loader shuffles: each example "
-        "goes on from the state of an unrelated one",
+        "a call gets the state that the call with the previous batch returned, but the loader shuffles: each example "
+        "continues from the state of an unrelated one",
         "start each batch with a new state; carry it only where batches continue each other",
         "a state that belongs to no example",
         "whose state it is",
@@ -235,9 +235,9 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
 FACTS = {
     "load overwritten": (
         "load-overwritten",
-        "between loading weights and the model's next call, {0} of the loaded matrices get unrelated numbers",
+        "between loading weights and the model's next call, {0} of the loaded matrices get unrelated values",
         "initialize before loading",
-        "random weights on purpose (a baseline, pruned weights that start anew)",
+        "random weights on purpose (a baseline, pruned weights that are reinitialized)",
         "whether training should start from the checkpoint",
     ),
     "new and frozen": (
@@ -340,7 +340,7 @@ def statements(trace: Trace) -> Iterator[Finding]:
 SOURCES = {
     "mean of batches": (
         "mean-of-batches",
-        "a mean over batches of what is no mean over examples: it depends on how examples are batched",
+        "a score that is no mean over examples is averaged over batches: it depends on how examples are batched",
         "collect outputs or sums of all batches, and compute it once",
         "a score of each batch on purpose",
         "whether another batch size should give another number",
@@ -361,9 +361,9 @@ SOURCES = {
     ),
     "codes": (
         "codes-of-split",
-        "computed anew from held-out rows: their numbers mean something else than in training",
+        "computed again from held-out rows: their numbers mean something else than in training",
         "fit on the training rows, and apply that to the others",
-        "rows of which each split has a model of its own",
+        "rows of which each split has its own model",
         "whether both splits have the same numbers",
     ),
     "two orders": (

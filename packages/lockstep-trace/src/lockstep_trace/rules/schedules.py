@@ -119,7 +119,7 @@ def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
     if base and rates == sorted(rates) and rates[0] < rates[-1] < 0.5 * base:
         what = f"the learning rate rises to the last of {len(rates)} steps, where it is {rates[-1]:.3g}, "
         what += f"{rates[-1] / base:.0%} of the optimizer's {base:g}: the warm-up is longer than the run"
-        cause = "step the scheduler after each optimizer.step(), or count the warm-up in what it is stepped by"
+        cause = "step the scheduler after each optimizer.step(), or count the warm-up in the scheduler's own steps"
         yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, "a short trial of a long schedule", COUNTS)
 
 
