@@ -40,7 +40,7 @@ def plan(folder: Path, config: Any, *overrides: str) -> None:
         ([1], ["holds no keys"]),
     ],
 )
-def test_a_configuration_that_would_be_ignored(config: Any, words: list[str], tmp_path: Path) -> None:
+def test_a_conflicting_configuration_is_refused(config: Any, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         plan(tmp_path, config)
     for word in ["launch.config_file", *words]:
@@ -62,7 +62,7 @@ def test_a_configuration_that_would_be_ignored(config: Any, words: list[str], tm
         (PLAIN | {"distributed_type": "FSDP"}, ["strategy.name=fsdp2"]),
     ],
 )  # fmt: skip
-def test_a_configuration_that_agrees(config: Any, overrides: list[str], tmp_path: Path) -> None:
+def test_an_equal_configuration_is_accepted(config: Any, overrides: list[str], tmp_path: Path) -> None:
     plan(tmp_path, config, *overrides)
 
 
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         launcher.start(launcher.plan(run))
 
 
-def test_the_default_configuration_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_configuration_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     run = tiny("launch.name=accelerate", "launch.processes=2")
     Accelerate().plan(run)

@@ -104,7 +104,7 @@ def test_torchrun_s_own_command_on_two_hosts(two: Hosts, alone: str, note: Calla
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_by_hand_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_tcp_on_two_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     jobs = []
     for host in range(2):
         write(two.folder(host))
@@ -153,7 +153,7 @@ def test_a_slow_and_lossy_network_changes_no_bit(two: Hosts, alone: str, note: C
 
 
 @pytest.mark.processes
-def test_a_host_is_lost_and_comes_back(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+def test_a_host_is_lost_and_rejoins(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(0, shared := write(tmp_path / "shared"))
     words = [*QUICK, HELD]
     together(*(torchrun(two, host, *words, folder=shared, machines="1:2") for host in range(2)), shared)
@@ -215,7 +215,7 @@ def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..
 
 
 @pytest.mark.processes
-def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+def test_a_cut_link_is_detected(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(0, shared := write(tmp_path / "shared"))
     first, second = (torchrun(two, host, *QUICK, HELD, folder=shared, machines="1:2") for host in range(2))
     together(first, second, shared)
@@ -236,7 +236,7 @@ def test_a_cut_link_is_noticed(two: Hosts, tmp_path: Path, alone: str, note: Cal
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_link_that_heals_in_time_is_not_noticed(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_a_briefly_cut_link_is_tolerated(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(4, *(folders := own(two)))
     first, second = (torchrun(two, host, HELD, "launch.keep_alive_timeout_s=20") for host in range(2))
     until_step(folders[0], 4, first)
@@ -277,7 +277,7 @@ def test_the_host_of_the_rendezvous_is_lost(two: Hosts, alone: str, note: Callab
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_rendezvous_of_its_own_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_a_separate_rendezvous_outlives_every_host(three: Hosts, alone: str, note: Callable[..., None]) -> None:
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
     hold(0, *(folders := own(three)))
@@ -315,7 +315,7 @@ def test_sigterm_to_one_host_stops_all_with_a_checkpoint(two: Hosts, alone: str,
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_rank_that_is_killed_starts_all_again(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_a_killed_rank_restarts_all_hosts(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     hold(8, *(folders := own(two)))
     first, second = (torchrun(two, host, *QUICK, HELD) for host in range(2))
     until_step(folders[0], 8, first)

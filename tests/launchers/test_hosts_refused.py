@@ -28,7 +28,7 @@ pytestmark = [*hosts.cluster, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "tcp"])
-def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
+def test_machines_that_disagree_are_refused(two: Hosts, launcher: str) -> None:
     jobs = []
     for host in range(2):
         write(two.folder(host), optim={"learning_rate": 1e-3 * (host + 1)}, batch_size=22 + host)
@@ -47,7 +47,7 @@ def test_machines_that_disagree_are_told_so(two: Hosts, launcher: str) -> None:
 
 
 @pytest.mark.long
-def test_other_data_under_the_same_name_is_told(two: Hosts) -> None:
+def test_different_data_under_the_same_name_is_refused(two: Hosts) -> None:
     for host in range(2):
         folder = write(two.folder(host), data={"source": "texts", "max_length": 32})
         (folder / "texts").mkdir()

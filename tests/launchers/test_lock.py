@@ -72,7 +72,7 @@ def written(folder: Path, **changes: object) -> Path:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("flock", ["with", "without"])
-def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
+def test_one_holder_at_a_time_and_a_killed_one_is_replaced(
     flock: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if flock == "without":
@@ -87,7 +87,7 @@ def test_one_at_a_time_and_whoever_is_killed_is_replaced_at_once(
 
 
 @pytest.mark.processes
-def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+def test_a_released_lock_leaves_no_file(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     holding.communicate("")
     assert not (tmp_path / "out").exists()
     lock = take(tmp_path / "out", nothing)
@@ -97,7 +97,7 @@ def test_one_that_ends_properly_leaves_nothing(tmp_path: Path, holding: subproce
 
 
 @pytest.mark.processes
-def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reused_process_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lock, "_flock", lambda *_: None)
     this = Process.this()
     own = {"kernel": output_lock._kernel(), "space": output_lock._space()}
@@ -109,7 +109,7 @@ def test_a_number_that_was_given_to_another_process(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.processes
-def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
+def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path) -> None:
     """Of several concurrent starts exactly one gets the lock, even if the previous owner was killed."""
     for _ in range(10):
         process = holder(tmp_path)
@@ -138,7 +138,7 @@ def test_of_many_that_come_at_once_one_has_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
+def test_a_heartbeat_from_another_machine_keeps_the_lock(tmp_path: Path) -> None:
     path, over = written(tmp_path), threading.Event()
 
     def beat() -> None:
@@ -163,7 +163,7 @@ def test_on_another_machine_a_heart_that_beats_is_alive(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("torn", [False, True])
-def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool, tmp_path: Path) -> None:
+def test_a_lock_without_heartbeats_from_another_machine_expires(torn: bool, tmp_path: Path) -> None:
     path = written(tmp_path)
     if torn:  # killed while it wrote its name
         path.write_bytes(b"")
@@ -175,7 +175,7 @@ def test_on_another_machine_one_without_a_beat_is_dead_after_a_while(torn: bool,
     lock.release()
 
 
-def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_is_writing_its_name_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty lock belongs to a process that is about to write its first line; others wait for that line."""
     path = written(tmp_path)
     path.write_bytes(b"")
@@ -185,7 +185,7 @@ def test_one_that_is_about_to_write_its_name_is_let_do_so(tmp_path: Path, monkey
 
 
 @pytest.mark.processes
-def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> None:
+def test_an_old_lock_is_observed_for_three_heartbeats(tmp_path: Path) -> None:
     os.utime(written(tmp_path), (0, 0))
     said: list[str] = []
     take(tmp_path, said.append, beat_s=0.02).release()
@@ -193,7 +193,7 @@ def test_one_that_is_long_dead_is_watched_for_three_beats(tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_status_and_stop_know_it(tmp_path: Path) -> None:
+def test_status_and_stop_read_the_lock(tmp_path: Path) -> None:
     record = job_record.here("local", 2)
     assert output_lock.now(tmp_path, record) == (record, None)
     path = written(tmp_path)
@@ -260,14 +260,14 @@ def test_a_folder_that_a_link_replaces_is_not_written_through(
     assert "new folder of that name" not in said
 
 
-def test_deleted_in_the_last_moment(tmp_path: Path) -> None:
+def test_output_deleted_at_the_last_moment(tmp_path: Path) -> None:
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     shutil.rmtree(tmp_path / "out")
     assert lock.verdict(0) == 1
     lock.release()
 
 
-def test_another_folder_of_that_name_is_not_what_was_trained_into(tmp_path: Path) -> None:
+def test_a_replaced_output_folder_is_detected(tmp_path: Path) -> None:
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     shutil.rmtree(tmp_path / "out")
     (tmp_path / "out").mkdir()
@@ -275,7 +275,7 @@ def test_another_folder_of_that_name_is_not_what_was_trained_into(tmp_path: Path
     lock.release()
 
 
-def test_a_lock_that_is_deleted_alone_is_made_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_deleted_lock_is_recreated(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lock = take(tmp_path / "out", nothing, beat_s=1000)
     (tmp_path / "out/run.yaml").touch()
     for _ in range(2):
@@ -304,7 +304,7 @@ def test_a_folder_that_is_emptied_is_no_success(also: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.processes
-def test_whoever_finds_it_in_other_hands_ends_at_once(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
+def test_a_run_that_lost_its_lock_ends_at_once(tmp_path: Path, holding: subprocess.Popen[str]) -> None:
     (tmp_path / "out" / FILE).unlink()
     written(tmp_path / "out")
     assert holding.wait(60) == 1
@@ -335,13 +335,13 @@ def test_a_project_is_not_written_into(
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "metrics.jsonl", "checkpoints", "notes"])
-def test_a_single_file_of_somebody_is_enough(name: str, tmp_path: Path) -> None:
+def test_a_single_foreign_file_is_enough(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("name: mine\n")
     with raises("LS7346", str(name)):
         check_ours(run_in(tmp_path).folder)
 
 
-def test_what_is_ours_is_taken(tmp_path: Path) -> None:
+def test_lockstep_files_are_accepted(tmp_path: Path) -> None:
     check_ours(run_in(tmp_path / "not there").folder)
     run = run_in(tmp_path)
     check_ours(run.folder)
@@ -363,9 +363,7 @@ def test_what_is_ours_is_taken(tmp_path: Path) -> None:
         check_ours(run.folder)
 
 
-def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrent_start_of_the_same_run_is_recognized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, listed = run_in(tmp_path), os.listdir
 
     def meanwhile(folder: Path) -> list[str]:
@@ -378,7 +376,7 @@ def test_another_start_of_the_run_that_writes_its_first_files_is_no_stranger(
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "file"])
-def test_an_export_that_cannot_be_replaced_is_told_before_training(kind: str, tmp_path: Path) -> None:
+def test_an_export_that_cannot_be_replaced_is_refused_before_training(kind: str, tmp_path: Path) -> None:
     run = run_in(tmp_path / "out")
     write_run_yaml(run)
     job_record.write(run.folder, job_record.here("local", 1))

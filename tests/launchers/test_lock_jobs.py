@@ -46,7 +46,7 @@ def test_the_same_command_twice_at_once(tmp_path: Path, job: CommandJob, untouch
     each_step_once(tmp_path, untouched)
 
 
-def test_ranks_of_torchrun_are_not_locked_out_by_themselves(tmp_path: Path, cache: Path) -> None:
+def test_ranks_of_torchrun_share_the_lock(tmp_path: Path, cache: Path) -> None:
     """All ranks of a second torchrun are refused; then rank 0 is killed and restarted; then all are killed."""
     write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     command = [*TORCHRUN, "train", "run.yaml"]
@@ -103,7 +103,7 @@ def test_output_that_is_deleted_in_training_is_no_success(processes: int, tmp_pa
     assert "resuming after step" in out
 
 
-def test_output_that_a_link_replaces_in_training_promises_nothing(tmp_path: Path, cache: Path) -> None:
+def test_output_replaced_by_a_link_during_training_is_no_success(tmp_path: Path, cache: Path) -> None:
     """The run ends without advice to rerun: the same command would refuse the folder that is there now."""
     write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
     (theirs := tmp_path / "theirs").mkdir()

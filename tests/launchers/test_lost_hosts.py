@@ -39,7 +39,7 @@ BACK = "rank 1 joined with the state of the others"
 
 
 @pytest.mark.processes
-def test_a_rank_and_then_its_host_are_lost_and_come_back(two: Hosts, tmp_path: Path, alone: str) -> None:
+def test_a_rank_and_then_its_host_are_lost_and_rejoin(two: Hosts, tmp_path: Path, alone: str) -> None:
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
     os.kill(two.youngest(1), signal.SIGKILL)  # the rank
@@ -59,7 +59,7 @@ def test_a_rank_and_then_its_host_are_lost_and_come_back(two: Hosts, tmp_path: P
 
 
 @pytest.mark.processes
-def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path: Path, alone: str) -> None:
+def test_the_side_of_a_cut_link_with_the_store_continues(two: Hosts, tmp_path: Path, alone: str) -> None:
     first, second = begun(two, shared := write(tmp_path / "shared"))
     two.cut(1)
     release(shared)
@@ -75,7 +75,7 @@ def test_the_side_of_a_cut_link_that_has_the_store_goes_on(two: Hosts, tmp_path:
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: Path, alone: str) -> None:
+def test_a_link_restored_after_its_side_has_ended(two: Hosts, tmp_path: Path, alone: str) -> None:
     """Running the same command on that host joins the job again."""
     first, second = begun(two, shared := write(tmp_path / "shared"))
     before = len(regrouped(shared))
@@ -98,7 +98,7 @@ def test_a_link_that_comes_back_after_its_side_has_ended(two: Hosts, tmp_path: P
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.parametrize("cut", [0, 1])
-def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, tmp_path: Path, alone: str) -> None:
+def test_a_link_restored_while_its_side_waits(cut: int, three: Hosts, tmp_path: Path, alone: str) -> None:
     """The host that is cut off, of rank 0 or rank 1, has the longer timeout. When the link is back, it finds that the
     job evicted it, stops its rank, and rejoins. A third host has the store."""
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
@@ -127,7 +127,7 @@ def test_a_link_that_comes_back_to_one_that_still_waits(cut: int, three: Hosts, 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_the_host_of_rank_0_is_lost_where_another_one_has_the_store(three: Hosts, alone: str) -> None:
+def test_the_host_of_rank_0_is_lost_but_not_the_store(three: Hosts, alone: str) -> None:
     """Each host has its own output folder: the host that takes over rank 0 starts writing to its own."""
     store = three.start(2, [*LOCKSTEP, "rendezvous", f"{three.address(2)}:{PORT}"])
     store.says("holding")
@@ -159,7 +159,7 @@ def test_a_stop_on_request_ends_all_with_a_checkpoint(two: Hosts, tmp_path: Path
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, alone: str) -> None:
+def test_a_late_machine_causes_no_restart(two: Hosts, tmp_path: Path, alone: str) -> None:
     """Its stopped rank is ended by its own launcher, whichever machine notices first."""
     hold(8, shared := write(tmp_path / "shared"))
     words = [*CONTINUE, "launch.hang_timeout_s=6"]
@@ -181,7 +181,7 @@ def test_a_machine_that_comes_late_costs_no_restart(two: Hosts, tmp_path: Path, 
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_with_fewer_machines_than_wanted_the_job_waits(two: Hosts, tmp_path: Path, alone: str) -> None:
+def test_with_too_few_machines_the_job_waits(two: Hosts, tmp_path: Path, alone: str) -> None:
     first, _ = begun(two, shared := write(tmp_path / "shared"), machines="2")
     two.kill(1)
     first.says("no heartbeat from host-1, and 1 machine is too few; restarting from the last checkpoint")

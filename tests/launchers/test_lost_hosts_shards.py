@@ -43,7 +43,7 @@ CONTINUE = [*QUICK, "launch.on_rank_failure=continue", "launch.replicate_every=2
     ],
     ids=lambda words: words[0],
 )
-def test_a_rank_and_then_its_host_are_lost_and_come_back(
+def test_a_rank_and_then_its_host_are_lost_and_rejoin(
     words: tuple[str, str], two: Hosts, tmp_path: Path, cache: Path
 ) -> None:
     """Two ranks on each of two hosts lose one rank and then one host; both return."""

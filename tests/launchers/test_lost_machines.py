@@ -101,7 +101,7 @@ class Job:
                 self.machines[number].wait()
 
 
-def test_a_rank_that_is_killed_elsewhere_is_gone_on_without_and_replaced(store: Any, clock: Clock) -> None:
+def test_a_rank_killed_on_another_machine_is_replaced(store: Any, clock: Clock) -> None:
     job = Job(store, 3)
     first, second, third = job.machines
     second.processes[0].exitcode = -9
@@ -140,7 +140,7 @@ def test_a_silent_machine_is_lost_and_the_next_one_decides(store: Any, clock: Cl
     assert first.roll.given_up is None
 
 
-def test_too_few_machines_start_again(store: Any, clock: Clock) -> None:
+def test_too_few_machines_restart_the_job(store: Any, clock: Clock) -> None:
     job = Job(store, 2, fewest=2)
     job.pass_by(clock, LOST_S + 2, 0)
     assert job.machines[0].why == "no heartbeat from host-1, and 1 machine is too few"
@@ -149,7 +149,7 @@ def test_too_few_machines_start_again(store: Any, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 2])
-def test_a_rank_that_fails_by_itself_ends_those_of_all_machines(code: int, store: Any, clock: Clock) -> None:
+def test_a_failing_rank_ends_the_ranks_of_all_machines(code: int, store: Any, clock: Clock) -> None:
     job = Job(store, 2)
     job.machines[1].processes[0].exitcode = code
     job.machines[1].processes[0].join = lambda limit: None
@@ -160,7 +160,7 @@ def test_a_rank_that_fails_by_itself_ends_those_of_all_machines(code: int, store
     assert job.machines[0].why.startswith("a rank has ended on ")
 
 
-def test_a_stop_on_request_gives_nothing_up(store: Any, clock: Clock) -> None:
+def test_a_requested_stop_gives_up_no_rank(store: Any, clock: Clock) -> None:
     job = Job(store, 2)
     first, second = job.machines
     second.processes[0].exitcode = 75
@@ -185,7 +185,7 @@ def test_a_rank_without_a_state_cannot_go_on(store: Any, clock: Clock) -> None:
     assert job.machines[0].why == job.machines[1].why == "a rank failed"
 
 
-def test_a_machine_that_comes_is_let_in_where_there_is_room(store: Any, clock: Clock) -> None:
+def test_a_new_machine_is_admitted_if_there_is_room(store: Any, clock: Clock) -> None:
     job = Job(store, 2, most=3)
     for host in ("new", "late"):
         job.machines.append(job.machine(None, host))
@@ -204,7 +204,7 @@ def test_a_machine_that_comes_is_let_in_where_there_is_room(store: Any, clock: C
     assert job.machines[0].roll.newest.members == ("0", "2-0", "3-0")
 
 
-def test_all_leave_together(store: Any, clock: Clock) -> None:
+def test_all_machines_leave_together(store: Any, clock: Clock) -> None:
     job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = 0
@@ -237,7 +237,7 @@ def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: 
     assert not first._machines.live()
 
 
-def test_who_leaves_where_rank_0_has_not_come_to_its_end_knows_it(store: Any, clock: Clock) -> None:
+def test_a_machine_that_leaves_learns_that_rank_0_has_not_ended(store: Any, clock: Clock) -> None:
     job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = 0
@@ -250,7 +250,7 @@ def test_who_leaves_where_rank_0_has_not_come_to_its_end_knows_it(store: Any, cl
     assert not told
 
 
-def test_a_room_lives_while_somebody_in_it_says_so(store: Any, clock: Clock) -> None:
+def test_a_rendezvous_lives_while_a_member_sends_heartbeats(store: Any, clock: Clock) -> None:
     job = Job(store, 1)
     room = job.machines[0].roll.store
     assert not lives(room, 1, 5.0)
@@ -264,11 +264,11 @@ def test_a_room_lives_while_somebody_in_it_says_so(store: Any, clock: Clock) -> 
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"host": "a"}', '{"host": "a", "ranks": 1}', "null", '{"ranks": {}}'])
-def test_what_no_machine_says_is_refused(text: str) -> None:
+def test_invalid_records_of_machines_are_refused(text: str) -> None:
     with pytest.raises(RendezvousStateError, match="unreadable data"):
         Word.of(text.encode())
 
 
-def test_a_word_comes_back_as_it_was() -> None:
+def test_records_round_trip() -> None:
     word = Word("a", ["1", "1.2"], ["1.2"], ["1"], True, False, 7)
     assert Word.of(json.dumps(word.__dict__).encode()) == word

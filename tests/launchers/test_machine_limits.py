@@ -48,7 +48,7 @@ def _run(
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_what_a_machine_lacks_is_told_before_a_rank_starts(lacking: str, tmp_path: Path, cache: Path) -> None:
+def test_missing_resources_are_reported_before_a_rank_starts(lacking: str, tmp_path: Path, cache: Path) -> None:
     namespaces, before = LACKING[lacking]
     write(tmp_path, steps=2)
     done = _run(namespaces, before, tmp_path, cache)
@@ -62,7 +62,7 @@ def test_what_a_machine_lacks_is_told_before_a_rank_starts(lacking: str, tmp_pat
 
 
 @pytest.mark.parametrize("lacking", OTHERS)
-def test_other_launchers_tell_it_as_early(lacking: str, tmp_path: Path, cache: Path) -> None:
+def test_other_launchers_report_missing_resources_too(lacking: str, tmp_path: Path, cache: Path) -> None:
     code, launcher = lacking.split()
     write(tmp_path, steps=2)
     done = _run(*OTHERS[lacking], tmp_path, cache, f"launch.name={launcher}")

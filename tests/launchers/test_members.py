@@ -34,7 +34,7 @@ def member(store: Any, me: str, joining: bool = False) -> Membership:
     return found
 
 
-def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> None:
+def test_after_a_loss_all_survivors_join_the_next_generation(store: Any) -> None:
     roll = Roster(store, "room", "", ["a", "b", "c"])
     a, b = member(store, "a"), member(store, "b")
     assert a.generation == Generation(0, ("a", "b", "c"), False)
@@ -59,7 +59,7 @@ def test_a_loss_is_heard_of_and_all_come_to_the_generation_after(store: Any) -> 
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_reports_are_ignored(lost: bool, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The listener thread ignores a generation that the rank has joined since the thread read about it."""
     roll = Roster(store, "room", "", ["a", "b"])
     before = set(threading.enumerate())
@@ -89,7 +89,7 @@ def test_what_is_heard_late_is_not_taken_for_news(lost: bool, store: Any, monkey
     assert (a.lost, a.offered, shut) == (False, 0, [])
 
 
-def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
+def test_a_joining_member_interrupts_no_group(store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
     a, b = member(store, "a"), member(store, "b", joining=True)
     assert b.generation.number == -1
@@ -103,7 +103,7 @@ def test_one_that_comes_is_offered_and_nothing_is_cut_off(store: Any) -> None:
     assert not b.all_come(Generation(0, ("b", "nobody")), 10)  # there is a newer generation
 
 
-def test_who_is_not_in_the_newest_generation_is_lost(store: Any) -> None:
+def test_a_member_outside_the_newest_generation_is_lost(store: Any) -> None:
     roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     roll.post(["b"], lost=True)
@@ -130,7 +130,7 @@ class Unstarted(Ranks):
         ({0: -9, 1: -9, 2: -9}, "012", False),  # no rank is left
     ],
 )
-def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, goes_on: bool) -> None:
+def test_when_survivors_continue(store: Any, codes: dict[int, int], ready: str, goes_on: bool) -> None:
     roll = Roster(store, "room", "", ["0", "1", "2"])
     for each in ready:
         member(store, each).ready()
@@ -180,7 +180,7 @@ def test_when_the_others_go_on(store: Any, codes: dict[int, int], ready: str, go
 
 
 @pytest.mark.parametrize("first", ["it", "launcher"])
-def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(first: str, store: Any) -> None:
+def test_an_admitted_member_stays_and_one_that_left_is_not_admitted(first: str, store: Any) -> None:
     roll = Roster(store, "room", "", ["a"])
     b = member(store, "b", joining=True)
     if first == "it":
@@ -203,7 +203,7 @@ def test_one_that_is_let_in_does_not_leave_and_one_that_has_left_is_not_let_in(f
         (1, False, 0),  # its own message says why
     ],
 )
-def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool, told: int, store: Any) -> None:
+def test_a_stop_signal_received_only_by_a_joining_member(code: int, asked: bool, told: int, store: Any) -> None:
     """A joining process that gets a stop signal asks all ranks to stop, like any rank; it is not replaced."""
     roll = Roster(store, "room", "", ["0", "1"])
     lost: list[int] = []
@@ -232,9 +232,7 @@ def test_a_stop_signal_that_only_one_that_comes_has_heard(code: int, asked: bool
 
 
 @pytest.mark.slow
-def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
-    store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_stuck_in_an_aborted_group_is_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     killed, done = [], threading.Event()
 
     def kill(pid: int, number: int) -> None:
@@ -255,7 +253,7 @@ def test_who_does_not_come_out_of_a_group_that_was_cut_off_counts_as_lost(
     assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
-def test_who_comes_out_of_it_does_not(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_leaves_an_aborted_group_is_not_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     monkeypatch.setattr(membership.os, "kill", lambda pid, number: killed.append(pid))
     monkeypatch.setattr(membership, "STUCK_S", 1.5)
@@ -269,7 +267,7 @@ def test_who_comes_out_of_it_does_not(store: Any, monkeypatch: pytest.MonkeyPatc
     assert not killed
 
 
-def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
+def test_a_loss_after_training_needs_no_recovery(store: Any) -> None:
     roll = Roster(store, "room", "", ["a", "b"])
     a = member(store, "a")
     a.ready()
@@ -278,7 +276,7 @@ def test_when_training_is_over_a_loss_is_another_matter(store: Any) -> None:
     assert not roll.ready(["a"])
 
 
-def test_what_became_of_ranks_in_words() -> None:
+def test_descriptions_of_lost_ranks() -> None:
     assert membership_message(("a", "b", "c"), ("b", "c")) == "rank 0 was lost"
     assert membership_message(("a", "b"), ("a", "b", "d")) == "rank 2 joined with the state of the others"
     assert (
@@ -287,6 +285,6 @@ def test_what_became_of_ranks_in_words() -> None:
     )
 
 
-def test_a_place_travels_in_a_variable() -> None:
+def test_a_member_address_round_trips_through_a_variable() -> None:
     place = MemberAddress("127.0.0.1", 1, "room", "2.5", True)
     assert MemberAddress(**json.loads(place.variable()["LOCKSTEP_MEMBER"])) == place

@@ -71,7 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize(("cgroup", "inside"), [(V1, "job/me"), (V2, "job/me"), (V2, "")])
-def test_what_the_cgroup_counts(cgroup: str, inside: str, tmp_path: Path, clock: list[float]) -> None:
+def test_oom_kills_counted_by_the_cgroup(cgroup: str, inside: str, tmp_path: Path, clock: list[float]) -> None:
     kernel = Kernel(tmp_path, cgroup, inside)
     kernel.limit(str(2 << 30))
     memory = Memory(kernel.sources)
@@ -91,7 +91,7 @@ def test_what_the_cgroup_counts(cgroup: str, inside: str, tmp_path: Path, clock:
     assert memory.why(PID, -signal.SIGKILL) == ""
 
 
-def test_another_process_of_the_machine_may_have_been_meant(tmp_path: Path, clock: list[float]) -> None:
+def test_an_oom_kill_of_another_process_is_possible(tmp_path: Path, clock: list[float]) -> None:
     kernel = Kernel(tmp_path)
     memory = Memory(kernel.sources)
     kernel.kills(0, 1)
@@ -122,9 +122,7 @@ def test_memory_was_nearly_full(
 
 
 @pytest.mark.parametrize(("cgroup", "inside"), [(V1, "job/me"), (V2, "job/me"), (V2, "")])
-def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
-    cgroup: str, inside: str, tmp_path: Path
-) -> None:
+def test_free_memory_is_the_minimum_over_machine_and_cgroups(cgroup: str, inside: str, tmp_path: Path) -> None:
     """A scheduler may limit a job's cgroup and not that of its step. Memory of tmpfs files does not count as free."""
     kernel = Kernel(tmp_path, cgroup, inside)
     assert hardware.available_memory(kernel.sources) == 6_000_000 * KB
@@ -144,7 +142,7 @@ def test_what_is_free_is_the_least_of_the_machine_and_of_each_cgroup_around(
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_of_a_process_with_a_limit_of_its_own_nothing_is_known(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_concluded_for_a_process_with_its_own_limit(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(hardware, "available_memory", lambda: 4000)
     monkeypatch.setattr(resource, "getrlimit", lambda asked: limits[asked])
@@ -182,7 +180,7 @@ def test_the_kernel_s_log_names_it(tmp_path: Path, clock: list[float], monkeypat
     assert os.read is read
 
 
-def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
+def test_without_kernel_information(tmp_path: Path) -> None:
     memory = Memory(Sources(tmp_path / "a", tmp_path / "b", tmp_path / "c"))
     memory.look([PID])
     assert hardware.memory_limit(memory.sources) == 0
@@ -198,7 +196,7 @@ def test_where_the_kernel_tells_nothing(tmp_path: Path) -> None:
         (None, 0, ("remote_dir=s3://bucket/run",), "restarting from the last checkpoint, if there is one"),
     ],
 )
-def test_what_follows_is_said_as_it_is(
+def test_the_message_says_whether_the_job_restarts(
     step: int | None, place: int, words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elastic_agent, "newest_whole", lambda run: step)
@@ -288,14 +286,14 @@ def test_a_launcher_that_memory_took_too(
     assert (told is not None and said in told) is bool(inside or machine)
 
 
-def test_what_a_launch_writes_down_of_memory_is_read_again(tmp_path: Path) -> None:
+def test_memory_records_of_a_launch_round_trip(tmp_path: Path) -> None:
     job_record.write(tmp_path, record := job_record.here("local", 2))
     assert record.kills == hardware.kills()
     assert job_record.read(tmp_path) == record
 
 
 @pytest.mark.parametrize("space", ["pid:[4026531836]", "pid:[4026532999]"])
-def test_the_kernel_s_log_names_a_process_of_the_machine_alone(
+def test_the_kernels_log_may_name_a_process_outside_the_container(
     space: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside a container, the same pid means another process."""

@@ -50,7 +50,7 @@ def waiting(lost: float, pool: ThreadPoolExecutor) -> tuple[ElasticRendezvous, E
 
 
 @pytest.mark.slow
-def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecutor) -> None:
+def test_a_waiting_machine_is_awaited(threads: ThreadPoolExecutor) -> None:
     """A job that stopped for a waiting machine waits until that machine has joined."""
     first, _, joined, go = waiting(LONG, threads)
     formed = threads.submit(first.next_rendezvous)
@@ -61,7 +61,7 @@ def test_a_machine_that_was_seen_waiting_is_waited_for(threads: ThreadPoolExecut
 
 
 @pytest.mark.slow
-def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> None:
+def test_a_machine_without_heartbeats_is_not_awaited(threads: ThreadPoolExecutor) -> None:
     first, second, joined, go = waiting(9, threads)
     formed = threads.submit(first.next_rendezvous)
     assert formed.result(LONG).world_size == 1
@@ -74,7 +74,7 @@ def test_one_that_gives_no_sign_of_life_is_not(threads: ThreadPoolExecutor) -> N
 
 
 @pytest.mark.slow
-def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
+def test_a_waiting_machine_learns_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
     first, second, joined, go = waiting(LONG, threads)
     first.end(0)
     over = threads.submit(first.shutdown)
@@ -90,7 +90,7 @@ def test_a_machine_that_waits_is_told_how_the_job_ended(threads: ThreadPoolExecu
 
 
 @pytest.mark.slow
-def test_one_that_leaves_is_waited_for_no_more_and_not_let_in_again(threads: ThreadPoolExecutor) -> None:
+def test_a_machine_that_left_is_not_awaited_or_readmitted(threads: ThreadPoolExecutor) -> None:
     """`last_call_timeout_s` is for machines that may still come. A machine that left keeps its store until the job
     ends."""
 
@@ -126,7 +126,7 @@ def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_g
     assert not first.gone
 
 
-def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_unused_events_are_created(threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch creates an event at every step of a rendezvous, and searches all imported modules for its name."""
     asked: list[int] = []
     monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: asked.append(depth) or "")
@@ -138,7 +138,7 @@ def test_no_event_is_made_that_nobody_reads(threads: ThreadPoolExecutor, monkeyp
 
 
 @pytest.mark.slow
-def test_the_time_for_more_machines_comes_on_top_of_that_for_the_fewest() -> None:
+def test_last_call_timeout_is_added_to_join_timeout() -> None:
     """One machine of 1:2 is enough, even if `join_timeout_s` is shorter than `last_call_timeout_s`."""
     node = Node("a", "127.0.0.1", 1, holds=True)
     alone = ElasticRendezvous("127.0.0.1", 0, 1, 2, node, Limits(join=1, more=2, lost=60), key="")

@@ -30,7 +30,7 @@ def started(three: Hosts, host: int, strategy: str, folder: Path) -> Job:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["WrongGradient", long("WrongOnFirstHost"), long("WrongWeight")])
-def test_a_machine_that_computes_wrongly_is_taken_out(
+def test_a_faulty_machine_is_evicted(
     strategy: str, three: Hosts, alone: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The bits are those of a job without that machine, even if it holds the rendezvous. The others do not wait for

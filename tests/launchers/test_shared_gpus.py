@@ -23,7 +23,7 @@ def test_neighbours_share_one(device: str) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_none_is_left_to_the_cpu(device: str) -> None:
+def test_no_rank_runs_on_the_cpu(device: str) -> None:
     """A rank on the CPU would compute other bits than the others."""
     run = tiny(f"launch.device={device}", "launch.processes=3", "strategy.name=ddp")
     for rank in range(3):
@@ -54,7 +54,7 @@ def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPa
         (("strategy.name=hf_accelerate", "strategy.options={deepspeed: {zero_stage: 2}}"), "LS4141"),
     ],
 )
-def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:
+def test_strategies_that_cannot_share_a_gpu(keys: tuple[str, ...], code: str) -> None:
     with raises(code, "launch.processes_per_gpu: "):
         resolve_strategy(tiny(*keys, FOUR, "launch.device=cuda"), 2)
     for place in ("auto", "cpu"):  # without a GPU, nothing is shared
@@ -62,7 +62,7 @@ def test_what_cannot_share(keys: tuple[str, ...], code: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_fsdp2_gathers_once_a_step_then() -> None:
+def test_fsdp2_gathers_once_per_step_on_a_shared_gpu() -> None:
     run = tiny("strategy.name=fsdp2", "strategy.options.gather=step", FOUR, "launch.device=auto")
     run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {}})})
     assert resolve_strategy(run, 2).__name__ == "ShardedOptimizer"

@@ -63,7 +63,7 @@ def compare(name: str, text: str, folder: Path) -> None:
         ("slurm-restarts.sbatch", PLAIN | {"max_restarts": 2, "requeue": False}),
     ],
 )
-def test_the_file_is_as_it_was(name: str, launch: dict, here: Path) -> None:
+def test_the_batch_file_matches_the_golden_one(name: str, launch: dict, here: Path) -> None:
     plan = Slurm().plan(tiny(launch=launch, output="out"))
     assert plan == Slurm().plan(tiny(launch=launch, output="out"))
     (path, text), *others = plan.files.items()
@@ -103,12 +103,12 @@ def test_the_plan_is_printed_and_holds_no_secret(
         *[("1-00:30", 1470), ("2-01:02:03", 2943)],
     ],
 )
-def test_times(text: str, minutes: int) -> None:
+def test_valid_time_limits(text: str, minutes: int) -> None:
     assert slurm.minutes_of(text) == minutes
 
 
 @pytest.mark.parametrize("text", ["soon", "4 hours", "1:2:3:4", "0", "", "-1"])
-def test_no_times(text: str) -> None:
+def test_invalid_time_limits(text: str) -> None:
     with raises("LS7397" if text == "0" else "LS7396", repr(text), error=ValueError):
         slurm.minutes_of(text)
 
@@ -168,7 +168,7 @@ def test_without_sbatch(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.processes
-def test_what_slurm_refuses_is_told_before_anything_is_queued(
+def test_refusals_of_slurm_are_reported_before_queueing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program(here / "bin", "sbatch", REFUSED)
@@ -291,7 +291,7 @@ def test_a_batch_script_is_no_task(lacking: str) -> None:
     assert srun.task_of(STEP | {"SLURM_STEP_ID": str(0xFFFFFFFA)}) is None  # an interactive shell
 
 
-def test_half_of_the_variables_is_told() -> None:
+def test_incomplete_slurm_variables_are_refused() -> None:
     with raises("LS7350", "SLURM_STEP_NODELIST"):
         srun.task_of({k: v for k, v in STEP.items() if k != "SLURM_STEP_NODELIST"})
 
@@ -319,7 +319,7 @@ def test_a_node_is_known_by_its_name_where_no_program_of_slurm_knows_better(monk
     assert srun.address("gpu01") == "gpu01"
 
 
-def test_tasks_a_node() -> None:
+def test_tasks_per_node() -> None:
     assert srun.counts("2(x3),1") == [2, 2, 2, 1]
     with pytest.raises(ValueError, match="two"):
         srun.counts("two")

@@ -87,7 +87,7 @@ def test_two_nodes_have_the_bits_of_one_machine(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", ["srun", pytest.param("elastic", marks=pytest.mark.long)])
-def test_a_signal_saves_and_queues_again(
+def test_a_signal_saves_and_requeues(
     ranks: str, job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
     number, folder = job(ranks=ranks)
@@ -132,7 +132,7 @@ def test_a_node_that_is_lost(job: Callable, cluster: slurm_cluster.Cluster, unto
 
 
 @pytest.mark.processes
-def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
+def test_a_job_stopped_after_a_killed_rank_is_resumed_by_hand(
     job: Callable, cluster: slurm_cluster.Cluster, untouched: Path
 ) -> None:
     """The ranks restart in the same allocation and wait at step 25 again; the job is then resumed on one node."""
@@ -158,7 +158,7 @@ def test_a_rank_is_killed_and_the_job_stopped_and_gone_on_with_by_hand(
     assert (record.job, record.processes, record.status) == (again, 1, 0)
 
 
-def test_cancelled_is_not_queued_again(job: Callable, cluster: slurm_cluster.Cluster) -> None:
+def test_a_cancelled_job_is_not_requeued(job: Callable, cluster: slurm_cluster.Cluster) -> None:
     number, folder = job()
     cluster.ask("scancel", number)
     done(cluster, number, "CANCELLED")

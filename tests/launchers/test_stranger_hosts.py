@@ -72,7 +72,7 @@ def clean(job: Job, status: int) -> None:
     ("how", "given"),
     [("pickle", True), long("pickle", False), long("malformed", True), ("malformed", False), ("forged", True)],
 )
-def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool, tmp_path: Path) -> None:
+def test_foreign_writes_to_the_rendezvous(three: Hosts, how: str, given: bool, tmp_path: Path) -> None:
     """The attack comes while the first machine waits for the second."""
     write(three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", "launch.machines=2", "launch.join_timeout_s=20"]
@@ -86,7 +86,7 @@ def test_what_is_written_where_machines_meet(three: Hosts, how: str, given: bool
     assert not marker.exists()
 
 
-def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
+def test_a_local_job_listens_only_on_the_loopback(three: Hosts) -> None:
     write(three.folder(0))
     hold(4, three.folder(0))
     words = [*LOCKSTEP, "train", "run.yaml", "launch.processes=2", HELD]
@@ -100,7 +100,7 @@ def test_a_local_job_is_open_to_nobody_else(three: Hosts) -> None:
 
 
 @pytest.mark.parametrize("how", ["pickle", long("beats")])
-def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path) -> None:
+def test_foreign_writes_to_the_heartbeat_port(three: Hosts, how: str, tmp_path: Path) -> None:
     """The attack is on rank 0's own store, while both machines train."""
     folders = [write(three.folder(host)) for host in (0, 1)]
     hold(4, *folders)
@@ -120,7 +120,7 @@ def test_what_is_written_where_ranks_beat(three: Hosts, how: str, tmp_path: Path
     assert not marker.exists()
 
 
-def test_a_listener_that_says_nothing_where_machines_meet(three: Hosts) -> None:
+def test_a_silent_listener_at_the_rendezvous(three: Hosts) -> None:
     """A foreign program has the port: the second machine does not wait forever."""
     write(three.folder(1))
     silent = "import socket, sys, time; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); time.sleep(600)"

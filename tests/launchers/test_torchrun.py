@@ -107,7 +107,7 @@ def test_the_plan_of_accelerate() -> None:
         ("accelerate", ["launch.machines=5", MEET], ("LS1104", "8")),
     ],
 )
-def test_what_is_refused_before_anything_starts(name: str, overrides: list[str], said: tuple[str, ...]) -> None:
+def test_invalid_keys_are_refused_before_the_start(name: str, overrides: list[str], said: tuple[str, ...]) -> None:
     launcher: Any = find("launchers", name)
     with raises(*said):
         launcher().plan(job(*overrides, name=name))
@@ -158,7 +158,7 @@ def test_accelerate_with_one_process_is_a_job_of_one(monkeypatch: pytest.MonkeyP
     assert World(tiny()).size == 1
 
 
-def test_a_world_that_is_not_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_world_size_other_than_requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCKSTEP_WORLD_SIZE", "4")
@@ -209,7 +209,7 @@ def _refused(world: World, threads: int) -> str:
 
 
 @pytest.mark.processes
-def test_ranks_that_compute_with_other_threads_or_instructions_do_not_train() -> None:
+def test_ranks_with_different_threads_or_instructions_do_not_train() -> None:
     assert run_on(2, _refused, 1) == ["", ""]
     first, second = run_on(2, _refused, 2)
     assert first == second
@@ -233,7 +233,7 @@ def _of_other_versions(world: World, run: Run) -> str:
 
 @pytest.mark.processes
 @pytest.mark.extras
-def test_machines_with_other_versions_of_the_engine_do_not_train() -> None:
+def test_machines_with_different_engine_versions_do_not_train() -> None:
     version = pytest.importorskip("accelerate").__version__
     said = run_on(2, _of_other_versions, tiny("strategy.name=hf_accelerate"), joined=False)
     assert said[0] == said[1]
@@ -242,7 +242,7 @@ def test_machines_with_other_versions_of_the_engine_do_not_train() -> None:
     assert run_on(2, _of_other_versions, tiny(), joined=False) == ["", ""]  # ddp computes without it
 
 
-def test_who_comes_first() -> None:
+def test_which_machine_gets_rank_0() -> None:
     plain = Node("a", "10.0.0.9", 1)
     later = Node("b", "10.0.0.10", 1)  # as text it would sort first
     holder = dataclasses.replace(later, holds=True)
@@ -259,7 +259,7 @@ def met(port: int, holds: bool, host: str = "a", most: int = 1) -> ElasticRendez
     return ElasticRendezvous("127.0.0.1", port, 1, most, Node(host, "127.0.0.1", 1, holds=holds), Limits(20, 1, 60))
 
 
-def test_one_that_trains_something_else_is_not_let_in() -> None:
+def test_a_machine_with_another_run_is_not_admitted() -> None:
     first = met(0, True, most=2)
     first.admit({"seed": "0"})
     first.next_rendezvous()
@@ -317,7 +317,7 @@ def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeyp
     rendezvous.shutdown()
 
 
-def test_texts_of_a_run_reach_ranks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strings_of_a_run_reach_ranks_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     def start(*_: Any, entrypoint: Any, args: Any, **__: Any) -> Any:

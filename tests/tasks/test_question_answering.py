@@ -65,7 +65,7 @@ def test_the_default_stride_gives_way_to_a_short_window(tmp_path: Path) -> None:
     assert QuestionAnswering(run).fit_defaults()[0] == run  # a value that was written stays
 
 
-def test_an_answer_is_held_by_the_windows_that_have_all_of_it(tmp_path: Path) -> None:
+def test_an_answer_is_a_target_only_in_windows_that_contain_it(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "questions"))
     columns = task.splits["train"]
     nowhere = 0
@@ -92,7 +92,7 @@ def window(count: int, first: int, last: int) -> TokenWindow:
     return TokenWindow([9] * count, [], first, last, [3 * i for i in range(count)], [3 * i + 3 for i in range(count)])
 
 
-def test_the_best_span_is_the_best_of_all_that_may_be() -> None:
+def test_the_best_span_is_the_best_of_all_allowed_ones() -> None:
     draw = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 12, 2, generator=draw)
     windows = [[window(12, 3, 10), window(9, 4, 8)], [window(12, 2, 11)], [window(7, 3, 5), window(12, 3, 11)]]
@@ -112,7 +112,7 @@ def test_the_best_span_is_the_best_of_all_that_may_be() -> None:
             at += len(each)
 
 
-def test_no_answer_is_the_best_where_every_window_says_so() -> None:
+def test_no_answer_is_chosen_if_every_window_prefers_it() -> None:
     logits = torch.zeros(3, 6, 2)
     logits[:2, 0] = 5.0  # both windows of the first question point at their first token, one of the second's alone
     logits[1, 3] = 2.0
@@ -133,12 +133,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("answer", "right", "wanted"), CASES)
-def test_scores_are_those_of_squad(answer: str, right: list[str], wanted: tuple[float, float]) -> None:
+def test_scores_match_squad(answer: str, right: list[str], wanted: tuple[float, float]) -> None:
     assert qa_spans.scores(answer, right) == pytest.approx(wanted)
 
 
 @pytest.mark.extras
-def test_scores_are_those_of_torchmetrics() -> None:
+def test_scores_match_torchmetrics() -> None:
     theirs = pytest.importorskip("torchmetrics.functional.text")
     draw = random.Random(0)
     words = [*WORDS, "The", "an", "dog,", "(big)", "it's"]
@@ -151,7 +151,7 @@ def test_scores_are_those_of_torchmetrics() -> None:
         )
 
 
-def test_the_loss_is_that_of_transformers_and_padding_has_no_part(tmp_path: Path) -> None:
+def test_the_loss_matches_transformers_without_padding(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "questions"))
     model = task.model().eval()
     columns = task.splits["train"]
@@ -171,7 +171,7 @@ def test_the_loss_is_that_of_transformers_and_padding_has_no_part(tmp_path: Path
     assert (logits[padded.inputs["attention_mask"] == 0] < -1e30).all()
 
 
-def test_a_blank_micro_batch_has_no_loss(tmp_path: Path) -> None:
+def test_a_padding_micro_batch_has_no_loss(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "questions"))
     whole = task.collate(task.splits["train"], np.arange(4), 0)
     model = task.model().eval()
@@ -234,7 +234,7 @@ def test_training_answers_questions(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_windows_need_more_room_than_they_share(more: int) -> None:
+def test_windows_must_be_longer_than_the_stride(more: int) -> None:
     """Beside all special tokens of a pair, of which one text alone has fewer: tokenizers panic where there is none."""
     words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"])}
     core = Tokenizer(WordLevel(words, "[UNK]"))

@@ -28,7 +28,7 @@ def drawn(seed: int, count: int = 60, ties: bool = False) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_area_is_how_often_a_pair_is_in_order(ties: bool) -> None:
+def test_roc_auc_is_the_share_of_ordered_pairs(ties: bool) -> None:
     true, found = drawn(0, ties=ties)
     pairs = [(a > b) + 0.5 * (a == b) for a in found[true] for b in found[~true]]
     assert objective.roc_auc(true, found) == pytest.approx(np.mean(pairs), abs=1e-12)
@@ -56,7 +56,7 @@ def test_thresholds_of_scores_that_are_neighbours() -> None:
     assert objective.best_threshold(np.array([False, False]), np.array([0.9, 0.8])) == 0.5
 
 
-def test_what_is_not_defined_is_nan() -> None:
+def test_undefined_scores_are_nan() -> None:
     some = np.array([0.1, 0.9])
     assert np.isnan(objective.roc_auc(np.array([True, True]), some))
     assert np.isnan(objective.average_precision(np.array([False, False]), some))
@@ -96,7 +96,7 @@ def test_no_score_overflows() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("seed", range(6))
-def test_they_are_scikit_learn_s(seed: int) -> None:
+def test_scores_match_scikit_learn(seed: int) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     calibration = pytest.importorskip("sklearn.calibration")
     true, found = drawn(seed, ties=seed % 2 == 1)
@@ -112,7 +112,7 @@ def test_they_are_scikit_learn_s(seed: int) -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("seed", range(6))
-def test_they_are_scipy_s(seed: int) -> None:
+def test_scores_match_scipy(seed: int) -> None:
     theirs = pytest.importorskip("scipy.stats")
     metrics = pytest.importorskip("sklearn.metrics")
     random = np.random.default_rng(seed)

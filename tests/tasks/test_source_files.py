@@ -111,7 +111,7 @@ def test_heads_and_poolers_are_noted_where_they_are_used(tmp_path: Path) -> None
     assert "cls.predictions.bias" in note
 
 
-def test_weights_without_a_place_are_noted(tmp_path: Path) -> None:
+def test_weights_that_the_model_lacks_are_noted(tmp_path: Path) -> None:
     own_heads.save(tmp_path / "model", "gpt2", apart=False)
     run = run_of(tmp_path)
     layer = without("h.1.")
@@ -152,7 +152,7 @@ def labelled(folder: Path, change: Callable[[Weights], Weights]) -> Run:
     return run_of(folder)
 
 
-def test_a_head_for_labels_that_should_be_there_is_noted(tmp_path: Path) -> None:
+def test_a_missing_head_for_labels_is_noted(tmp_path: Path) -> None:
     def labels(count: int) -> dict[str, Any]:
         return models.named([*"abc"[:count]])
 
@@ -212,7 +212,7 @@ ALL_HEADS = [heads.EMBEDDING, heads.MASKED, heads.CAUSAL, heads.SEQ2SEQ, heads.C
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_missing_is_what_from_pretrained_misses(family: str, tmp_path: Path) -> None:
+def test_missing_weights_match_from_pretrained(family: str, tmp_path: Path) -> None:
     auto, entries = FAMILIES[family]
     special = {"vocab_size": 60, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 1}
     config = transformers.CONFIG_MAPPING[family](**entries | special)

@@ -44,7 +44,7 @@ def test_a_classifier_that_reads_at_the_end_does_not_pad_with_it(end: int | None
     models.check_tokenizer(run.model, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
 
 
-def test_transformers_does_not_take_such_padding_either() -> None:
+def test_transformers_refuses_such_padding_too() -> None:
     """The judge of the refusal."""
     config = transformers.BartConfig(**BART, pad_token_id=2, eos_token_id=2, bos_token_id=0, decoder_start_token_id=2)
     model = transformers.BartForSequenceClassification(config).eval()
@@ -103,7 +103,7 @@ YOUTU = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lo
 
 
 @pytest.mark.parametrize(("head", "family", "entries"), [("causal", "youtu", LAYERS | YOUTU), ("masked", "funnel", {})])
-def test_a_row_that_loading_sets_to_zero_is_not_trained(
+def test_an_embedding_zeroed_on_load_is_not_trained(
     head: str, family: str, entries: dict[str, Any], tmp_path: Path
 ) -> None:
     """transformers zeroes the row when it loads this family; another family is the control. An untied output has its
@@ -124,7 +124,7 @@ def test_a_row_that_loading_sets_to_zero_is_not_trained(
     models.check(a_run(family, entries | {"tie_word_embeddings": False}), head)
 
 
-def test_entries_that_layers_have_for_themselves_are_read() -> None:
+def test_per_layer_config_entries_are_read() -> None:
     """Gemma 4 has another `head_dim` in layers of full attention, and transformers refuses to read the entry."""
     entries = LAYERS | {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full_attention"]}
     config = model_configs.load_config((run := a_run("gemma4_text", entries)).model)

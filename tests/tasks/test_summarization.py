@@ -51,7 +51,7 @@ def test_scores_of_sums_do_not_depend_on_the_parts(parts: int) -> None:
 
 
 @pytest.mark.extras
-def test_rouge_is_that_of_google_s_library() -> None:
+def test_rouge_matches_rouge_score() -> None:
     library = pytest.importorskip("rouge_score.rouge_scorer")
     scorer = library.RougeScorer(list(NAMES), use_stemmer=False)
     for one, other in zip(*texts(200), strict=True):
@@ -79,7 +79,7 @@ def run_of(folder: Path, *overrides: str):
     return load(None, list(overrides), values)
 
 
-def test_targets_have_a_length_of_their_own(tmp_path: Path) -> None:
+def test_target_length_limits_targets(tmp_path: Path) -> None:
     run = run_of(tmp_path, "task.target_length=4")
     task = Summarization(run).opened(Job.of(run).with_data().data)
     columns = task.splits["train"]

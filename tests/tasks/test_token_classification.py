@@ -48,7 +48,7 @@ def marked(tags: list[str]) -> set[tuple[int, int, str]]:
 
 
 @pytest.mark.extras
-def test_entities_are_seqeval_s() -> None:
+def test_entities_match_seqeval() -> None:
     metrics = pytest.importorskip("seqeval.metrics.sequence_labeling")
     draw = np.random.default_rng(0)
     schemes = {"BIES": "BIES", "BILU": "BIES", "BMES": "BIES", "BMEW": "BIES", "BI": "BI", "IE": "IE"}
@@ -64,7 +64,7 @@ def test_entities_are_seqeval_s() -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("name", ["IOB2", "IOE2", "IOBES", "BILOU"])
-def test_whole_entities_are_those_of_seqeval_s_schemes(name: str) -> None:
+def test_whole_entities_match_seqevals_schemes(name: str) -> None:
     """Written from entities that are drawn, so that every row is one that the scheme allows."""
     schemes = pytest.importorskip("seqeval.scheme")
     letters = {"IOB2": "BIIB", "IOE2": "IIEE", "IOBES": "BIES", "BILOU": "BILU"}[name]  # first, inside, last, only
@@ -107,7 +107,7 @@ def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
     assert any(len(columns.ragged("targets").row(i)) > columns.flat("count")[i] + 2 for i in range(20))
 
 
-def test_a_row_without_a_target_is_an_example_all_the_same(tmp_path: Path) -> None:
+def test_a_row_without_a_target_is_an_example(tmp_path: Path) -> None:
     """The row's words have no tokens."""
     task = task_of(make(tmp_path, "token_classification"))
     columns, rows = task.splits["validation"], np.arange(3)

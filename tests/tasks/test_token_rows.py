@@ -68,7 +68,7 @@ def test_tokens_without_a_row_that_no_text_holds_are_noted(name: str, tmp_path: 
     assert f"{ROWS} rows: none for '<new1>' (id {ROWS}), '<new2>' (id {ROWS + 1})" in notes
 
 
-def test_a_model_with_a_row_for_each_token_is_taken(tmp_path: Path) -> None:
+def test_a_model_with_an_embedding_for_each_token_is_accepted(tmp_path: Path) -> None:
     """The message's remedy works: add rows, and save model and tokenizer together."""
     save(tmp_path / "model", "gpt2", NEW)
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -87,7 +87,7 @@ def test_masking_draws_from_tokens_without_a_row(tmp_path: Path) -> None:
         prepared(run_on(tmp_path, rows_with(), name="masked_language_modeling"))
 
 
-def test_validation_alone_may_hold_one(tmp_path: Path) -> None:
+def test_validation_may_contain_a_token_without_an_embedding(tmp_path: Path) -> None:
     save(tmp_path / "model", "bert", NEW)
     rows = rows_with()
     rows[-1]["text"] += " <new2>"
@@ -95,7 +95,7 @@ def test_validation_alone_may_hold_one(tmp_path: Path) -> None:
         prepared(run_on(tmp_path, rows))
 
 
-def test_a_streamed_split_is_looked_at_too(tmp_path: Path) -> None:
+def test_streamed_splits_are_checked_too(tmp_path: Path) -> None:
     save(tmp_path / "model", "bert", NEW)
     with raises("LS3440", "train split", "'<new1>'"):
         prepared(run_on(tmp_path, [*rows_with("<new1>")[:18], *rows_with()[18:]], "data.stream=true"))
@@ -190,7 +190,7 @@ def test_plan_train_and_predict_refuse_it(tmp_path: Path, job: CommandJob) -> No
         ("gpt2", {"name": "language_modeling", "block_size": 16}, "vocab_size", "transformer.wte.weight"),
     ],
 )
-def test_an_entry_that_would_draw_weights_anew_is_refused(
+def test_an_entry_that_would_reinitialize_weights_is_refused(
     kind: str, task: dict[str, Any], entry: str, weight: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "model", kind)

@@ -42,7 +42,7 @@ def rows_in(folder: Path, split: str) -> list[dict[str, str]]:
     return [json.loads(line)["translation"] for line in lines]
 
 
-def test_the_decoder_reads_its_targets_one_behind(tmp_path: Path) -> None:
+def test_the_decoder_reads_shifted_targets(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "translation"))
     columns = task.splits["train"]
     batch = task.collate(columns, np.arange(7), 0)
@@ -59,14 +59,14 @@ def test_the_decoder_reads_its_targets_one_behind(tmp_path: Path) -> None:
     assert torch.equal(read, shift_tokens_right(targets, task.tokenizer.pad_token_id, start))
 
 
-def test_a_step_is_cut_by_both_sides(tmp_path: Path) -> None:
+def test_lengths_are_those_of_source_and_target(tmp_path: Path) -> None:
     columns = task_of(make(tmp_path, "translation")).splits["train"]
     source, target = (columns.ragged(name).lengths for name in ("input_ids", "target_ids"))
     assert (columns.lengths == source + target).all()
     assert (source != target).any()
 
 
-def test_label_smoothing_is_the_definition_and_padding_has_no_part(tmp_path: Path) -> None:
+def test_label_smoothing_matches_its_definition_without_padding(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "translation", "task.label_smoothing=0.1"))
     batch = task.collate(task.splits["train"], np.arange(5), 0)
     with torch.no_grad():
@@ -81,7 +81,7 @@ def test_label_smoothing_is_the_definition_and_padding_has_no_part(tmp_path: Pat
 
 
 @pytest.mark.parametrize("parts", [1, 3, 7])
-def test_scores_of_sums_are_sacrebleu_s_of_the_corpus(parts: int) -> None:
+def test_scores_of_sums_match_sacrebleu(parts: int) -> None:
     draw = random.Random(parts)
     references = [sentence(draw) for _ in range(41)] + ["", "Ein Mann, der \u201etanzt\u201c."]
     written = [" ".join(w for w in r.split() if draw.random() < 0.8) + draw.choice(["", " .", "!"]) for r in references]
@@ -161,7 +161,7 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
     assert scores["bleu"] == BLEU().corpus_score(written, [references]).score
 
 
-def test_beams_that_a_strategy_cannot_search_with_are_refused(tmp_path: Path) -> None:
+def test_beam_search_is_refused_under_strategies_without_it(tmp_path: Path) -> None:
     run = teach(tmp_path, "pipeline", "task.beams=2", "strategy.options.stages=2")
     with raises("LS5131"):
         resolve_strategy(run, 2)
@@ -307,7 +307,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
         assert part in str(caught.value)
 
 
-def test_without_sacrebleu_it_says_how_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sacrebleu_is_named_with_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("LS3373"):
         Translation(make(tmp_path, "translation")).prepare()
@@ -322,7 +322,7 @@ NLLB_MOE = OTHERS["bart"] | {"decoder_layerdrop": 0.5, "num_experts": 4, "expert
 
 
 @pytest.mark.parametrize("family", [*OTHERS, "fsmt"])
-def test_other_families_begin_as_they_should(family: str, tmp_path: Path) -> None:
+def test_start_tokens_of_other_families(family: str, tmp_path: Path) -> None:
     model = json.dumps({"type": family, "config": OTHERS.get(family, BART)})
     task = task_of(make(tmp_path, "translation", f"model={model}"))
     batch = task.collate(task.splits["train"], np.arange(4), 0)
@@ -335,7 +335,7 @@ PROPHETNET = {"hidden_size": 32, "num_encoder_layers": 1, "num_decoder_layers": 
               "disable_ngram_loss": True, "eps": 0.0}  # fmt: skip
 
 
-def test_prophetnet_is_told_what_is_padding(tmp_path: Path) -> None:
+def test_prophetnet_gets_a_padding_mask(tmp_path: Path) -> None:
     """Its relative positions move with it."""
     model = json.dumps({"type": "prophetnet", "config": PROPHETNET})
     run = make(tmp_path, "translation", f"model={model}")
@@ -360,7 +360,7 @@ def test_other_families_have_the_same_bits_in_shards(family: str, tmp_path: Path
     assert found[0]["norm"] == found[1]["norm"]
 
 
-def test_multi30k_is_read_as_it_is(shared: Path) -> None:
+def test_multi30k_is_read_unchanged(shared: Path) -> None:
     from lockstep.config.run import load
 
     folder = shared / "multi30k"
@@ -384,7 +384,7 @@ def test_multi30k_is_read_as_it_is(shared: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("tokenizers", ["shared", "separate"])
-def test_the_model_card_s_lines_work(tokenizers: str, tmp_path: Path) -> None:
+def test_the_code_of_the_model_card_works(tokenizers: str, tmp_path: Path) -> None:
     one = ("strategy.name=single", "launch.processes=1", "micro_batches=2", "steps=2")
     run = make(tmp_path, "translation", f"task.tokenizers={tokenizers}", *one)
     (tmp_path / "run.yaml").write_text(run.dump())

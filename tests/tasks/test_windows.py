@@ -76,7 +76,7 @@ def made(family: str, window: int, attention: str) -> nn.Module:
 @pytest.mark.parametrize("window", [WINDOW, 100])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_see_what_transformers_lets_them_see(family: str, lengths: tuple[int, ...], window: int) -> None:
+def test_sliding_windows_match_transformers(family: str, lengths: tuple[int, ...], window: int) -> None:
     """Logits, gradients, and that no token before the last one knows the last one."""
     ids, mask = batch(lengths, 0)
     head = FAMILIES[family][0]
@@ -128,7 +128,7 @@ def test_every_mask_of_transformers_is_known_here() -> None:
 @pytest.mark.parametrize("short", [True, False], ids=["written out", "torch's"])
 @pytest.mark.parametrize("lengths", [*LENGTHS.values(), (5, 5), (3, 3)], ids=[*LENGTHS, "window", "below window"])
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_mask_is_what_it_says(
+def test_masks_match_their_definition(
     name: str, lengths: tuple[int, ...], short: bool, positions: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention of texts laid end to end beside a softmax over the tokens that each token sees, one by one.
@@ -180,7 +180,7 @@ def forgets(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "llama4_text", "modernbert-decoder"])
-def test_the_trial_finds_a_mask_that_is_forgotten(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_a_missing_mask(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = run_of(family, 4096), config_of(family, 4096)
     assert padding.trial(run.model, "causal", config) is None
     transformers.AttentionMaskInterface.register(unpadded.NAME, forgets)
@@ -277,9 +277,7 @@ def plain_loss(model: nn.Module, texts: list[tuple[Tensor, Tensor]]) -> float:
 @pytest.mark.parametrize("more", [(), ("task.attend_across_documents=false",)], ids=["", "apart"])
 @pytest.mark.parametrize("window", [4, 100])
 @pytest.mark.parametrize("way", ["none", "batch"])
-def test_an_evaluation_is_that_of_plain_transformers(
-    tmp_path: Path, way: str, window: int, more: tuple[str, ...]
-) -> None:
+def test_evaluation_matches_plain_transformers(tmp_path: Path, way: str, window: int, more: tuple[str, ...]) -> None:
     """Packed language modelling with windowed attention: trained here, read by transformers."""
     model = {"type": "mistral", "config": GROUPED | {"sliding_window": window}}
     run = make(tmp_path, "packed", "task.samples=0", f"data.padding={way}", "task.packing=true", *more)
