@@ -1,7 +1,7 @@
-"""The trial step before training: lack of memory, and side effects of forward, show before the first step.
+"""The trial step before training: it shows insufficient memory and side effects of forward before the first step.
 
-In: a built strategy, and the batch of the longest examples. Out: `effects`, the same on every rank; all else is as it
-was. Strategies whose engine cannot reproduce some side effects refuse them in a `DryRun` of their own.
+In: a built strategy, and the batch of the longest examples. Out: `effects`, the same on every rank; everything else is
+unchanged. Strategies whose engine cannot reproduce some side effects refuse them in their own `DryRun`.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class ShardedTensors(TrainingState):
 
 
 class MeshRecovery(ShardRecovery):
-    """The mesh of `FSDP2`, for fewer ranks."""
+    """Recovery of `FSDP2`: builds its mesh for fewer ranks."""
 
     @override
     @classmethod

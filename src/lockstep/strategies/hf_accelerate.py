@@ -23,7 +23,7 @@ from lockstep.strategies.strategy import Strategy
 
 
 class AcceleratorRecovery(WrapperRecovery):
-    """Another `Accelerator`, in the new process group."""
+    """Recovery of Accelerate: creates another `Accelerator` in the new process group."""
 
     @override
     def detach_group(self) -> None:

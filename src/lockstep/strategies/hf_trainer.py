@@ -33,7 +33,7 @@ _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode"
 
 
 class TrainerRecovery(WrapperRecovery):
-    """A Trainer that wraps the model again."""
+    """Recovery of Trainer: wraps the model again in the new process group."""
 
     @override
     def detach_group(self) -> None:

@@ -113,7 +113,7 @@ class StageState(TrainingState):
 
 
 class StageMemory(MemoryEstimate):
-    """Everything is divided among the stages."""
+    """The memory of pipeline stages: everything is divided among them."""
 
     @override
     def bytes_held(self, job: Job, state: float | None = None) -> dict[str, float]:
@@ -129,7 +129,7 @@ class StageMemory(MemoryEstimate):
 
 
 class StageRecovery(ShardRecovery):
-    """Pipelines of the ranks that are left."""
+    """Recovery of pipelines: builds them for the surviving ranks."""
 
     @override
     @classmethod

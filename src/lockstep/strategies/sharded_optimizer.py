@@ -96,7 +96,7 @@ class ShardedWeights(TrainedWeights):
 
 
 class OptimizerShards(ReplicatedMemory):
-    """Memory with `gather: step`: the optimizer's state is divided."""
+    """The memory with `gather: step`: the optimizer's state is divided by the ranks."""
 
     choice = ", weights gathered once a step"
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedMemory(MemoryEstimate):
-    """A whole copy, and the partial sums of its share of the tree."""
+    """The memory of a replica: a whole copy, and the partial sums of its share of the tree."""
 
     @override
     def partial_sums(self, job: Job) -> float:

@@ -153,7 +153,7 @@ def make_strategy(job: Job, world: World) -> Strategy:
 
 
 class Recomputation(ABC):
-    """Micro-batches of a strategy, computed again."""
+    """Recomputes micro-batches of a strategy, for `sdc_check`."""
 
     together: ClassVar[bool] = False  # whether `compute` is collective
 

@@ -14,7 +14,7 @@ from lockstep.strategies.strategy import WeightFormats
 
 
 class Zero1(Zero):
-    """Optimizer state sharded."""
+    """ZeRO stage 1 on DeepSpeed: the optimizer's state is sharded."""
 
     stage = 1
     facts = replace(

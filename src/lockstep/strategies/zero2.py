@@ -14,7 +14,7 @@ from lockstep.strategies.strategy import WeightFormats
 
 
 class Zero2(Zero):
-    """Optimizer state and gradients sharded."""
+    """ZeRO stage 2 on DeepSpeed: the optimizer's state and the gradients are sharded."""
 
     stage = 2
     facts = replace(

@@ -14,6 +14,6 @@ from lockstep.strategies.engines.zero import Zero
 
 
 class Zero3(Zero):
-    """Optimizer state, gradients and weights sharded."""
+    """ZeRO stage 3 on DeepSpeed: the optimizer's state, the gradients and the weights are sharded."""
 
     stage = 3

@@ -1,7 +1,7 @@
 """Code of a script that resumes from its own snapshot, and code that keeps the best model.
 
-In: a `Script`. Out: the script without `if os.path.exists(snapshot): load it`, as it runs the first time, and notes: a
-run of lockstep goes on by the same command.
+In: a `Script`. Out: the script without `if os.path.exists(snapshot): load it`, as it runs the first time, and notes: in
+lockstep the same command resumes a run.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from lockstep.tasks.models import storage_dtype
 
 
 class NoRecovery(MeshRecovery):
-    """None: Accelerate keeps process-wide state."""
+    """No recovery: Accelerate keeps process-wide state."""
 
     rebuilds = False
 

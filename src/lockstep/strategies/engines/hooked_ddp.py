@@ -40,7 +40,7 @@ from lockstep.tasks.task import Task
 
 
 class HookedMemory(ReplicatedMemory):
-    """One gradient more, in DDP's buckets."""
+    """The memory of a model in DDP: one more gradient, in DDP's buckets."""
 
     @override
     def partial_sums(self, job: Job) -> float:
@@ -172,7 +172,7 @@ class OverlappedSums:
 
 
 class WrapperRecovery(ReplicaRecovery):
-    """A model that leaves its wrapper, and is wrapped again in the new process group."""
+    """Recovery of a wrapped model: removes the wrapper, and wraps the model again in the new process group."""
 
     @override
     def detach_group(self) -> None:

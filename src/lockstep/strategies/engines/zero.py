@@ -106,7 +106,7 @@ class EngineDryRun(DryRun):
 
 
 class EngineRecovery(ShardRecovery):
-    """Another engine, for the ranks that are left."""
+    """Recovery of a DeepSpeed strategy: builds another engine for the surviving ranks."""
 
     @override
     @classmethod
