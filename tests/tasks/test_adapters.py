@@ -147,6 +147,10 @@ BAD = {
     "no such export": (["model.adapter.export=zip"], ["model.adapter.export", "merged, adapter"]),
     "from scratch": (["model={type: gpt2, adapter: {r: 4}}", "tokenizer={train: bpe}"], ["set model.source"]),
     "tokens in bfloat16": (["model.adapter.trainable_token_indices=[1, 2]"], ["model.dtype=float32"]),
+    "no such token": (
+        ["model.adapter.trainable_token_indices=[1, 99999]", "model.dtype=float32"],
+        ["model.adapter.trainable_token_indices: 99999", "has rows 0 to "],
+    ),
     "no such modules": (["model.adapter.target_modules=[nowhere]"], ["model.adapter", "nowhere"]),
 }
 

@@ -80,6 +80,18 @@ def check_padding(rows: Any, tokenizer: Any) -> None:
         )
 
 
+def _check_adapter(section: ModelSection, rows: int) -> None:
+    """Check that the tokens that an adapter trains have one of `rows` embedding rows. Errors: `RunError`."""
+    tokens = section.adapter.get("trainable_token_indices") or []
+    for ids in tokens.values() if isinstance(tokens, dict) else [tokens]:
+        if absent := [id_ for id_ in ids if not (isinstance(id_, int) and 0 <= id_ < rows)]:
+            raise RunError(
+                "LS3443",
+                f"model.adapter.trainable_token_indices: {absent[0]} is not the id of a token with an embedding row: "
+                f"the embedding of {section.source} has rows 0 to {rows - 1:,}",
+            )
+
+
 def check(section: ModelSection, head: str, tokenizers: Tokenizers) -> list[str]:
     """Notes on vocabularies that do not match the model's embedding. Errors: `RunError` if a token that training needs
     for any text has no row."""
@@ -88,6 +100,7 @@ def check(section: ModelSection, head: str, tokenizers: Tokenizers) -> list[str]
         rows = rows_of(section, head, column)
         if rows is None:
             continue
+        _check_adapter(section, max(rows, _built_rows(section, head) or 0) if section.adapter else rows)
         if (short := missing(section, head, column, tokenizer)) is None:
             if (size := len(tokenizer)) < _FEW * rows:
                 notes.append(
