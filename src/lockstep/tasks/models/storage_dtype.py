@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from lockstep.config.lazy import lazy
 from lockstep.config.sections import ModelSection
@@ -46,6 +45,8 @@ def _in_dtypes(section: ModelSection, model: nn.Module) -> nn.Module:
         return model
     narrow = {id(p) for p in model.parameters()}
     if section.adapter:
+        from transformers.pytorch_utils import Conv1D
+
         wide = _wide(model)
         modules = [m for name, m in model.named_modules() if not wide & {*name.split(".")}]
         modules = [m for m in modules if type(m) in (nn.Linear, nn.Embedding, Conv1D) and not m.weight.requires_grad]
