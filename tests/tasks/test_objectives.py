@@ -328,6 +328,10 @@ def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], co
 def test_weights_of_labels_that_are_not_there_are_refused() -> None:
     with raises("LS3272", "'x'", "'a'", "'b'"):
         made(class_weights={"x": 2})
+    with raises("LS3280", "'01'", "'1'"):
+        made(names=["01", "1", "b", "c"], class_weights={"1": 2})
+    made(names=["01", "1", "b", "c"], class_weights={"1": 2, "01": 1})
+    made(names=["01", "2", "yes", "{"], class_weights={"01": 2})
     with raises("LS3270", "'b'"):
         made(counts=[10, 0, 10, 20], class_weights="balanced")
     with raises("LS3271", "'d'"):

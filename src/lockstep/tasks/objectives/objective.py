@@ -6,6 +6,7 @@ metrics and answers. This module does not import torch at the top.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 import numpy as np
 from pydantic import BeforeValidator, Field, model_validator
 
+from lockstep.config.error_messages import read_yaml
 from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import Section
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 # -- weights of labels in the training loss --------------------------------------------------------------------------
 
+_WORD = re.compile(r"[\w.+-]{1,40}")  # labels that YAML may read as numbers
 _FINEST = 2.0**-20  # weights are multiples of it, so that their sums are exact in any order
 
 
@@ -61,8 +64,22 @@ def of_labels(options: ClassificationOptions, names: list[str], counts: list[int
                 "LS3272",
                 f"task.class_weights: unknown label {unknown[0]!r}; expected one of {', '.join(map(repr, names[:20]))}",
             )
+        _check_alike(class_weights, names)
         weights = np.array([class_weights.get(name, 1.0) for name in names])
     return np.maximum(np.round(weights / _FINEST), 1) * _FINEST
+
+
+def _check_alike(class_weights: Mapping[str, float], names: list[str]) -> None:
+    """Refuse a weight that may be meant for another label: without quotes, YAML reads 01 as 1. Errors: `RunError`."""
+    for other in names:
+        if other not in class_weights and _WORD.fullmatch(other):
+            (unquoted,) = _named({read_yaml(other): 1.0})
+            if unquoted in class_weights:
+                raise RunError(
+                    "LS3280",
+                    f"task.class_weights: the label {other!r} is read as {unquoted!r}, another label, if it is not in "
+                    f"quotes; give both a weight, with quotes: {{{unquoted!r}: ..., {other!r}: ...}}",
+                )
 
 
 # -- keys of the run file --------------------------------------------------------------------------------------------
