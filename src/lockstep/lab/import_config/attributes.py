@@ -10,8 +10,9 @@ import ast
 from typing import Any
 
 from lockstep.lab.import_config import loading, trainer
+from lockstep.lab.import_config.kinds import Kind, kind_of
 from lockstep.lab.import_config.loading import RUNS, Reading
-from lockstep.lab.import_config.script import Assignment, Kind, Unknown, kind_of
+from lockstep.lab.import_config.script import Assignment, Unknown
 from lockstep.lab.import_config.table import NAMES, decides
 
 _SAVED = "tokenizers are used as saved"

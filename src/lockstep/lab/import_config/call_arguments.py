@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config.key_aliases import foreign_keys
+from lockstep.lab.import_config.kinds import Kind
 from lockstep.lab.import_config.loading import RUNS
-from lockstep.lab.import_config.script import Call, Kind, Script, Unknown, code_of
+from lockstep.lab.import_config.script import Call, Script, Unknown, code_of
 from lockstep.lab.import_config.table import RunDraft
 
 Row = Mapping[str, Any]

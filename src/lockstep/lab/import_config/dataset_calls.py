@@ -12,25 +12,19 @@ from typing import Any
 
 from lockstep.lab.import_config import (
     call_arguments,
+    kinds,
     label_order,
     loss_means,
-    script,
     text_blocks,
     text_columns,
     trainer,
     tried_on_rows,
 )
+from lockstep.lab.import_config.kinds import CUT
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
-from lockstep.lab.import_config.script import (
-    CUT,
-    Arguments,
-    Call,
-    Scope,
-    Unknown,
-    code_of,
-)
+from lockstep.lab.import_config.script import Arguments, Call, Scope, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
@@ -197,7 +191,7 @@ def columns(call: Call, at: Reading) -> None:
 def mapped(call: Call, at: Reading) -> None:
     """Read `map` and `set_transform`: a tokenizing function gives columns and lengths; any other changes the rows."""
     node = at.script.arguments(call, ("function",)).nodes.get("function")
-    function = script.function_of(at.script, node)
+    function = kinds.function_of(at.script, node)
     if at.script.arguments(call).known.get("drop_last_batch"):
         at.draft.lacks(f"line {call.line}: drop_last_batch=True", "all rows are trained on", "data.train")
     if function is None:
@@ -210,7 +204,7 @@ def mapped(call: Call, at: Reading) -> None:
         return
     nodes = {id(node) for node in ast.walk(function)}
     inside = [call for call in at.script.calls if id(call.node) in nodes]
-    tokenising = [c for c in inside if script.kind_of(at.script, c.node.func) == "tokenizer"]
+    tokenising = [c for c in inside if kinds.kind_of(at.script, c.node.func) == "tokenizer"]
     if tokenising:
         at.mapped = True
         for one in tokenising:
@@ -472,11 +466,11 @@ def of_trainer(call: Call, at: Reading) -> None:
     """Read the splits passed to a Trainer."""
     arguments = at.script.arguments(call, trainer.positions(call.name))
     files = {} if "data.source" in at.draft.keys else dict(at.draft.keys)  # of data_files, by split
-    train = script.split_of(at.script, arguments.nodes.get("train_dataset"))
+    train = kinds.split_of(at.script, arguments.nodes.get("train_dataset"))
     if train not in (None, "train", CUT) and str(train).isidentifier():
         at.set(call, "data.train", files.get(f"data.{_SPLITS.get(train, train)}", train))
     evaluated = arguments.nodes.get("eval_dataset")
-    tested = script.split_of(at.script, evaluated)
+    tested = kinds.split_of(at.script, evaluated)
     if tested is None and evaluated is not None and at.script.known(evaluated, Unknown) is not None:
         why = "which split it is was not found; data.validation names it"
         at.draft.unclear(f"line {call.line}: eval_dataset={code_of(evaluated)}", why, "data.validation", decides=False)

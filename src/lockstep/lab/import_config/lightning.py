@@ -14,11 +14,12 @@ from typing import Any
 
 from lockstep.lab.import_config import call_arguments, lightning_data
 from lockstep.lab.import_config.bound_names import names_in
+from lockstep.lab.import_config.kinds import casts, kind_of
 from lockstep.lab.import_config.lightning_methods import RESTORED, Start, is_read, mode, optimizers, step_effect
 from lockstep.lab.import_config.lightning_values import BASES, classes_of
 from lockstep.lab.import_config.observing import first_effect, sets_part
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, casts, code_of, kind_of
+from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft, number
 
 _STEP = "it changes what a step learns: the loss is the model's own, of the whole batch"

@@ -11,9 +11,10 @@ import ast
 from typing import Any
 
 from lockstep.lab.import_config.call_arguments import positions
+from lockstep.lab.import_config.kinds import kind_of
 from lockstep.lab.import_config.lightning_values import classes_of
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Script, code_of, kind_of
+from lockstep.lab.import_config.script import Script, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _UNKNOWN = "its effect on the rows that are trained on is unknown"

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.lab.import_config.bound_names import CHANGING, names_in, root_of, targets
+from lockstep.lab.import_config.kinds import casts
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.observing import Observing, names_of_lightning, parts_of
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Script, Unknown, casts, code_of
+from lockstep.lab.import_config.script import Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES
 from lockstep.lab.import_config.train_mode import TrainMode
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ast
 
+from lockstep.lab.import_config.kinds import kind_of, split_of
 from lockstep.lab.import_config.library_names import PROGRESS, is_own
-from lockstep.lab.import_config.script import Script, kind_of, split_of
+from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES
 
 _OF_VALUES = ("to_pandas", "keys", "values", "items", "unique", "iter", "column_names", "features", "get", "append")

@@ -11,15 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lockstep.lab.import_config import model_defaults, script
-from lockstep.lab.import_config.script import (
-    TOKENIZERS,
-    Arguments,
-    Call,
-    Script,
-    Unknown,
-    code_of,
-)
+from lockstep.lab.import_config import kinds, model_defaults
+from lockstep.lab.import_config.kinds import TOKENIZERS
+from lockstep.lab.import_config.script import Arguments, Call, Script, Unknown, code_of
 from lockstep.lab.import_config.table import EIGHT_BITS, NAMES, RunDraft, quantized
 from lockstep.lab.import_config.trainer import CONFIGS, set_dtype
 
@@ -193,7 +187,7 @@ def _trains_beside(call: Call, at: Reading) -> list[ast.Call]:
     """Return the calls that train, in the same function as a call."""
     scopes = at.script.scopes
     trains = [c.node for c in at.script.calls if c.name in ("train", "fit", "backward") and c.receiver is not None]
-    trains = [node for node in trains if script.kind_of(at.script, node.func.value) != "model"]  # type: ignore[attr-defined]
+    trains = [node for node in trains if kinds.kind_of(at.script, node.func.value) != "model"]  # type: ignore[attr-defined]
     return [node for node in trains if scopes.get(id(node)) is scopes.get(id(call.node))]
 
 
@@ -328,7 +322,7 @@ def named_labels(at: Reading, name: str, node: ast.expr, where: str, task: str |
 def _of_rows(script_: Script, node: ast.expr, depth: int = 0) -> bool:
     """Return whether an expression is computed from rows, for example from the names of their features."""
     for each in ast.walk(node):
-        if isinstance(each, ast.expr) and script.kind_of(script_, each) == "rows":
+        if isinstance(each, ast.expr) and kinds.kind_of(script_, each) == "rows":
             return True
         value = script_.bound(each, last=True) if isinstance(each, ast.Name) and depth < 10 else None
         if value is not None and _of_rows(script_, value, depth + 1):

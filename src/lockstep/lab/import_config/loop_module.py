@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from lockstep.lab.import_config.script import Call, Script, casts, code_of
+from lockstep.lab.import_config.kinds import casts
+from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft
 
 _PAGE = "docs/how-to/own-module.md"

@@ -29,6 +29,7 @@ from lockstep.lab.import_config import (
 from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead, all_weights
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
+from lockstep.lab.import_config.kinds import kind_of
 from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, without_order
 from lockstep.lab.import_config.loading import Reading
@@ -36,7 +37,7 @@ from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.model_inputs import learns_logits
 from lockstep.lab.import_config.resuming import best_saved, without_resuming
 from lockstep.lab.import_config.schedule_calls import COSINE, assignments
-from lockstep.lab.import_config.script import Arguments, Call, Script, code_of, kind_of
+from lockstep.lab.import_config.script import Arguments, Call, Script, code_of
 from lockstep.lab.import_config.table import (
     ADAFACTOR,
     NAMES,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.lab.import_config import script, text_columns
+from lockstep.lab.import_config import kinds, text_columns
 from lockstep.lab.import_config.script import Scope, Script, Unknown
 
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
@@ -133,7 +133,7 @@ class MappedFunction:
         if isinstance(node, ast.Subscript | ast.Attribute):
             return self._is_tokens(node.value)
         if isinstance(node, ast.Call):
-            if script.kind_of(self.script, node.func) == "tokenizer":
+            if kinds.kind_of(self.script, node.func) == "tokenizer":
                 return True
             return (
                 isinstance(node.func, ast.Attribute) and node.func.attr == "copy" and self._is_tokens(node.func.value)

@@ -13,7 +13,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.lab.import_config.script import Scope, Script, Unknown, kind_of
+from lockstep.lab.import_config.kinds import kind_of
+from lockstep.lab.import_config.script import Scope, Script, Unknown
 from lockstep.lab.import_config.table import NAMES
 
 Gap = Callable[..., None]  # (node, reason, keys of a run file that replace it)

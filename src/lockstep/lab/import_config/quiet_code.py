@@ -15,8 +15,9 @@ from typing import Any
 from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.created_data import computes_alone
+from lockstep.lab.import_config.kinds import kind_of
 from lockstep.lab.import_config.library_names import is_library
-from lockstep.lab.import_config.script import Script, Unknown, code_of, kind_of
+from lockstep.lab.import_config.script import Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES
 
 _MODEL = "its effect on model, data or optimizer is unknown"

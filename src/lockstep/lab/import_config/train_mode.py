@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.lab.import_config.bound_names import names_in, root_of
-from lockstep.lab.import_config.script import TOKENIZERS, Script, Unknown
+from lockstep.lab.import_config.kinds import TOKENIZERS
+from lockstep.lab.import_config.script import Script, Unknown
 
 PART = "part"  # some modules of the model are in another mode than the rest
 _WRAPPED = ("module", "model", "_orig_mod")  # attributes under which a wrapper has the model itself

@@ -20,10 +20,11 @@ from lockstep.lab.import_config import (
     trainer,
 )
 from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.kinds import casts, function_of, is_trainer, kind_of
 from lockstep.lab.import_config.library_names import is_own, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Call, Script, casts, code_of, function_of, is_trainer, kind_of
+from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, changes_outside, subclass_of_trainer
 

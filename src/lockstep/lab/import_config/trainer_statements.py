@@ -14,9 +14,10 @@ from typing import Any
 from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.created_data import BEYOND
+from lockstep.lab.import_config.kinds import Kind, is_trainer, kind_of, split_of
 from lockstep.lab.import_config.library_names import is_own
 from lockstep.lab.import_config.quiet_code import QuietCode
-from lockstep.lab.import_config.script import Call, Kind, Script, Unknown, code_of, is_trainer, kind_of, split_of
+from lockstep.lab.import_config.script import Call, Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.unrelated_calls import UnrelatedCalls
 

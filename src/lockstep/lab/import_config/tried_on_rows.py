@@ -12,7 +12,8 @@ from typing import Any
 
 from lockstep.data.qa_features import TokenWindow
 from lockstep.lab.import_config.followed import FollowedFunction, NotFollowed, Ours
-from lockstep.lab.import_config.script import Scope, Script, Unknown, kind_of
+from lockstep.lab.import_config.kinds import kind_of
+from lockstep.lab.import_config.script import Scope, Script, Unknown
 
 _CLS, _SEP, _PAD = 101, 102, 0
 _ROOM, _STRIDE = 7, 3  # tokens of the context in a window, and of the window before it
