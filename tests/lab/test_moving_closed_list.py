@@ -104,6 +104,17 @@ def test_a_context_of_the_script_around_the_training_is_looked_at() -> None:
     assert not _deciding(changed((TRAINS, code), text=TEXT))
 
 
+def test_a_table_of_a_log_and_arguments_in_a_mapping_are_read() -> None:
+    table = "import pandas as pd\ntable = pd.DataFrame(trainer.state.log_history)\ntable.to_csv('x.csv')"
+    assert not _deciding(changed((TRAINS, f"{TRAINS}\n{table}"), text=TEXT))
+    evaluated, collate = 'eval_dataset=data["validation"],', "data_collator=DataCollatorWithPadding(tokenizer)"
+    for mapping in ("dict(eval_dataset=data['validation'])", "more"):
+        code = f"more = dict(eval_dataset=data['validation'])\ntrainer = Trainer(**{mapping}, "
+        assert not _deciding(changed((evaluated, ""), ("trainer = Trainer(", code), text=TEXT)), mapping
+    code = f"more = dict({collate.partition('=')[0]}=own)\ntrainer = Trainer(**more, "
+    assert _deciding(changed((f"{collate}, ", ""), ("trainer = Trainer(", code), text=TEXT))
+
+
 def test_training_that_is_repeated_in_another_way_is_refused() -> None:
     for code in (
         "[trainer.train() for _ in range(2)]",

@@ -68,7 +68,7 @@ def check(script: Script, draft: RunDraft, call: Call, row: Row | None) -> None:
     plain = [each for each in call.node.args if not isinstance(each, ast.Starred)]
     order = tuple(row.get("order", ()))
     words: list[tuple[str | None, ast.expr]] = [] if row.get("any") else list(zip(order, plain, strict=False))
-    words += [(each.arg, each.value) for each in call.node.keywords]
+    words += script.keywords(call.node)
     extra = [] if row.get("any") else [*plain[len(order) :], *(each for each in call.node.args if each not in plain)]
     for node in extra:
         _say(draft, call, code_of(node), "its effect on training is unknown")

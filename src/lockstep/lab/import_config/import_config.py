@@ -23,8 +23,10 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.lab.import_config import (
     axolotl,
+    branch_values,
     command_line,
     decided_branches,
+    library_names,
     loops,
     project_files,
     switches,
@@ -475,6 +477,7 @@ class Read:
     rebound: Sequence[str] = ()  # statements that may set any name anew
     shadowed: Sequence[str] = ()  # definitions of functions that Python has
     script: Script | None = None  # whose switches of libraries are named at the end
+    unknown: Sequence[tuple[str, str]] = ()  # names whose value or library is not known
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
@@ -483,6 +486,8 @@ class Read:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         for each in self.shadowed:
             draft.unclear(each, "it replaces a function of Python that init reads by its name: give it another one")
+        for name, why in self.unknown:
+            draft.unclear(name, why)
         self.mover(draft, processes)
         if self.script is not None:
             draft.at_end.append(functools.partial(switches.note, self.script))
@@ -519,7 +524,8 @@ def script(of: Script) -> Read:
     unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            return Read(*result, unread, rebound, project_files.shadowed(of), of)
+            names = () if reader is _of_sagemaker else [*library_names.unknown(of), *branch_values.undecided(of)]
+            return Read(*result, unread, rebound, project_files.shadowed(of), of, names)
     hint = "for a custom model and loss see docs/how-to/own-module.md"
     raise RunError(
         "LS8207",

@@ -1,7 +1,8 @@
 """Names that a script has from a library, told apart from its own of the same spelling.
 
 In: a `Script` and the function of a call. Out: whether the script itself, or a file of its project, defines the name:
-`def tqdm(x): return x[:5]`, `from utils import get_cosine_schedule_with_warmup`.
+`def tqdm(x): return x[:5]`, `from utils import get_cosine_schedule_with_warmup`. Of a whole script: a line for each
+name that init would read and that nothing imports, or that is imported from another library than the one that has it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import ast
 import builtins
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.bound_names import root_of, within
 from lockstep.lab.import_config.table import NAMES
 
 PROGRESS = ("tqdm", "track", "trange")
+_OF_MODULES = ("__file__", "__doc__", "__spec__", "__package__", "__class__", "display", "get_ipython")
 
 
 def is_own(script: Any, function: ast.expr) -> bool:
@@ -88,3 +91,67 @@ def _may_be_starred(script: Any, name: str) -> bool:
 
 def _last_line(node: ast.stmt, line: int) -> int:
     return max(node.lineno, line)
+
+
+def unknown(script: Any) -> list[tuple[str, str]]:
+    """Return `line N: NAME` and the reason for each name that is called and that is not known to be a library's."""
+    return [*_unbound(script), *_from_elsewhere(script)]
+
+
+def _unbound(script: Any) -> Iterator[tuple[str, str]]:
+    """Yield `line N: NAME` and the reason for each name of a call or base that no line imports, defines or
+    assigns, or that one of several `import *` may bind."""
+    bound = {*within(script.tree), *(name for _, name in script.bindings), *dir(builtins), *_OF_MODULES}
+    bound |= {each.arg for each in ast.walk(script.tree) if isinstance(each, ast.arg)}
+    stars = [each for each in ast.walk(script.tree) if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"]
+    libraries = [each for each in stars if is_library(each.module or "") and not each.level]
+    for name, line in _called(script.tree).items():
+        if name in bound:
+            continue
+        roots = {(each.module or "").partition(".")[0] for each in libraries}
+        if len(stars) == len(libraries) == 1 and roots <= set(NAMES["homes"].get(name, roots)):
+            continue
+        if stars:
+            lines = ", ".join(str(each.lineno) for each in stars)
+            why = f"the import of * in line {lines} may define it: import it by its name"
+        else:
+            why = "nothing in the script imports or defines it: import it from its library"
+        yield f"line {line}: {name}", why
+
+
+def _called(tree: ast.AST) -> dict[str, int]:
+    """Return the first names of calls and bases that init would read as a library's, each with its first
+    line."""
+    names: dict[str, int] = {}
+    for node in ast.walk(tree):
+        parts = [node.func] if isinstance(node, ast.Call) else []
+        for each in (*parts, *(node.bases if isinstance(node, ast.ClassDef) else ())):
+            first, last = root_of(each), ast.unparse(each).rpartition(".")[2]
+            scheduled = last.startswith("get_") and "schedule" in last
+            if first and (scheduled or last in _READ or first in NAMES["known_libraries"] or last.endswith(_TRAINS)):
+                names.setdefault(first, each.lineno)
+    return names
+
+
+def _from_elsewhere(script: Any) -> Iterator[tuple[str, str]]:
+    """Yield `line N: CODE` and the reason for each called name and base that has the name of a class or function which
+    init reads, and is imported from another library."""
+    for node in ast.walk(script.tree):
+        parts = [node.func] if isinstance(node, ast.Call) else []
+        for each in (*parts, *(node.bases if isinstance(node, ast.ClassDef) else ())):
+            first, origin = root_of(each), script.origin_of(each)
+            root, _, name = origin.partition(".")
+            name = name.rpartition(".")[2]
+            homes = NAMES["homes"].get(name, NAMES["homes"]["Trainer"] if name.endswith(_TRAINS) else ())
+            listed = not name.endswith(_TRAINS) or name in NAMES["homes"]
+            if first not in script.imports or not homes or not isinstance(each, ast.Name | ast.Attribute):
+                continue
+            if root not in homes:
+                yield f"line {each.lineno}: {origin}", f"it is imported from {root}; init reads that of {homes[0]}"
+            elif not listed and root not in _LOOPS:
+                yield f"line {each.lineno}: {origin}", "init does not read this class"
+
+
+_TRAINS = ("Trainer", "TrainingArguments")
+_READ = {*NAMES["homes"], *NAMES["optimizers"], "from_pretrained", "from_config", "set_seed", "seed_everything"}
+_LOOPS = ("lightning", "pytorch_lightning", "composer", "ignite", "fastai")

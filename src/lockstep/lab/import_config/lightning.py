@@ -15,7 +15,17 @@ from typing import Any
 from lockstep.lab.import_config import call_arguments, lightning_data
 from lockstep.lab.import_config.bound_names import names_in
 from lockstep.lab.import_config.kinds import casts, kind_of
-from lockstep.lab.import_config.lightning_methods import RESTORED, Start, is_read, mode, optimizers, step_effect
+from lockstep.lab.import_config.lightning_methods import (
+    EVALUATED,
+    RESTORED,
+    Start,
+    is_read,
+    mode,
+    modes_elsewhere,
+    optimizers,
+    own_step,
+    step_effect,
+)
 from lockstep.lab.import_config.lightning_values import BASES, classes_of
 from lockstep.lab.import_config.observing import first_effect, sets_part
 from lockstep.lab.import_config.quiet_code import QuietCode
@@ -197,6 +207,8 @@ def module(loop: Any, transformers: bool) -> None:
                 continue
             if name == "training_step" and transformers:
                 _step(kind, method, methods.get("forward"), loop)
+            elif name == "training_step":
+                own_step(kind, method, loop)
             elif name == "configure_optimizers":
                 optimizers(kind, method, loop)
             elif name == "__init__":
@@ -211,13 +223,20 @@ def module(loop: Any, transformers: bool) -> None:
     for line in (each for each in of_classes if each.name in _OF_BATCHES):
         loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
     lightning_data.check(loop)
+    _outside(classes, loop, transformers)
+    if transformers and classes:
+        mode(classes[0], start, loop)
+
+
+def _outside(classes: list[ast.ClassDef], loop: Any, transformers: bool) -> None:
+    """Check the statements and functions outside of the module."""
+    for node in modes_elsewhere(loop.script, {line for each in classes for line in each.body}):
+        loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", EVALUATED)
     Around(loop).body(loop.script.tree.body)
     for call in (c for c in loop.script.calls if c.name == "fit" and c.receiver is not None):
         _once(call, loop)
         if not transformers:
             fit(call, loop)
-    if transformers and classes:
-        mode(classes[0], start, loop)
 
 
 def _bases(kind: ast.ClassDef, loop: Any) -> None:
@@ -297,8 +316,8 @@ class Around:
             if casts(self.script, call):
                 self._gap(call, "it changes the type of the weights", "model.dtype", "precision")
             if mode in ("train", "eval") and not (mode == "train" and isinstance(call.func.value, ast.Name)):  # type: ignore[attr-defined]
-                self._gap(call, "modules are trained in evaluation mode, or their modes are unknown")
-        if isinstance(line, ast.Assign) and isinstance(line.value, ast.Call | ast.Attribute | ast.Name):
+                self._gap(call, EVALUATED)
+        if isinstance(line, ast.Assign):
             self.names |= {name for target in line.targets for name in names_in(target)}
 
     def _uses(self, node: ast.AST) -> bool:

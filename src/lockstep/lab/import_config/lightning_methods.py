@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.lab.import_config.bound_names import CHANGING, names_in, root_of, targets
 from lockstep.lab.import_config.kinds import casts
 from lockstep.lab.import_config.model_defaults import without_dropout
-from lockstep.lab.import_config.observing import Observing, names_of_lightning, parts_of
+from lockstep.lab.import_config.observing import Observing, names_of_lightning, parts_of, sets_part
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES
@@ -22,11 +22,12 @@ from lockstep.lab.import_config.train_mode import TrainMode
 _UNKNOWN = "its effect on model, data or optimizer is unknown"
 _FREEZES = "model.freeze names the weights that are not trained"
 _EPOCH = 'Lightning advances it once an epoch, as its "interval" is not "step"; in lockstep it advances with every step'
-_EVALUATED = "modules are trained in evaluation mode, or their modes are unknown"
+EVALUATED = "modules are trained in evaluation mode, or their modes are unknown"
 _LEAVES = "Lightning since 2.2 leaves a model in its mode, and from_pretrained gives one in evaluation mode"
 RESTORED = ("validation_", "test_", "predict_", "on_validation_epoch", "on_test_epoch")  # Lightning restores modes
 _BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_MODES = ("train", "eval", "freeze", "unfreeze", "requires_grad_")
 _MOVES = ("get_peft_model", "compile", "prepare_model_for_kbit_training", "to", "cuda", "train")
 _SCHEDULES = ("torch.optim.lr_scheduler.", "lr_scheduler.", "transformers.")
 _OPTIMIZERS = ("torch.optim.", "optim.", "transformers.", "bitsandbytes.", "bnb.", "lion_pytorch.")
@@ -171,9 +172,9 @@ class Start:
             known = whose == "model" and once and isinstance(mode, bool) and not isinstance(node, ast.expr)
             if not self.transformers:
                 if mode is not True:
-                    self.gaps.add(call, _EVALUATED)
+                    self.gaps.add(call, EVALUATED)
             elif not known or self._is_lazy(node, call):
-                self.gaps.add(call, _EVALUATED)
+                self.gaps.add(call, EVALUATED)
             elif self.trains is not None:
                 self.trains, self.by = mode, call
             else:
@@ -249,6 +250,41 @@ def _trained_outside(kind: ast.ClassDef, script: Script) -> bool:
     return False
 
 
+def modes_elsewhere(script: Script, methods: set[Any]) -> Iterator[ast.Call]:
+    """Yield calls that set a mode in functions outside of the module, but for those of another model that the function
+    makes, and in functions that are called only when Lightning validates, or after fit()."""
+    fits = [script.order[id(c.node)] for c in script.calls if c.name == "fit" and c.receiver is not None]
+    end = max(fits, default=0)
+    for call in script.calls:
+        function = script.scopes.get(id(call.node))
+        while function is not None and script.scopes.get(id(function)) is not None:
+            function = script.scopes.get(id(function))
+        if call.name not in _MODES or call.receiver is None or not isinstance(function, ast.FunctionDef):
+            continue
+        root = ast.Name(root_of(call.receiver), ast.Load())
+        values = script.bindings.get((id(script.scopes.get(id(call.node))), root.id), [])
+        if function in methods or (values and all(isinstance(each, ast.Call) for each in values)):
+            continue
+        uses = [n for n in ast.walk(script.tree) if isinstance(n, ast.Name) and n.id == function.name]
+        scopes = [script.scopes.get(id(each)) for each in uses]
+        restored = [isinstance(s, ast.FunctionDef) and s in methods and s.name.startswith(RESTORED) for s in scopes]
+        late = [scope is None and script.order[id(each)] > end for each, scope in zip(uses, scopes, strict=True)]
+        if not all(one or other for one, other in zip(restored, late, strict=True)):
+            yield call.node
+
+
+def own_step(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
+    """Check that a training step with a loss of the script's own sets no mode and changes no weight in place."""
+    itself = method.args.args[0].arg if method.args.args else "self"
+    observing = Observing(loop.script, kind, itself, method)
+    for node in ast.walk(method):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        last = node.func.attr if called and observing.is_part(node.func.value) else ""  # type: ignore[attr-defined]
+        if last in _MODES or (last.endswith("_") and not last.endswith("__")) or sets_part(kind, node, itself):
+            why = "it sets a mode or changes the module within a step, beside what the loss learns"
+            loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", why)  # type: ignore[attr-defined]
+
+
 # -- configure_optimizers ----------------------------------------------------------------------------------------------
 
 
@@ -278,7 +314,7 @@ def optimizers(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
             gaps.add(node, "its effect on the model is unknown")
     for call in (each for each in ast.walk(method) if isinstance(each, ast.Call)):
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("train", "eval"):
-            gaps.add(call, _EVALUATED)
+            gaps.add(call, EVALUATED)
     _returned(method, loop, gaps)
     _schedule(kind, method, loop)
 

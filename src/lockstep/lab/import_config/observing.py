@@ -48,14 +48,14 @@ class Observing:
             value, target = getattr(node, "value", None), getattr(node, "targets", [None])[0]
             if isinstance(node, ast.For | ast.comprehension):
                 value, target = node.iter, node.target
-            if target is not None and value is not None and self._is_part(value) and not self._is_count(value):
+            if target is not None and value is not None and self.is_part(value) and not self._is_count(value):
                 self.aliases |= names_in(target)
 
     def effects(self) -> Iterator[ast.AST]:
         for node in ast.walk(self.method):
             called = isinstance(node, ast.Call) and not self._is_quiet(node)
             sets = isinstance(node, ast.Attribute | ast.Subscript) and self._changes(node)
-            grows = isinstance(node, ast.AugAssign) and self._is_part(node.target)
+            grows = isinstance(node, ast.AugAssign) and self.is_part(node.target)
             if isinstance(node, _REFUSED) or called or sets or grows:
                 yield node
 
@@ -64,7 +64,7 @@ class Observing:
         if isinstance(node.ctx, ast.Load):
             return isinstance(node, ast.Attribute) and self._reaches(node)
         own = self._is_own(node) and getattr(node, "attr", "") not in self.own | names_of_lightning()
-        return self._is_part(node) or not (own or isinstance(node, ast.Subscript))
+        return self.is_part(node) or not (own or isinstance(node, ast.Subscript))
 
     def _is_own(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Subscript):
@@ -79,7 +79,7 @@ class Observing:
             node = node.func if isinstance(node, ast.Call) else node.value
         return first if isinstance(node, ast.Name) and node.id == self.itself else ""
 
-    def _is_part(self, node: ast.AST) -> bool:
+    def is_part(self, node: ast.AST) -> bool:
         """Return whether an expression is the module itself, a part of it that is trained, or of its Trainer."""
         if isinstance(node, ast.Name):
             return node.id == self.itself or node.id in self.aliases
@@ -107,9 +107,9 @@ class Observing:
         last = name.rpartition(".")[2]
         if name in _CHANGING or last in NAMES["seeds"] or last.endswith("_") or name in ("sys.exit", "os._exit"):
             return False
-        if any(isinstance(each, ast.Name) and self._is_part(each) for each in arguments):
+        if any(isinstance(each, ast.Name) and self.is_part(each) for each in arguments):
             return False
-        if self._is_part(call.func):
+        if self.is_part(call.func):
             plain = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == self.itself
             whole = plain and (last in self.parts or last in self.own)
             return whole or ast.unparse(call.func) == self.itself or last in NAMES["observing_of_parts"]

@@ -507,6 +507,18 @@ class Script:
                 unsure = condition if isinstance(node, ast.stmt) else condition or "in a branch"
                 yield from self.assignments(list(ast.iter_child_nodes(node)), unsure)
 
+    def keywords(self, call: ast.Call) -> list[tuple[str | None, ast.expr]]:
+        """Return the keyword arguments of a call, those of `**dict(a=b)` or of a name for it as well; None: unknown."""
+        words: list[tuple[str | None, ast.expr]] = []
+        for word in call.keywords:
+            value = self.bound(word.value) if isinstance(word.value, ast.Name) else word.value
+            plain = isinstance(value, ast.Call) and ast.unparse(value.func) == "dict" and "dict" not in self.functions
+            if word.arg is None and plain and isinstance(value, ast.Call) and not value.args:
+                words += [(each.arg, each.value) for each in value.keywords]
+            else:
+                words.append((word.arg, word.value))
+        return words
+
     def arguments(self, call: Call, names: tuple[str, ...] = ()) -> Arguments:
         """Return the arguments of a call. `names`: of its positional arguments."""
         arguments = Arguments()
@@ -514,7 +526,7 @@ class Script:
         starred = [node for node in call.node.args if isinstance(node, ast.Starred)]
         arguments.more += [code_of(node) for node in (*(plain[len(names) :] if names else ()), *starred)]
         words: list[tuple[str | None, ast.expr]] = list(zip(names, plain, strict=False))
-        words += [(word.arg, word.value) for word in call.node.keywords]
+        words += self.keywords(call.node)
         for name, node in words:
             if name is None:
                 whole = self.known(node)

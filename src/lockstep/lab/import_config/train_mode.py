@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.kinds import TOKENIZERS
@@ -142,8 +142,10 @@ class TrainMode:
     # -- expressions ---------------------------------------------------------------------------------------------------
 
     def _expression(self, node: Any, modes: Modes) -> Modes:
-        if isinstance(node, ast.Lambda):
-            return modes
+        if isinstance(node, ast.Lambda):  # whether and on what it is called is not followed
+            inside = [each for each in ast.walk(node.body) if _is_mode(each)]
+            self.calls += inside
+            return frozenset(Mode(PART, each) for each in inside) or modes
         if isinstance(node, ast.IfExp):
             return self._branches(node, modes, self._expression)
         if isinstance(node, ast.BoolOp):
@@ -160,9 +162,9 @@ class TrainMode:
         if isinstance(call.func, ast.Name) and (function := self.script.functions.get(call.func.id)) is not None:
             body = getattr(function, "body", None)
             return self._function(body, modes) if isinstance(body, list) and len(self.returned) < _DEPTH else modes
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("train", "eval"):
+        if not _is_mode(call):
             return modes
-        of = self._whose(call.func.value)
+        of = self._whose(call.func.value)  # type: ignore[attr-defined]
         if of is None:
             return modes
         self.calls.append(call)
@@ -189,6 +191,8 @@ class TrainMode:
             above = self._whose(node.value)
             whole = node.attr in _WRAPPED or node.attr in self.models
             return above if whole or above is None else PART
+        if isinstance(node, ast.Subscript):  # of a list or mapping that may hold the model
+            return PART
         if not isinstance(node, ast.Name):  # accelerator.unwrap_model(model)
             return "model" if names_in(node) & self.models else None
         if node.id in self.models or root_of(node) == "self":
@@ -201,3 +205,8 @@ class TrainMode:
         scope: Any = self.script.scopes.get(id(node))
         arguments = {each.arg for each in ast.walk(scope.args) if isinstance(each, ast.arg)} if scope else set()
         return "model" if node.id in arguments else PART
+
+
+def _is_mode(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Return whether a call sets a mode: `model.eval()`."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("train", "eval")

@@ -83,6 +83,10 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
         read_call(call, at)
         if _touches(call, script) and not quiet.is_quiet(call.node):
             draft.unclear(str(call), "its effect on its arguments is unknown: inline it where it is called")
+    makes = any(is_trainer(script, call.name) for call in script.calls)
+    for call in (each for each in script.calls if each.name == "train" and each.receiver is not None):
+        if not makes and kind_of(script, call.receiver) is None:
+            draft.unclear(str(call), "where its Trainer is made was not found")
     if not any(call.name in ("train", "fit", "hyperparameter_search") for call in script.calls):
         draft.notes.append("the script never calls train(): whether it trains at all is decided elsewhere")
     _unread_effects(at)

@@ -303,6 +303,8 @@ class TrainerStatements:
     def _is_result(self, node: ast.expr) -> bool:
         if isinstance(node, ast.IfExp):
             return all(self._is_result(each) or not self._touches(each) for each in (node.body, node.orelse))
+        if isinstance(node, ast.Attribute) and node.attr == "log_history":  # of trainer.state: numbers by step
+            return ast.unparse(node.value).endswith(".state")
         while isinstance(node, ast.Attribute):  # trainer.train().metrics
             node = node.value
         if not isinstance(node, ast.Call):
