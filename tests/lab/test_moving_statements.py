@@ -63,6 +63,7 @@ UNDERSTOOD = {
     ),
     "bar": changed(
         DDP,
+        ("import torch\n", "import torch\nfrom tqdm import tqdm\n"),
         (LOOP, "        bar = tqdm(loader)\n        for x, y in bar:\n"),
         (STEP, f"{STEP}            bar.set_description(f'{{loss.item():.3f}}')\n"),
     ),

@@ -84,7 +84,7 @@ class _Reader:
             for case in line.cases:
                 other = self.body(case.body, dict(here), inner)
                 always = isinstance(case.pattern, ast.MatchAs) and case.pattern.pattern is None and case.guard is None
-                now = other if always and now is here else _either(now, other)  # type: ignore[assignment]
+                now = other if always and now is here else _either(now, other)
             return now
         if isinstance(line, ast.With | ast.AsyncWith):
             for item in line.items:
