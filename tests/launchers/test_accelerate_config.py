@@ -10,11 +10,16 @@ from lockstep.config.run import RunError
 from lockstep.launchers.accelerate import Accelerate
 from lockstep.launchers.start import run_as_rank
 from lockstep.proof.verify import verify
+from lockstep.strategies.fsdp2 import FSDP2
 from support.harness import tiny
 from support.messages import raises
 
 ZERO = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "bf16"}
 PLAIN = {"distributed_type": "MULTI_GPU", "mixed_precision": "no", "use_cpu": True}
+
+
+class OwnSharding(FSDP2):
+    """A user's strategy, which has another name."""
 
 
 def plan(folder: Path, config: Any, *overrides: str) -> None:
@@ -59,11 +64,21 @@ def test_a_conflicting_configuration_is_refused(config: Any, words: list[str], t
                                          "gradient_accumulation_steps": 4}},
             ["strategy.name=zero1", "precision=bf16"],
         ),
+        (ZERO | {"deepspeed_config": {"zero_stage": 0}}, ["precision=bf16"]),
         (PLAIN | {"distributed_type": "FSDP"}, ["strategy.name=fsdp2"]),
+        (PLAIN | {"distributed_type": "FSDP"}, ["strategy.name=fsdp2", "strategy.options.gather=step"]),
+        (PLAIN | {"distributed_type": "FSDP"}, ["strategy.name=hf_accelerate", "strategy.options.fsdp={}"]),
+        (PLAIN | {"distributed_type": "FSDP"}, [f"strategy.name={__name__}.OwnSharding"]),
     ],
 )  # fmt: skip
 def test_an_equal_configuration_is_accepted(config: Any, overrides: list[str], tmp_path: Path) -> None:
     plan(tmp_path, config, *overrides)
+
+
+@pytest.mark.parametrize("options", ["{}", "3", "{zero_stage: x}"])
+def test_options_that_are_refused_later(options: str, tmp_path: Path) -> None:
+    with raises("LS7303", "zero_stage 2: strategy.name=zero2"):
+        plan(tmp_path, ZERO, "precision=bf16", "strategy.name=hf_accelerate", f"strategy.options.deepspeed={options}")
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -356,8 +356,6 @@ NAMES_COMPARED = (
     "plain/",  # a judge that imports nothing of lockstep
     "lab/import_config/",  # what other systems call them
     "lab/init/columns.py",  # the table by which a task is guessed from columns
-    "launchers/processes/accelerate_config.py",  # a config file of Accelerate beside the run
-    "lab/doctor.py",  # the options with which each strategy is tried
 )
 
 

@@ -176,6 +176,7 @@ class StrategyFacts:
     chooses_links: bool = True  # whether `strategy.all_reduce` applies to its exact sums
     runs_whole_model: bool = False  # whether a rank's forward runs the whole model, with all its weights
     engine_casts: bool = False  # whether an engine puts its own autocast into the model's forward
+    accelerate_type: str = ""  # what shards its state, as `accelerate config` calls it: fsdp or deepspeed
     flat_parts: bool = False  # whether an engine passes flattened parts of tensors to the optimizer
     waits_inside: tuple[str, ...] = ("reduction", "overlapped")
     """Phases of a step (`StepTimer`) in which a rank also waits for other ranks."""

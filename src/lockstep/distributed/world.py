@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,16 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     dense = tensor.contiguous()  # gloo ignores strides: of a column it would add neighbouring memory
     dist.all_reduce(dense, group=group)
     return tensor if dense is tensor else tensor.copy_(dense)
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """This rank's position in data parallelism. Ranks with the same `rank` process the same examples together (pipeline
+    stages, tensor parallel ranks)."""
+
+    rank: int
+    size: int
+    all_reduce: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
 
 
 class World:

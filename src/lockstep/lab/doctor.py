@@ -486,8 +486,6 @@ def run_of(strategy: str, precision: str, processes: int, device: str) -> Run:
         "model.config.resid_pdrop=0.1",
         "data.limit=400",
     ]
-    if strategy == "pipeline" and not processes % 2:
-        overrides.append("strategy.options.stages=2")
     run = load(None, overrides, QUICK_START)
     gpus = gpus_of(run.launch)
     shared = -(-count // gpus) if gpus else 1
@@ -508,13 +506,17 @@ def outcomes_of(folder: Path, runs: Sequence[Sequence[Run]]) -> Iterator[Outcome
 
 def _outcome(run: Run, folder: Path, alone: Path, reference: tuple[str, list[str]]) -> tuple[str, list[str]]:
     try:
-        lacking = plugins.lacking(strategy_class(run).needs)
+        strategy = strategy_class(run)
+        lacking = plugins.lacking(strategy.needs)
     except Exception as caught:  # an engine without the internals that lockstep uses
         return "failed", [f"{type(caught).__name__}: {' '.join(str(caught).split())[:300]}"]
     if lacking:
         return "not installed", [plugins.install(lacking[0])]
     if reference[0]:
         return reference
+    count = int(run.launch.processes)
+    if strategy.stages_of(run.strategy, count) > 2 and not count % 2:  # several pipelines, of two stages each
+        run = run.model_copy(update={"strategy": run.strategy.model_copy(update={"options": {"stages": 2}})})
     outcome, why = _job("under", run, folder)
     return (outcome, why) if outcome else compared(folder, alone)
 

@@ -10,21 +10,41 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Protocol
 
+from torch import nn
 from typing_extensions import override
 
-from lockstep.config.run import RunError
-from lockstep.data.batch import MicroBatch, StepBatch
+from lockstep.config.run import Run, RunError
+from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
+from lockstep.strategies.exact.precision import Precision
+from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.update import WeightUpdate
+
+
+class Trainable(Protocol):
+    """What a trial step reads of a strategy."""
+
+    run: Run
+    world: World
+    model: nn.Module
+    precision: Precision
+    update: WeightUpdate
+
+    @property
+    def statistics(self) -> Statistics | None: ...
+
+    def train_step(self, batch: StepBatch, learning_rate: float) -> StepResult: ...
 
 
 class DryRun:
     """The trial step of a strategy, and what it revealed. Every method is collective."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Trainable) -> None:
         self.strategy = strategy
         self.effects = SideEffects()  # side effects of forward
 

@@ -27,7 +27,7 @@ from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.rendezvous import join_alone
 from lockstep.distributed.sharded import fill, local, whole
-from lockstep.distributed.world import World
+from lockstep.distributed.world import DataShard, World
 from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
@@ -55,7 +55,7 @@ from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.sharded_optimizer import GATHERS, ShardedOptimizer
-from lockstep.strategies.strategy import DataShard, Strategy, WeightFormats, all_reduce_in
+from lockstep.strategies.strategy import Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -105,6 +105,8 @@ class ChoosesShards(EngineShards):
 
 class GatheredForward(DryRun):
     """The trial step of `FSDP2`, which gathers weights for a forward and replaces them by shards."""
+
+    strategy: FSDP2
 
     @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
@@ -194,6 +196,7 @@ class FSDP2(Strategy):
     exact = True
     facts = StrategyFacts(
         weight_formats=WeightFormats.BFLOAT16,
+        accelerate_type="fsdp",
         bench_options=GATHERS,
         waits_inside=("forward", "backward", "reduction", "optimizer"),
     )

@@ -25,6 +25,8 @@ from lockstep.strategies.strategy import Strategy
 class AcceleratorRecovery(WrapperRecovery):
     """Recovery of Accelerate: creates another `Accelerator` in the new process group."""
 
+    strategy: HFAccelerate
+
     @override
     def detach_group(self) -> None:
         release(self.strategy.accelerator)

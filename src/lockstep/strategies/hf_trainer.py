@@ -35,6 +35,8 @@ _OTHER_KERNELS = {"torch_compile", "torch_compile_backend", "torch_compile_mode"
 class TrainerRecovery(WrapperRecovery):
     """Recovery of Trainer: wraps the model again in the new process group."""
 
+    strategy: HFTrainer
+
     @override
     def detach_group(self) -> None:
         release(self.strategy.accelerator)

@@ -27,7 +27,7 @@ from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
-from lockstep.distributed.world import World, all_reduce
+from lockstep.distributed.world import DataShard, World, all_reduce
 from lockstep.strategies.dry_run import WithoutForwards
 from lockstep.strategies.engines import blocks, cuts, layers, pipelining
 from lockstep.strategies.engines.cuts import Cut
@@ -49,7 +49,7 @@ from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.strategy import DataShard, Strategy, all_reduce_in
+from lockstep.strategies.strategy import Strategy, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.plurals import quantity
 

@@ -10,16 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
 
 from lockstep.config.sections import StrategySection
 from lockstep.data.job import Job, StrategyRules
+from lockstep.distributed.world import DataShard, World
+from lockstep.strategies.exact.leaf_gradients import LeafGradients
+from lockstep.strategies.exact.training_state import TrainedWeights
+
+
+class Replicated(Protocol):
+    """What recovery reads of a strategy whose ranks hold the whole state."""
+
+    world: World
+    data_parallel: DataShard
+    parameters: list[nn.Parameter]
+    weights: TrainedWeights
+    leaves: LeafGradients
 
 
 class ReplicaRecovery:
     """Recovery of a `ReplicatedStrategy`: the surviving ranks keep it."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Replicated) -> None:
         self.strategy = strategy
 
     def detach_group(self) -> None:

@@ -113,7 +113,7 @@ class InPlaceWrites(DryRun):
     @override
     def check(self, effects: SideEffects) -> SideEffects:
         agreed = super().check(effects)
-        if agreed.new_memory and not self.strategy.alone:
+        if agreed.new_memory and self.strategy.world.size > 1:
             names = first_few(sorted(agreed.new_memory))
             raise RunError(
                 "LS4190",
@@ -129,7 +129,10 @@ class ShardedOptimizer(ReplicatedStrategy):
 
     plugin = "strategies"  # a base: it has no name in a run file
     facts = replace(
-        ReplicatedStrategy.facts, bench_options=GATHERS, waits_inside=("reduction", "overlapped", "optimizer")
+        ReplicatedStrategy.facts,
+        accelerate_type="fsdp",
+        bench_options=GATHERS,
+        waits_inside=("reduction", "overlapped", "optimizer"),
     )
     memory = OptimizerShards()
     recovery = ShardRecovery

@@ -23,6 +23,7 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.sharded import local
 from lockstep.strategies.engines import blocks, layers, side_effects
 from lockstep.strategies.exact import make_model, parameter_groups, stepper, training_state
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
@@ -31,7 +32,7 @@ from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.statistics import Statistics
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.observer import observing
-from lockstep.strategies.strategy import ReplicatedRecomputation, Strategy, WeightFormats
+from lockstep.strategies.strategy import Recomputation, Strategy, WeightFormats
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -47,6 +48,35 @@ class ReplicatedMemory(MemoryEstimate):
         run = job.run
         partials = most_held(run.micro_batches, job.processes, uneven=bool(run.launch.rebalance_every))
         return 4.0 * (partials - 1) if run.strategy.exact else 0.0
+
+
+class ReplicatedRecomputation(Recomputation):
+    """Recomputation for a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
+
+    strategy: ReplicatedStrategy
+
+    @override
+    def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
+        strategy, totals, precision = self.strategy, self.strategy.totals, self.strategy.precision
+
+        def backward() -> Tensor:
+            outputs = strategy.model(**strategy.inputs_of(micro))
+            loss = totals.loss_sum(strategy.task, outputs, micro, strategy.observer)
+            with precision.autocast(False):
+                torch.autograd.grad(precision.scaled(loss / targets), strategy.parameters, allow_unused=True)
+            return loss.detach()
+
+        with precision.autocast(), totals.preserved():
+            strategy.compute(step, micro, backward)
+
+    @override
+    def replicated_weights(self) -> list[Tensor]:
+        return [p.detach() for p in self.strategy.parameters]
+
+    @override
+    def replicated_state(self) -> list[Tensor]:
+        state = sorted(self.strategy.state.sharded_state_dict().items())
+        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]
 
 
 class ReplicatedStrategy(Strategy):

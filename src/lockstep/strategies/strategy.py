@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, StrategyRules
 from lockstep.data.job import WeightFormats as WeightFormats
-from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import StepTimer
-from lockstep.distributed.world import World, all_reduce
+from lockstep.distributed.world import DataShard, World, all_reduce
 from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
@@ -43,17 +39,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.models.inference import Decoding
 
 
-@dataclass(frozen=True)
-class DataShard:
-    """This rank's position in data parallelism. Ranks with the same `rank` process the same examples together (pipeline
-    stages, tensor parallel ranks)."""
-
-    rank: int
-    size: int
-    all_reduce: Callable[[Tensor], Tensor]  # over the ranks that work on different examples, in place; collective
-
-
-def all_reduce_in(group: dist.ProcessGroup) -> Any:
+def all_reduce_in(group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Return a function that sums a tensor over the ranks of a group, in place."""
 
     return lambda tensor: all_reduce(tensor, group)
@@ -157,7 +143,7 @@ class Recomputation(ABC):
 
     together: ClassVar[bool] = False  # whether `compute` is collective
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
 
     @classmethod
@@ -177,30 +163,3 @@ class Recomputation(ABC):
     @abstractmethod
     def replicated_state(self) -> list[Tensor]:
         """Return the part of the state that every rank holds in full. Collective."""
-
-
-class ReplicatedRecomputation(Recomputation):
-    """Recomputation for a `ReplicatedStrategy`: each rank has the whole model, so one rank computes alone."""
-
-    @override
-    def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        strategy, totals, precision = self.strategy, self.strategy.totals, self.strategy.precision
-
-        def backward() -> Tensor:
-            outputs = strategy.model(**strategy.inputs_of(micro))
-            loss = totals.loss_sum(strategy.task, outputs, micro, strategy.observer)
-            with precision.autocast(False):
-                torch.autograd.grad(precision.scaled(loss / targets), strategy.parameters, allow_unused=True)
-            return loss.detach()
-
-        with precision.autocast(), totals.preserved():
-            strategy.compute(step, micro, backward)
-
-    @override
-    def replicated_weights(self) -> list[Tensor]:
-        return [p.detach() for p in self.strategy.parameters]
-
-    @override
-    def replicated_state(self) -> list[Tensor]:
-        state = sorted(self.strategy.state.sharded_state_dict().items())
-        return [tensor.detach() for _, tensor in state if local(tensor) is tensor]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.run import Run, RunError
+from lockstep.data.job import StrategyRules, strategy_class
 
 _UNUSED = ("no", "none", "false", "auto", "")  # Accelerate's values for off, or decided by the program
 
@@ -104,9 +106,9 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
         )
         yield f"dynamo_backend {settings.compiler}", instead
     if settings.engine == "deepspeed":
-        yield from _deepspeed(run, settings.details)
+        yield from _deepspeed(run, strategy_class(run), settings.details)
     elif settings.engine == "fsdp":
-        if run.strategy.name != "fsdp2" and "fsdp" not in run.strategy.options:
+        if strategy_class(run).facts.accelerate_type != "fsdp":
             yield (
                 "distributed_type FSDP",
                 "strategy.name=fsdp2, or strategy.name=hf_accelerate with strategy.options.fsdp",
@@ -118,11 +120,8 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
         )
 
 
-def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    name, options = run.strategy.name, run.strategy.options
-    inner = options.get("deepspeed") if name == "hf_accelerate" else None
-    engine = inner if isinstance(inner, Mapping) else options
-    stage = str(engine.get("zero_stage")) if inner else name.removeprefix("zero")
+def _deepspeed(run: Run, strategy: type[StrategyRules], details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    stage, engine = _zero_of(run, strategy)
     if (path := str(details.get("deepspeed_config_file", ""))).lower() not in _UNUSED:
         yield (
             f"deepspeed_config_file {path}",
@@ -132,8 +131,7 @@ def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]
     config_stage = str(details.get("zero_stage", 2))
     if stage != config_stage:
         same = f"strategy.name=zero{config_stage}" if config_stage in ("1", "2", "3") else "strategy.name=ddp"
-        if not (config_stage == "0" and name == "ddp"):
-            yield f"distributed_type DEEPSPEED, zero_stage {config_stage}", same
+        yield f"distributed_type DEEPSPEED, zero_stage {config_stage}", same
     clip = str(details.get("gradient_clipping", "")).lower()
     if clip not in _UNUSED and float(clip) != (run.optim.max_grad_norm or 0.0):
         yield f"gradient_clipping {clip}", f"optim.max_grad_norm={clip}"
@@ -145,3 +143,16 @@ def _deepspeed(run: Run, details: Mapping[str, Any]) -> Iterator[tuple[str, str]
         device = str(details.get(f"{key}_device", "none")).lower()
         if device not in _UNUSED and not (isinstance(section, Mapping) and key in section):
             yield f"{key}_device {device}", f"strategy.options.zero_optimization.{key}={{device: {device}}}"
+
+
+def _zero_of(run: Run, strategy: type[StrategyRules]) -> tuple[str | None, Mapping[str, Any]]:
+    """Return the stage of ZeRO that a strategy is, and its DeepSpeed config. Stage 0 is plain data parallelism; None:
+    something else."""
+    if strategy.facts.accelerate_type == "deepspeed":
+        from lockstep.strategies.engines.zero import DeepSpeedStrategy
+
+        assert issubclass(strategy, DeepSpeedStrategy), strategy
+        with suppress(KeyError, TypeError, ValueError):  # options that `resolve` refuses
+            return str(strategy.stage_of(run.strategy)), strategy.options_of(run.strategy)
+        return None, {}
+    return "0" if strategy.facts.runs_whole_model and not strategy.facts.accelerate_type else None, {}

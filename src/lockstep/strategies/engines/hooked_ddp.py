@@ -51,7 +51,7 @@ class OverlappedSums:
     """The gradients of a model in a DDP wrapper: who sums them, and what of a step has been sent. Every method but the
     hook is collective."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: "Hooked") -> None:
         self.strategy = strategy
         self.ddp: DistributedDataParallel | None = None  # None: one process
         self.primed = True  # False until DDP has run a backward outside `no_sync`
@@ -173,6 +173,8 @@ class OverlappedSums:
 
 class WrapperRecovery(ReplicaRecovery):
     """Recovery of a wrapped model: removes the wrapper, and wraps the model again in the new process group."""
+
+    strategy: "Hooked"
 
     @override
     def detach_group(self) -> None:

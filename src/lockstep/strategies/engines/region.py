@@ -304,8 +304,8 @@ def warm_up(strategy: Strategy, task: Task) -> None:
     try:
         micros = [micro.to(world.device) for micro in examples(task)]
         with _making(region, micros):
-            digests += [_repeated(strategy, micro) for micro in micros]
-            _compare(strategy, micros[0])
+            digests += [_repeated(region, strategy.model, micro) for micro in micros]
+            _compare(region, strategy.model, micros[0])
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # of the compiler, or of a model that it does not support
@@ -348,50 +348,50 @@ def _of_at_most(columns: Columns, length: int, size: int) -> np.ndarray:
     return chosen
 
 
-def _repeated(strategy: Any, micro: MicroBatch) -> str:
+def _repeated(region: Region, model: nn.Module, micro: MicroBatch) -> str:
     """Compute a micro-batch twice and return the hash of its loss and gradients. Errors: `NotRepeating`."""
-    first, second = (_computed(strategy, micro) for _ in range(2))
+    first, second = (_computed(region, model, micro) for _ in range(2))
     if first != second:
         raise NotRepeating("computing the same micro-batch twice gave different bits")
     return first
 
 
-def _computed(strategy: Any, micro: MicroBatch) -> str:
-    strategy.region.check(micro)
-    loss, gradients = _by_code(strategy, micro)
+def _computed(region: Region, model: nn.Module, micro: MicroBatch) -> str:
+    region.check(micro)
+    loss, gradients = _by_code(region, model, micro)
     tensors = (loss.detach(), *gradients)
     return hash_text(*(tensor for tensor in tensors if tensor is not None))
 
 
-def _by_code(strategy: Any, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor | None]]:
+def _by_code(region: Region, model: nn.Module, micro: MicroBatch) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return loss sum and gradients of a micro-batch from compiled code."""
-    seed_everything(strategy.run.seed, -3, 0)
-    with strategy.region.arithmetic():
-        loss = strategy.model(**strategy.region.inputs(micro)).loss
-        return loss, torch.autograd.grad(loss, _trained(strategy), allow_unused=True)
+    seed_everything(region.run.seed, -3, 0)
+    with region.arithmetic():
+        loss = model(**region.inputs(micro)).loss
+        return loss, torch.autograd.grad(loss, _trained(model), allow_unused=True)
 
 
-def _uncompiled(strategy: Any, micro: MicroBatch, seed: int) -> Tensor:
+def _uncompiled(region: Region, model: nn.Module, micro: MicroBatch, seed: int) -> Tensor:
     """Return the loss sum of a micro-batch, with its graph, from the uncompiled model."""
-    seed_everything(strategy.run.seed, -3, seed)
-    with strategy.precision.autocast():
-        loss: Tensor = strategy.task.loss_sum(strategy.model(**micro.inputs), micro.targets)
+    seed_everything(region.run.seed, -3, seed)
+    with region.autocast():
+        loss: Tensor = region.task.loss_sum(model(**micro.inputs), micro.targets)
     return loss
 
 
-def _trained(strategy: Any) -> list[nn.Parameter]:
-    return [p for p in strategy.model.parameters() if p.requires_grad]
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
-def _compare(strategy: Any, micro: MicroBatch) -> None:
+def _compare(region: Region, model: nn.Module, micro: MicroBatch) -> None:
     """Compare compiled code with the uncompiled model, unless the model draws random numbers. Errors: `WrongCode`."""
     with torch.no_grad():
-        if not torch.equal(_uncompiled(strategy, micro, 0), _uncompiled(strategy, micro, 1)):
+        if not torch.equal(_uncompiled(region, model, micro, 0), _uncompiled(region, model, micro, 1)):
             return
-    plain = _uncompiled(strategy, micro, 0)
-    plain_norm = _norm(torch.autograd.grad(plain, _trained(strategy), allow_unused=True))
-    loss, gradients = _by_code(strategy, micro)
-    low = strategy.run.precision != "fp32" or strategy.run.model.trained_in_bfloat16
+    plain = _uncompiled(region, model, micro, 0)
+    plain_norm = _norm(torch.autograd.grad(plain, _trained(model), allow_unused=True))
+    loss, gradients = _by_code(region, model, micro)
+    low = region.run.precision != "fp32" or region.run.model.trained_in_bfloat16
     pairs = {"loss": (float(loss.detach()), float(plain.detach())), "gradient's norm": (_norm(gradients), plain_norm)}
     for name, (code, own) in pairs.items():
         if not abs(code - own) <= (ALIKE_LOW if low else ALIKE) * abs(own):

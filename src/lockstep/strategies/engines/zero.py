@@ -74,8 +74,9 @@ class ShardedRecomputation(Recomputation):
 
     @override
     def compute(self, step: int, micro: MicroBatch, targets: float) -> None:
-        strategy = self.strategy
-        with strategy.steps.sums.aside(), strategy.totals.preserved():
+        strategy, steps = self.strategy, self.strategy.steps
+        assert isinstance(steps, TreeSteps), "`supports` refuses others"
+        with steps.sums.aside(), strategy.totals.preserved():
             seed_everything(strategy.run.seed, step, micro.index)
             with observing(strategy.observer, micro.index, strategy.model):
                 strategy.run_micro_batch(micro, targets)
@@ -92,6 +93,8 @@ class ShardedRecomputation(Recomputation):
 
 class EngineDryRun(DryRun):
     """The trial step of a DeepSpeed engine."""
+
+    strategy: DeepSpeedStrategy
 
     @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:
@@ -121,7 +124,10 @@ class DeepSpeedStrategy(Strategy):
     needs = ("deepspeed",)
     exact = True
     facts = StrategyFacts(
-        chooses_links=False, flat_parts=True, waits_inside=("forward", "backward", "reduction", "optimizer")
+        chooses_links=False,
+        accelerate_type="deepspeed",
+        flat_parts=True,
+        waits_inside=("forward", "backward", "reduction", "optimizer"),
     )
     stage: int  # of ZeRO
     engine: Any  # DeepSpeed's
@@ -171,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
         self.dry_run = EngineDryRun(self)
         self.saving: AbstractContextManager[Any] = nullcontext()  # around forward
         self.in_tree_order = job.same_bits
-        self.steps: Any = TreeSteps(self) if self.in_tree_order else EngineSteps(self)
+        self.steps: TreeSteps | EngineSteps = TreeSteps(self) if self.in_tree_order else EngineSteps(self)
         self.stage = self.stage_of(job.run.strategy)
         if self.in_tree_order and world.size == 1:
             self.stage = min(self.stage, 2)  # a single rank gathers nothing

@@ -8,30 +8,67 @@ In: a `DeepSpeedStrategy` whose model is placed. Out: its engine, and one update
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.world import World
+from lockstep.distributed.step_timer import StepTimer
+from lockstep.distributed.world import DataShard, World
 from lockstep.strategies.engines import layers, zero_graph
-from lockstep.strategies.engines.zero_state import flat_weights
+from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import parameter_groups, stepper
 from lockstep.strategies.exact.make_model import ALIGNED
-from lockstep.strategies.exact.update import Part
-from lockstep.strategies.observer import listening, observing
+from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.step_totals import StepTotals
+from lockstep.strategies.exact.update import Gradient, Part, WeightUpdate
+from lockstep.strategies.observer import StepObserver, listening, observing
+from lockstep.tasks.task import Task
+
+
+class ZeroModel(Protocol):
+    """What a step reads of a `DeepSpeedStrategy`: the model that it placed, its engine, and its parts."""
+
+    run: Run
+    task: Task
+    world: World
+    data_parallel: DataShard
+    phases: StepTimer
+    totals: StepTotals
+    statistics: Statistics
+    observer: StepObserver | None
+    update: WeightUpdate
+    weights: EngineState
+
+    model: nn.Module
+    stage: int  # of ZeRO
+    config: dict[str, Any]  # DeepSpeed's
+    shapes: dict[str, torch.Size]  # of the whole parameters
+    trained: dict[str, nn.Parameter]
+    engine: Any  # DeepSpeed's
+    saving: AbstractContextManager[Any]  # around forward
+
+    def start_engine(self, optimizer: stepper.Stepper) -> Any: ...
+
+    def hold(self, optimizer: stepper.Stepper) -> None: ...
+
+    def run_micro_batch(self, micro: MicroBatch, targets: float) -> Tensor: ...
+
+    def optimizer_step(
+        self, batch: StepBatch, gradient: Gradient, learning_rate: float, losses: Tensor, uses: Sequence[int]
+    ) -> StepResult: ...
 
 
 class TreeSteps:
     """Steps in tree order, with the bits of `single`."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: ZeroModel) -> None:
         self.strategy = strategy
 
     def build(self, optimizer: stepper.Stepper) -> None:
@@ -164,7 +201,7 @@ class EngineGradient:
 class EngineSteps:
     """Steps that DeepSpeed reduces and updates."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: ZeroModel) -> None:
         self.strategy = strategy
 
     def build(self, optimizer: stepper.Stepper) -> None:
@@ -269,7 +306,7 @@ def refuse_unequal_uses(counts: Mapping[str, int], micro_batches: int, world: Wo
 
 
 @contextmanager
-def gathering_in_time(strategy: Any) -> Iterator[None]:
+def gathering_in_time(strategy: ZeroModel) -> Iterator[None]:
     """A context that replaces DeepSpeed's error of thousands of characters, raised if weights are used in another
     order than in the first step, by a `RunError`."""
     try:

@@ -102,8 +102,7 @@ class PeerCheckpoints:
     def before_join(self, state: TrainState) -> None:
         """Copy the present state before other ranks join, if a rank's part can be read only with all ranks of this
         group; waits for its arrival. Collective. Errors: as `after_step`."""
-        strategy: Any = self._session.strategy
-        if self.every and strategy.state.needs_all_ranks:
+        if self.every and self._session.strategy.state.needs_all_ranks:
             self._take(state)
             self._land()
 

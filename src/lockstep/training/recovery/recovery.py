@@ -26,7 +26,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
-from lockstep.strategies.recovery import shard_recovery
+from lockstep.strategies.recovery import ReplicaRecovery, shard_recovery
+from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
@@ -154,8 +155,7 @@ class Recovery:
             if self._resharder is not None:
                 self._resharder.detach_group(self.session, self._state)
             else:
-                strategy: Any = self.session.strategy
-                strategy.recovery(strategy).detach_group()
+                _replicas(self.session.strategy).detach_group()
             world.detach_group()
             generation = members.awaited(limit_s, lambda: world.joining and world.stop.came and members.withdraw())
             if generation is None and world.joining and not members.given_up:
@@ -204,8 +204,7 @@ class Recovery:
         back = False
         if self._resharder is not None:
             self.session, key = self._resharder.restore(session, state)
-            strategy: Any = session.strategy
-            vars(strategy).clear()  # release everything, also after an interrupted step
+            vars(session.strategy).clear()  # release everything, also after an interrupted step
             back = key[0] < newest  # some steps are repeated
         else:
             self._level([step for step, *_ in positions])
@@ -213,8 +212,7 @@ class Recovery:
         if redone and not back:
             state.rerun_hooks()
         if self._resharder is None:
-            strategy = session.strategy
-            strategy.recovery(strategy).attach_group()
+            _replicas(session.strategy).attach_group()
         session.feed.shares, session.feed.indices = None, list(session.strategy.own_micro_batches())  # equal shares
         if session.checkpoints.regroup(state.step):
             state.rerun_hooks(checkpoint=True)
@@ -314,3 +312,12 @@ def membership_message(before: tuple[str, ...], now: tuple[str, ...]) -> str:
 
 def _ranks(ranks: list[str]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+
+
+def _replicas(strategy: Strategy) -> ReplicaRecovery:
+    """Return the recovery of a strategy whose ranks hold the whole state."""
+    kind = strategy.recovery
+    assert isinstance(strategy, ReplicatedStrategy)
+    assert kind is not None
+    assert issubclass(kind, ReplicaRecovery)
+    return kind(strategy)

@@ -20,7 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.averaging import Averaged
 from lockstep.strategies.recovery import shard_recovery
-from lockstep.strategies.strategy import make_strategy
+from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.session import Session
@@ -51,7 +51,7 @@ class Resharder:
         """Record what this rank holds before its group is destroyed. Only the first call of a regrouping counts,
         however often regrouping is retried: slices belong to the ranks they were cut for."""
         copied = self.copies.detach_group()
-        strategy: Any = session.strategy
+        strategy = session.strategy
         trains = self._live is None and state.step >= 0  # a rank that joins has no update yet
         if trains and not (strategy.state.needs_all_ranks or strategy.update.incomplete):
             number, count = strategy.state.part
@@ -101,7 +101,7 @@ class Resharder:
 
     def _apply_missed_update(self, session: Session, state: TrainState) -> None:
         """Apply an update that other ranks have made and for which this rank has all the data. Collective."""
-        strategy: Any = session.strategy
+        strategy = session.strategy
         steps = session.world.all_gather(state.step)
         newest = session.world.all_gather(state.state_dict() if state.step == max(steps) else None)
         if 0 <= state.step == max(steps) - 1 and strategy.update.ready is not None:
@@ -115,7 +115,7 @@ class Resharder:
             self._live.key, self._live.train_state = (state.step, *self._live.key[1:]), theirs
 
 
-def build_strategy(session: Session, run: Run) -> Any:
+def build_strategy(session: Session, run: Run) -> Strategy:
     """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
     world, job = session.world, session.job.having(run)
     recovery = shard_recovery(job.strategy)
@@ -129,7 +129,7 @@ def build_strategy(session: Session, run: Run) -> Any:
         raise TrainingFailed(
             caught.code, f"training cannot continue with {quantity(world.size, 'rank')}: {caught.message}"
         ) from None
-    strategy: Any = make_strategy(job, world)
+    strategy = make_strategy(job, world)
     strategy.build_empty = True
     strategy.build(session.task)
     return strategy
@@ -159,7 +159,7 @@ def newest_complete(offers: list[list[tuple[Key, list[int], int]]]) -> Key:
     )
 
 
-def _compare(strategy: Any, world: World) -> None:
+def _compare(strategy: Strategy, world: World) -> None:
     """Check that all copies of each slice have the same bits, and that none is missing. Collective. Errors:
     `TrainingFailed`."""
     state = strategy.state.own()
