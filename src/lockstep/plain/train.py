@@ -233,47 +233,73 @@ def train_steps(
 
 
 def optimizers_of(run: dict, model: nn.Module, trained: dict[str, Any], state: dict) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers; none if torch lacks the kind. Muon has a second one for other parameters. `scale` of a
-    group: factor of the run's learning rate."""
-    optim, groups = run["optim"], list[dict[str, Any]]()
+    """Return torch's optimizers; none if torch lacks the kind. Muon has a second one for other parameters. Each
+    parameter is a group of its own; `scale` of a group: factor of the run's learning rate."""
+    optim = run["optim"]
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
     if optim["name"] not in (*kinds, "muon") or optim["layerwise_lr_decay"] != 1.0:
         return []
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    norms = {id(p) for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters(recurse=False)}
-    for name, p in trained.items():
-        own: dict = next((group for group in optim["groups"] if fnmatchcase(name, group["match"])), {})
-        own = optim | {key: value for key, value in own.items() if value is not None}
-        called = re.sub(r"\.(\d+|modules_to_save|default)(?=\.|$)", "", name).rsplit(".", 2)[-2:]  # [module, own name]
-        decay = 0.0 if id(p) in norms - tables or "bias" in ".".join(called).lower() else own["weight_decay"]
-        matrix = re.search(r"(^|\.)\d+\.", name) is not None and id(p) not in tables
-        if optim.get("muon_params") is not None:
-            matrix = any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
-        groups.append(
-            {
-                "params": [p],
-                "scale": own["learning_rate"] / optim["learning_rate"],
-                "weight_decay": decay,
-                "matrix": matrix and p.dim() == 2,
-            }
-        )
-    options: dict[str, Any] = {
-        key: tuple(optim[key]) if isinstance(optim[key], list) else optim[key] for key in SHARED if key in optim
-    }
+    options: dict[str, Any] = {key: optim[key] for key in SHARED if key in optim}
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    modules: dict[int, list[nn.Module]] = {id(p): [] for p in trained.values()}  # those that hold a parameter directly
+    for layer in model.modules():
+        for p in layer.parameters(recurse=False):
+            modules.setdefault(id(p), []).append(layer)
+    groups = {name: _group(optim, name, p, modules[id(p)]) for name, p in trained.items()}
+    optimizers: list[torch.optim.Optimizer] = []
     if optim["name"] == "muon":
-        of_the_rest: dict[str, Any] = {key: options.pop(key) for key in ("betas", "eps")}
-        both: Any = (
-            (torch.optim.Muon, True, options | {"adjust_lr_fn": optim["lr_adjust"]}),
-            (torch.optim.AdamW, False, of_the_rest),
-        )
-        optimizers = [kind(some, **o) for kind, m, o in both if (some := [g for g in groups if g["matrix"] is m])]
+        of_the_rest = {key: options.pop(key) for key in ("betas", "eps")}
+        muons = {name for name, p in trained.items() if _is_muons(optim, name, p, modules[id(p)])}
+        matrices = [group for name, group in groups.items() if name in muons]
+        others = [group for name, group in groups.items() if name not in muons]
+        if matrices:
+            optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn=optim["lr_adjust"], **options))
+        if others:
+            optimizers.append(torch.optim.AdamW(others, **of_the_rest))
     else:
-        optimizers = [kinds[optim["name"]](groups, **options)]
-    of = {id(p): each for each in optimizers for group in each.param_groups for p in group["params"]}
-    for key, tensor in state.items():
-        kind, _, name = key.partition(".")
-        of[id(trained[name])].state[trained[name]][kind] = tensor.to(trained[name].device) if tensor.dim() else tensor
+        optimizers.append(kinds[optim["name"]](list(groups.values()), **options))
+    for optimizer in optimizers:
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for key, tensor in state.items():
+            kind, _, name = key.partition(".")
+            if id(trained[name]) in own:
+                on_device = tensor.to(trained[name].device) if tensor.dim() else tensor
+                optimizer.state[trained[name]][kind] = on_device
     return optimizers
+
+
+def _group(optim: dict, name: str, parameter: Tensor, modules: list[nn.Module]) -> dict[str, Any]:
+    """Return the group of one parameter, which `modules` hold. It has the keys of the first of `optim.groups` that
+    matches its name, and else those of `optim`. Biases and the weights of norms do not decay."""
+    own = dict(optim)
+    for group in optim["groups"]:
+        if fnmatchcase(name, group["match"]):
+            own |= {key: value for key, value in group.items() if value is not None}
+            break
+    # without the numbers of layers and peft's wrappers: [module, own name]
+    last_two = re.sub(r"\.(\d+|modules_to_save|default)(?=\.|$)", "", name).rsplit(".", 2)[-2:]
+    is_bias = "bias" in ".".join(last_two).lower()
+    is_norm = any("norm" in type(each).__name__.lower() for each in modules)
+    decays = not is_bias and (not is_norm or _is_embedding(modules))
+    return {
+        "params": [parameter],
+        "scale": own["learning_rate"] / optim["learning_rate"],
+        "weight_decay": own["weight_decay"] if decays else 0.0,
+    }
+
+
+def _is_muons(optim: dict, name: str, parameter: Tensor, modules: list[nn.Module]) -> bool:
+    """Whether Muon updates the parameter: a matrix that `optim.muon_params` names; by default, one in a numbered layer
+    that is no embedding."""
+    if parameter.dim() != 2:
+        return False
+    if optim.get("muon_params") is not None:
+        return any(fnmatchcase(name, pattern) for pattern in optim["muon_params"])
+    return re.search(r"(^|\.)\d+\.", name) is not None and not _is_embedding(modules)
+
+
+def _is_embedding(modules: list[nn.Module]) -> bool:
+    return any(isinstance(each, nn.Embedding) for each in modules)
 
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
