@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from lockstep.config.errors import InvalidValue
-from lockstep.config.run import Run, RunError
-from lockstep.config.sections import Section
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection, Section
 from lockstep.data import conversations, lm_documents, tokenizer, usable_rows
 from lockstep.data.arrow_cache import Columns, padded
 from lockstep.data.batch import IGNORED, Sums
@@ -163,6 +163,8 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
         tokens, number = datasets.List(datasets.Value("int32")), datasets.Value("int64")
         features = datasets.Features({"input_ids": tokens, "targets": tokens, "chosen": number, "cut": number})
 
+        most, model = self.run.data.max_length, self.run.model
+
         def encoder(rows: dict[str, list]) -> dict[str, Any]:
             encoded: dict[str, list] = {name: [] for name in features}
             for row, prompt, *answers in zip(
@@ -172,9 +174,11 @@ class AnswerPairs(TextTask, Streams, Predicts, GivesPredictions):
                 rows[options.rejected],
                 strict=True,
             ):
-                both = [_cut(*tokens_of(tok, options, prompt, answer, row), self.run, split, row) for answer in answers]
+                where = f"row {row} of {split}"
+                whole = [tokens_of(tok, options, prompt, answer, row) for answer in answers]
+                both = [_cut(*each, most, model, where) for each in whole]
                 if both[0][0] == both[1][0]:
-                    raise _same_tokens(answers, both[0][2], self.run, f"row {row} of {split}")
+                    raise _same_tokens(answers, both[0][2], most, model, where)
                 for name, parts in (("input_ids", [b[0] for b in both]), ("targets", [b[1] for b in both])):
                     encoded[name].append([token for part in parts for token in part])
                 encoded["chosen"].append(len(both[0][0]))
@@ -252,16 +256,15 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _same_tokens(answers: Sequence[Any], truncated: bool, run: Run, where: str) -> RunError:
+def _same_tokens(answers: Sequence[Any], truncated: bool, most: int, model: ModelSection, where: str) -> RunError:
     """Return the error for two answers of a pair that have the same tokens."""
     if truncated:
         from lockstep.tasks.models import models
 
-        most = run.data.max_length
         return RunError(
             "LS3004",
             f"task.rejected: the two answers of {where} are the same tokens within data.max_length ({most}); "
-            f"{models.longer(run.model, 'data.max_length', most)}, or remove the row",
+            f"{models.longer(model, 'data.max_length', most)}, or remove the row",
         )
     chosen, rejected = (str(answer)[:60] for answer in answers)
     return RunError(
@@ -271,18 +274,19 @@ def _same_tokens(answers: Sequence[Any], truncated: bool, run: Run, where: str) 
     )
 
 
-def _cut(ids: list[int], targets: list[int], run: Run, split: str, row: int) -> tuple[list[int], list[int], bool]:
-    """Tokens and targets of a prompt with its answer, truncated to `data.max_length`, and whether they were truncated.
+def _cut(
+    ids: list[int], targets: list[int], most: int, model: ModelSection, where: str
+) -> tuple[list[int], list[int], bool]:
+    """Tokens and targets of a prompt with its answer, truncated to `most` tokens, and whether they were truncated.
     Errors: `RunError` if the prompt leaves no room for the answer."""
-    most = run.data.max_length
     first = next((place for place, target in enumerate(targets) if target != IGNORED), len(targets))
     if first >= most:
         from lockstep.tasks.models import models
 
         raise RunError(
             "LS3005",
-            f"data.max_length: the prompt of row {row} of {split} fills all {most} tokens and leaves none for "
-            f"an answer; {models.longer(run.model, 'data.max_length', most, first + 2)}, or set data.filter",
+            f"data.max_length: the prompt of {where} fills all {most} tokens and leaves none for "
+            f"an answer; {models.longer(model, 'data.max_length', most, first + 2)}, or set data.filter",
         )
     return ids[:most], targets[:most], len(ids) > most
 

@@ -174,9 +174,9 @@ class TextTask(Task):
         token_checks.check_limits(list(self.limits(read_by).values()))
         if self.head is None:
             return []
-        return token_rows.check(self.run.model, self.head, read_by) + token_rows.other_tokens(
-            self.run, read_by["input_ids"]
-        )
+        model, read = self.run.model, read_by["input_ids"]
+        notes = token_rows.check(model, self.head, read_by)
+        return notes + token_rows.other_tokens(model, self.run.tokenizer, read)
 
     def check_tokens(self, data: TextData, read_by: Mapping[str, Any], split: str, columns: Columns) -> list[str]:
         """Check the tokens of an encoded split and return notes. Refuses examples that the model cannot read and tokens

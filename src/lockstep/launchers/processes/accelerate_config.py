@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import StrategySection
 from lockstep.data.job import StrategyRules, strategy_class
 
 _UNUSED = ("no", "none", "false", "auto", "")  # Accelerate's values for off, or decided by the program
@@ -121,7 +122,7 @@ def _differing(run: Run, settings: AccelerateSettings) -> Iterator[tuple[str, st
 
 
 def _deepspeed(run: Run, strategy: type[StrategyRules], details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    stage, engine = _zero_of(run, strategy)
+    stage, engine = _zero_of(run.strategy, strategy)
     if (path := str(details.get("deepspeed_config_file", ""))).lower() not in _UNUSED:
         yield (
             f"deepspeed_config_file {path}",
@@ -145,7 +146,7 @@ def _deepspeed(run: Run, strategy: type[StrategyRules], details: Mapping[str, An
             yield f"{key}_device {device}", f"strategy.options.zero_optimization.{key}={{device: {device}}}"
 
 
-def _zero_of(run: Run, strategy: type[StrategyRules]) -> tuple[str | None, Mapping[str, Any]]:
+def _zero_of(section: StrategySection, strategy: type[StrategyRules]) -> tuple[str | None, Mapping[str, Any]]:
     """Return the stage of ZeRO that a strategy is, and its DeepSpeed config. Stage 0 is plain data parallelism; None:
     something else."""
     if strategy.facts.accelerate_type == "deepspeed":
@@ -153,6 +154,6 @@ def _zero_of(run: Run, strategy: type[StrategyRules]) -> tuple[str | None, Mappi
 
         assert issubclass(strategy, DeepSpeedStrategy), strategy
         with suppress(KeyError, TypeError, ValueError):  # options that `resolve` refuses
-            return str(strategy.stage_of(run.strategy)), strategy.options_of(run.strategy)
+            return str(strategy.stage_of(section)), strategy.options_of(section)
         return None, {}
     return "0" if strategy.facts.runs_whole_model and not strategy.facts.accelerate_type else None, {}

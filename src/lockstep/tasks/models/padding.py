@@ -75,17 +75,6 @@ def check_foresight(section: ModelSection, head: str) -> None:
         )
 
 
-def windowed(run: Run, head: str) -> bool:
-    """Whether unpadded texts use causal sliding-window attention. Errors: `RunError`."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    config = model_configs.load_config(run.model)
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and head != "causal":  # to both sides
-        return False
-    inside = [model_configs.entry(part, name) for part in model_configs.texts(config) for name in small_models.WINDOWS]
-    return any(isinstance(size, int) for size in inside) and unsupported_reason(run, head) is None
-
-
 def kept_trial(
     section: ModelSection, head: str, config: Any, trial: Callable[..., str | None], *more: Any
 ) -> str | None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.run import Run, RunError
-from lockstep.config.sections import ModelSection
+from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection, TokenizerSection
 from lockstep.data.arrow_cache import Columns, Make
 from lockstep.data.tokenizer import highest_id
 from lockstep.tasks.models import heads, model_configs
@@ -121,17 +121,17 @@ def check(section: ModelSection, head: str, tokenizers: Tokenizers) -> list[str]
     return notes
 
 
-def other_tokens(run: Run, tokenizer: Any) -> list[str]:
+def other_tokens(model: ModelSection, section: TokenizerSection, tokenizer: Any) -> list[str]:
     """A note if ids of the run's tokenizer mean other tokens than in the pretrained model's. Empty if the model has no
     tokenizer that can be loaded."""
-    key = next((f"tokenizer.{name}" for name in ("train", "source") if getattr(run.tokenizer, name)), None)
-    if run.model.source is None or key is None or run.tokenizer.source == run.model.source:
+    key = next((f"tokenizer.{name}" for name in ("train", "source") if getattr(section, name)), None)
+    if model.source is None or key is None or section.source == model.source:
         return []
     from transformers import AutoTokenizer
 
-    options = {"revision": run.model.revision, "trust_remote_code": run.model.trust_remote_code}
+    options = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     try:
-        known = AutoTokenizer.from_pretrained(model_configs.local_or_id(run.model), **options).get_vocab()
+        known = AutoTokenizer.from_pretrained(model_configs.local_or_id(model), **options).get_vocab()
     except Exception:  # no tokenizer, or no network
         return []
     there = {id_: token for token, id_ in known.items()}
@@ -141,7 +141,7 @@ def other_tokens(run: Run, tokenizer: Any) -> list[str]:
         return []
     return [
         f"{key}: {other:,} of {len(shared):,} ids stand for other tokens than in the tokenizer of "
-        f"{run.model.source}, so the pretrained embeddings do not fit them"
+        f"{model.source}, so the pretrained embeddings do not fit them"
     ]
 
 
