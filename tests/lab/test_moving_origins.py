@@ -201,3 +201,14 @@ def test_modes_of_a_module_with_its_own_loss_are_set_nowhere_else() -> None:
         assert len(_deciding(changed(pair, text=OWN))) > len(usual), pair
     for pair in SETS_NO_MODE:
         assert len(_deciding(changed(pair, text=OWN))) == len(usual), (pair, _deciding(changed(pair, text=OWN)))
+
+
+def test_a_weight_that_is_changed_in_place_by_its_name_is_refused() -> None:
+    for code in (
+        "with torch.no_grad():\n    for p in model.parameters():\n        p *= 2",
+        "with torch.no_grad():\n    for name, p in model.named_parameters():\n        p += 1",
+        "w = model.classifier.weight\nwith torch.no_grad():\n    w -= 1",
+    ):
+        assert _deciding(changed((LOOP, f"{code}\n{LOOP}"))), code
+    count = "total = 0\nfor p in model.parameters():\n    total += p.numel()\nprint(total)"
+    assert not _deciding(changed((LOOP, f"{count}\n{LOOP}")))

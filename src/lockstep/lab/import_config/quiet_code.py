@@ -139,11 +139,24 @@ class QuietCode:
                 self.statement(line, fixed)
 
     def _assigned(self, node: Any, fixed: frozenset[str]) -> None:
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and self._is_weight(node.target):
+            self.gap(node, _MODEL)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if not self._target(node, target, fixed, isinstance(node, ast.Assign)):
                 return
         if node.value is not None:
             self._expression(node.value)
+
+    def _is_weight(self, name: ast.Name) -> bool:
+        """Return whether a name is a weight of a model, which `weight *= 2` changes in place."""
+        value = self.script.bound(name, last=True)
+        if isinstance(value, ast.Attribute | ast.Subscript) and kind_of(self.script, value) == "model":
+            return True
+        loops = (each for each in ast.walk(self.script.tree) if isinstance(each, ast.For) and name in ast.walk(each))
+        return any(
+            name.id in bound_names.names_in(each.target) and kind_of(self.script, each.iter) == "model"
+            for each in loops
+        )
 
     def _target(self, node: ast.AST, target: ast.expr, fixed: frozenset[str], plain: bool) -> bool:
         """Check the names that a target sets. `node`: what a gap names."""
