@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest import Manifest, read_manifest
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.training import fingerprints
-from lockstep_trace.step_record import StepRecord
+from lockstep.training.step_record import StepRecord
 from support.harness import TINY
 
 pytestmark = pytest.mark.processes

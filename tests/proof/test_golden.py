@@ -12,7 +12,7 @@ from lockstep.config.run import load
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.proof import recording
-from lockstep_trace.step_record import read_records
+from lockstep.training.step_record import read_records
 from support.harness import TINY
 from support.messages import mentions
 from support.places import TESTS

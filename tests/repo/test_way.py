@@ -45,7 +45,7 @@ print(*sorted(name for name in sys.modules.keys() - there if name.startswith("lo
 os._exit(0)
 """
 # What the end alone needs: charts and templates of the page; the strategy that the last line recommends.
-OF_THE_END = ("lockstep.track.report.", "lockstep.strategies.", "lockstep_trace.step_record")
+OF_THE_END = ("lockstep.track.report.", "lockstep.strategies.", "lockstep.training.step_record")
 
 
 def test_what_a_run_needs_is_imported_before_it_trains(tmp_path: Path) -> None:

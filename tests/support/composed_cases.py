@@ -33,6 +33,12 @@ def a_variational_loss(kind: str) -> None:
             parts = 1 + log - mean**2 - log.exp()
             prior = -0.5 * (parts.sum(1).mean() if kind == "a mean of sums" else parts.sum())
             prior = {"divided": prior / 12, "a small weight": 1e-4 * prior}.get(kind, prior)
+            if kind == "a counted divisor":
+                prior = (parts.sum() * -0.5) / (X[i, 0] < 9).sum()
+            if kind == "a product of examples":  # [12, 12], as many features as examples
+                prior = (made.T @ made / 12).square().sum()
+            if kind == "weights that add to 1":
+                prior = (-0.5 * parts.sum(1) * X[i, 0].softmax(0)).sum()
             if kind == "a penalty":
                 prior = sum(p.square().sum() for p in decoder.parameters()) + prior / 12
             yield functional.mse_loss(made, X[i], reduction="sum" if kind == "two sums" else "mean") + prior
@@ -71,6 +77,9 @@ def an_actor_and_a_critic(kind: str) -> None:
                 yield -(log * errors.detach()).mean() + 0.5 * errors.square().mean()
             elif kind == "no error of its own":
                 yield -(log * errors).mean()
+            elif kind == "two errors":
+                other = X[i, 0] - gate(X[i])[:, 0]
+                yield errors.square().mean() + other.square().mean() + 0.5 * (errors * other).mean()
             elif kind == "a precision":
                 yield (errors.square() * (-log).exp() + log).mean()
             else:  # a gate on the error of one head, and an error of another
@@ -82,7 +91,7 @@ def an_actor_and_a_critic(kind: str) -> None:
 
 
 def values_of_states(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2))
+    model, other = (nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 2)) for _ in range(2))
 
     def losses() -> Iterator[Tensor]:
         for i in torch.arange(96).split(12):
@@ -92,6 +101,8 @@ def values_of_states(kind: str) -> None:
             if kind == "both":
                 value = reward + 0.1 * model(X[i]).mean(1)
                 target = reward + 0.1 * model(following).mean(1)
+            if kind == "another network":
+                target = reward + 0.9 * other(X[i]).mean(1)
             if kind == "near inputs":
                 target = model(X[i] + 0.01).gather(1, at).squeeze(1)
             if kind == "by hand":
@@ -101,31 +112,37 @@ def values_of_states(kind: str) -> None:
             else:
                 yield functional.smooth_l1_loss(value, target.detach() if kind == "detached" else target)
 
-    learned(torch.optim.Adam(model.parameters(), 1e-3), losses())
+    learned(torch.optim.Adam([*model.parameters(), *other.parameters()], 1e-3), losses())
 
 
 def tokens(kind: str) -> None:
-    model = nn.Sequential(nn.Embedding(30, 16), nn.Linear(16, 30))
+    index = 0 if "tags" in kind else None
+    model = nn.Sequential(nn.Embedding(30, 16, padding_idx=index), nn.Linear(16, 30))
 
     def losses() -> Iterator[Tensor]:
         for _ in range(8):
             ids, lengths = padded()
+            ids = ids.clamp(max=28)
             inside = torch.arange(ids.shape[1]) < lengths.unsqueeze(1)
             targets, ignored = functional.pad(ids[:, 1:], (0, 1)), -100
+            chosen = torch.rand(ids.shape) < 0.15
             if kind in ("copies", "masked", "all copied"):
-                chosen = torch.rand(ids.shape) < 0.15
                 targets = ids.clone() if kind == "copies" else ids.masked_fill(~chosen, -100)
                 targets = ids.clone() if kind == "all copied" else targets
                 ids = ids if kind == "all copied" else ids.masked_fill(chosen, 29)
                 targets = targets.masked_fill(~inside, -100)
+            elif kind == "a corrector":  # wrong symbols occur as right ones, too
+                targets, ids = ids.masked_fill(~inside, -100), ids.masked_fill(chosen & inside, 5)
             elif kind in ("tags", "ignored tags"):
                 targets, ignored = (ids % 3 + 1).masked_fill(~inside, 0), 0 if kind == "ignored tags" else -100
             elif kind == "ignored":
                 targets = targets.masked_fill(~inside.roll(-1, 1), -100)
             logits = model(ids)
-            if kind in ("mean of masked", "divided by the mask"):
+            if kind in ("mean of masked", "divided by the mask", "divided by its mean", "hazards"):
+                inside = torch.randint(1, 12, (16, 1)) > torch.arange(12) if kind == "hazards" else inside
                 each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none") * inside
-                yield each.mean() if kind == "mean of masked" else each.sum() / inside.sum()
+                divided = each.mean() / inside.float().mean() if "its" in kind else each.sum() / inside.sum()
+                yield each.mean() if kind in ("mean of masked", "hazards") else divided
             else:
                 yield functional.cross_entropy(logits.reshape(-1, 30), targets.reshape(-1), ignore_index=ignored)
 
@@ -139,6 +156,8 @@ def items(kind: str) -> None:
     def losses() -> Iterator[Tensor]:
         for i in torch.arange(96).split(12):
             ids = torch.arange(len(i)) % 19 + (0 if kind in ("from 0", "no padding") else 1)
+            if kind == "missing":
+                ids[torch.randperm(len(i))[:6]] = 0
             if kind == "rows":
                 ids = ids.unsqueeze(1).repeat(1, 4)
                 ids[:, 2:] = 0
@@ -148,7 +167,7 @@ def items(kind: str) -> None:
 
 
 def rows_of_a_mask(kind: str) -> None:
-    model = net()
+    model, table = net(), nn.Embedding(12, 3)
 
     def losses() -> Iterator[Tensor]:
         for i in torch.arange(96).split(12):
@@ -158,6 +177,10 @@ def rows_of_a_mask(kind: str) -> None:
                 yield functional.mse_loss(out[mask], X[i, :3][mask])
             elif kind == "positions":
                 yield functional.mse_loss(out[mask.nonzero()[:, 0]], X[i, :3][mask.nonzero()[:, 0]])
+            elif kind == "offsets":
+                yield functional.cross_entropy(out + table.weight[mask], Y[i])
+            elif kind == "anchors":
+                yield functional.mse_loss(out, out[torch.arange(12) % 2])
             elif kind == "two centers":
                 yield functional.mse_loss(out[:2][mask], X[i, :3])
             else:
@@ -181,6 +204,8 @@ def states(kind: str) -> None:
             state = None if kind == "not carried" else carried.detach()
         if kind == "parts of a batch":
             state = None
+        if kind == "a mean of all":
+            state = carried.detach().mean(1, keepdim=True).expand(1, 12, 8).clone()
         if kind == "a start of zeros":
             state = torch.zeros(1, 12, 8)
 
@@ -191,6 +216,8 @@ def half_precision(kind: str) -> None:
     if kind == "frozen":
         model[0].requires_grad_(False)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    if kind == "a warm-up":
+        optimizer.param_groups[0]["initial_lr"] = 1e-2
     if kind == "an optimizer of its own":
 
         class Own(torch.optim.AdamW):
@@ -207,6 +234,11 @@ def loaded_weights(kind: str) -> None:
     with torch.no_grad():
         if kind == "all anew":
             model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
+        elif kind == "another order":
+            order = torch.randperm(16)
+            for p in (model[0].weight, model[0].bias):
+                p.copy_(p[order])
+            model[3].weight.copy_(model[3].weight[:, order])
         elif kind == "a new head":
             nn.init.xavier_uniform_(model[3].weight)
         elif kind == "shrunk":
@@ -231,10 +263,15 @@ def a_new_head(kind: str) -> None:
         nn.Sequential(nn.Linear(12, 12), nn.ReLU()),
         nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3)),
     )
-    missing = model.load_state_dict(body.state_dict(), strict=False).missing_keys
-    assert missing == ["2.weight", "2.bias"]
+    if kind == "a fixed projection":
+        model[2].requires_grad_(False)
+    if kind == "the body alone":  # nothing says that the head was to be trained
+        model[:2].load_state_dict(body.state_dict())
+    else:
+        missing = model.load_state_dict(body.state_dict(), strict=False).missing_keys
+        assert missing == ["2.weight", "2.bias"]
     model.requires_grad_(kind == "all trained")
-    if kind == "frozen":
+    if kind in ("frozen", "a fixed projection", "the body alone"):
         model[0].bias.requires_grad_()
     elif kind == "loaded later":
         model.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -275,41 +312,49 @@ def a_schedule(kind: str) -> None:
 
 COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     a_variational_loss: {
-        "mean-beside-sum": (("",), ("divided", "two sums", "a small weight", "a penalty", "a mean of sums")),
+        "mean-beside-sum": (
+            ("",),
+            (
+                *("divided", "two sums", "a small weight", "a penalty", "a mean of sums"),
+                *("a counted divisor", "a product of examples", "weights that add to 1"),
+            ),
+        ),
     },
     a_divergence: {"mean-beside-sum": (("sum",), ("batchmean",))},
     an_actor_and_a_critic: {
         "weight-with-gradient": (
             ("a ratio", "normalized"),
-            ("detached", "no error of its own", "a precision", "a gate"),
+            ("detached", "no error of its own", "a precision", "a gate", "two errors"),
         ),
     },
     values_of_states: {
-        "target-with-gradient": (("", "by hand"), ("detached", "both", "near inputs", "residual")),
+        "target-with-gradient": (("", "by hand"), ("detached", "both", "near inputs", "residual", "another network")),
     },
     tokens: {
         "padding-learned": (("", "tags"), ("ignored", "ignored tags", "divided by the mask", "masked")),
-        "copies-learned": (("copies",), ("masked", "all copied", "ignored", "tags")),
-        "mean-over-padding": (("mean of masked",), ("divided by the mask", "ignored", "tags", "masked")),
+        "copies-learned": (("copies",), ("masked", "all copied", "ignored", "tags", "a corrector")),
+        "mean-over-padding": (("mean of masked",), ("divided by the mask", "divided by its mean", "hazards", "tags")),
     },
-    items: {"padding-is-data": (("from 0",), ("no padding", "from 1", "rows"))},
-    rows_of_a_mask: {"mask-as-index": (("integers",), ("booleans", "positions", "two centers", "an order"))},
+    items: {"padding-is-data": (("from 0",), ("no padding", "from 1", "rows", "missing"))},
+    rows_of_a_mask: {
+        "mask-as-index": (("integers",), ("booleans", "positions", "two centers", "an order", "offsets", "anchors"))
+    },
     states: {
-        "state-carried": (("",), ("in order", "not carried", "parts of a batch", "a start of zeros")),
+        "state-carried": (("",), ("in order", "not carried", "parts of a batch", "a start of zeros", "a mean of all")),
     },
     half_precision: {
-        "updates-lost": (("",), ("a large rate", "float32", "frozen", "an optimizer of its own")),
+        "updates-lost": (("",), ("a large rate", "float32", "frozen", "an optimizer of its own", "a warm-up")),
     },
     loaded_weights: {
         "load-overwritten": (
             ("all anew",),
-            ("a new head", "shrunk", "copied", "loaded again", "used before", "as loaded"),
+            ("a new head", "shrunk", "copied", "loaded again", "used before", "as loaded", "another order"),
         ),
     },
     a_new_head: {
         "new-and-frozen": (
             ("frozen",),
-            ("all trained", "loaded later", "replaced", "a trained head"),
+            ("all trained", "loaded later", "replaced", "a trained head", "a fixed projection", "the body alone"),
         )
     },
     a_schedule: {

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep_trace import causes, step_record
-from lockstep_trace.errors import TraceError
-from lockstep_trace.step_record import (
+from lockstep.training import step_record
+from lockstep.training.step_record import (
     MicroBatchValue,
     StepRecord,
     compare_records,
@@ -24,6 +23,8 @@ from lockstep_trace.step_record import (
     record_differences,
     write_records,
 )
+from lockstep_trace import causes
+from lockstep_trace.errors import TraceError
 from support.messages import raises
 
 

@@ -22,7 +22,7 @@ from lockstep.config.run import Run, load
 from lockstep.distributed.world import World
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
-from lockstep_trace.step_record import StepRecord
+from lockstep.training.step_record import StepRecord
 from lockstep_trace.tracer.fingerprint import hash_sum
 from support.harness import TINY, build, run_on, tiny
 from support.messages import mentions

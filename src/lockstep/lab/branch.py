@@ -39,7 +39,7 @@ from lockstep.track.console import Console, error
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
-from lockstep_trace.step_record import by_step, record_differences
+from lockstep.training.step_record import by_step, record_differences
 
 
 @dataclass(frozen=True)

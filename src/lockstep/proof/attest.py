@@ -27,8 +27,8 @@ from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, st
 from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
+from lockstep.training.step_record import read_records
 from lockstep_trace.plurals import quantity
-from lockstep_trace.step_record import read_records
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"

@@ -18,9 +18,7 @@ from lockstep.launchers import start
 from lockstep.proof.replay import run_to_recompute, start_of, what_of
 from lockstep.track.console import Console
 from lockstep.training import fingerprints
-from lockstep_trace import causes
-from lockstep_trace.plurals import quantity
-from lockstep_trace.step_record import (
+from lockstep.training.step_record import (
     StepRecord,
     by_step,
     compare_records,
@@ -28,6 +26,8 @@ from lockstep_trace.step_record import (
     read_records,
     record_differences,
 )
+from lockstep_trace import causes
+from lockstep_trace.plurals import quantity
 
 JOB = "lockstep.proof.replay_rank.record_modules"
 _MOST = 12

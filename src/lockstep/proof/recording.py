@@ -30,7 +30,7 @@ from lockstep.training import plain_sides
 from lockstep.training.evaluation import evaluate
 from lockstep.training.session import Session, build_session, join_ranks
 from lockstep.training.startup import try_a_step
-from lockstep_trace.step_record import StepRecord, prints_of, read_records, write_records
+from lockstep.training.step_record import StepRecord, prints_of, read_records, write_records
 from lockstep_trace.tracer.inputs import call_inputs
 from lockstep_trace.tracer.placement import has_stochastic
 from lockstep_trace.tracer.records import hexed

@@ -36,7 +36,7 @@ from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
 from lockstep.training.plain_sides import save_on_main
 from lockstep.training.session import Session, build_session, join_ranks
-from lockstep_trace.step_record import (
+from lockstep.training.step_record import (
     MicroBatchValue,
     StepRecord,
     TensorPrint,

@@ -3,7 +3,7 @@
 In: a strategy that holds the exported model, and later the export. Out: the outcome, for a message. The export is
 loaded with transformers' `from_pretrained` and the saved tokenizer; examples start from raw rows kept by data
 preparation, and `lockstep.plain` computes their losses. It compares losses and scores of two models, within rounding,
-and no steps, so `lockstep_trace/step_record.py` does not apply.
+and no steps, so `training/step_record.py` does not apply.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from lockstep.track.jsonl import Lines
 from lockstep.track.report.history import lines_of
 
 if TYPE_CHECKING:
-    from lockstep_trace.step_record import StepRecord
+    from lockstep.training.step_record import StepRecord
 
 FILE = "fingerprints.jsonl"
 KEYS = ("step", "loss", "grad_norm", "hash", "weights", "optimizer")  # of a line
@@ -89,7 +89,7 @@ class Fingerprints:
 
     def write(self) -> None:
         """Write the lines of the recorded steps. Synchronizes with the device."""
-        from lockstep_trace.step_record import StepRecord
+        from lockstep.training.step_record import StepRecord
 
         waiting, self._waiting = self._waiting, []
         self._written = waiting or self._written
@@ -107,7 +107,7 @@ class Fingerprints:
 
 def recorded(output: Path) -> list[StepRecord]:
     """Return the records of the steps of OUTPUT, complete lines only; empty without the file."""
-    from lockstep_trace.step_record import StepRecord
+    from lockstep.training.step_record import StepRecord
 
     lines = lines_of(output / FILE, ("step", "hash"))
     return [StepRecord.from_json({name: line.get(name) for name in KEYS}) for line in lines]

@@ -8,7 +8,7 @@ the step, and by the next rank (by the same rank, if there is only one). The gra
 tolerance is needed, because a micro-batch has the same bits wherever it runs. A third computation decides which one was
 wrong. At these steps the weights of all ranks are compared as well; before every checkpoint the weights and, if each
 rank holds all of it, the optimizer state. A run therefore resumes only from a state that its ranks agreed on. Requires
-a strategy that can recompute a micro-batch (`Recomputation`). `step_record.py` of lockstep-trace compares steps of two
+a strategy that can recompute a micro-batch (`Recomputation`). `step_record.py` compares steps of two
 trainings; ranks of one step are compared here, by votes.
 
 Identifying the wrong one takes three: three machines if machines are evicted (torchrun with `launch.machines` as

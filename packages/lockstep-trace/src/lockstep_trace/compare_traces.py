@@ -1,7 +1,7 @@
 """Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
 In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
-`Comparison`. The comparison takes the kinds of `step_record.ORDER` in turn and ends at the first difference.
+`Comparison`. The comparison takes its kinds in turn and ends at the first difference.
 
 Parameters are matched by name: two names match if they are equal, or if one is a dotted suffix of the other
 (`net.0.weight`, `0.weight`), with equal shapes. If the steps of the traces have different examples, `window` finds the
@@ -70,7 +70,7 @@ class StepDifferences:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of a comparison. `first`: the first difference, a kind of `step_record.ORDER`; None: all is within the
+    """Result of a comparison. `first`: the first difference, a kind; None: all is within the
     tolerance. `lines`: what differs. `cause`: the likely cause, one sentence."""
 
     optimizer: int

@@ -42,8 +42,9 @@ def notes_on(
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
             notes += _batch(node, name, calls)
         if name == "Embedding":
-            notes += _padding(node, loss, later, calls.wide)
-    notes += [*notes_on_terms(loss, calls.rows), *notes_on_gradients(loss)]
+            notes += _padding(node, loss, later, calls)
+    notes += [note for end in loss_nodes(loss) for note in _mask(end)]
+    notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
 
@@ -127,15 +128,24 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "BinaryCrossEntropyWithLogits": _binary,
     "NllLoss": _classes,
     "Bmm": lambda node: _summed(node),
-    "Index": lambda node: _mask(node),
 }
 
 
-def _mask(node: Any) -> Iterator[Note]:
-    sizes, indices = node._saved_self_sym_sizes, node._saved_indices
-    for size, index in zip(sizes, indices, strict=False):
-        if isinstance(index, Tensor) and is_plain_tensor(index) and index.dim() == 1 and LEAST <= size == len(index):
-            yield ("mask as index", str(len(index))), (index.dtype == torch.int64) & ((index == 0) | (index == 1)).all()
+def _mask(end: Any) -> Iterator[Note]:
+    """Yield whether predictions and targets of a loss are both indexed by a mask of integers: targets of one number of
+    the mask are all equal. A table that is looked up is a parameter, and has no examples."""
+    target, first = getattr(end, "_saved_target", None), next((n for n, _ in end.next_functions), None)
+    node = next((n for n in _below(first, (*VIEWS, "LogSoftmax").__contains__) if name_of(n) == "Index"), None)
+    if node is None or not isinstance(target, Tensor) or not is_plain_tensor(target):
+        return
+    index, under = next(iter(node._saved_indices), None), _only(node)
+    if not isinstance(index, Tensor) or not is_plain_tensor(index) or index.dtype != torch.int64 or index.dim() != 1:
+        return
+    if LEAST <= int(node._saved_self_sym_sizes[0]) == len(index) == len(target) and name_of(under) in LAYERS:
+        ones, rows = index == 1, target.detach().reshape(len(index), -1)
+        first_one = rows[ones.long().argmax()]
+        alike = torch.where(ones.unsqueeze(1), rows == first_one, rows == rows[ones.long().argmin()]).all()
+        yield ("mask as index", str(len(index))), ((index == 0) | ones).all() & (ones.any() & ~ones.all()) & alike
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
@@ -178,10 +188,14 @@ def _summed(node: Any) -> Iterator[Note]:
 # -- padding -----------------------------------------------------------------------------------------------------------
 
 
-def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None], wide: bool) -> Iterator[Note]:
+def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None], calls: Calls) -> Iterator[Note]:
     ids, ignored = node._saved_indices, _signed(int(node._saved_padding_idx))
     if is_plain_tensor(ids) and ids.shape[1:].numel() == 1 and len(ids) >= LEAST and ignored >= 0:
-        yield ("item is padding", str(ignored)), (ids == ignored).any()
+        count, rows = (ids == ignored).sum(), int(node._saved_weight_sym_argsize_0)
+        if rows >= LARGE_TABLE:  # it comes about as often as the others: not what is missing
+            kinds = ids.unique().numel() if ids.device.type == "cpu" else 8
+            ordinary = count * kinds <= 2 * len(ids)
+            yield ("item is padding", str(ignored)), (count > 0) & ordinary
     if not is_plain_tensor(ids) or ids.dim() != 2 or ids.shape[1] < 3 or len(ids) < 4:
         return
     if ids.shape[0] == ids.shape[1]:
@@ -195,8 +209,10 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
     inner = run & torch.roll(run, 1, 1)
     inner[:, 0] = False
     holds = padded & alone & ((value == ignored) | (ignored < 0))
-    yield from notes_on_tokens(ids, inner & holds, loss_nodes(loss))
-    if wide:
+    masks = [t for t in calls.inputs if t.shape == ids.shape and t is not ids and not t.is_floating_point()]
+    known = (value == ignored) | torch.stack([run.new_zeros(()), *(((m == 0) == run).all() for m in masks)]).any()
+    yield from notes_on_tokens(ids, inner & holds, known, loss_nodes(loss))
+    if calls.wide:
         return
 
     def arrived(gradients: Any) -> None:
@@ -295,22 +311,28 @@ ERRORS = ("MseLoss", "SmoothL1Loss", "HuberLoss")
 JOINED = (*VIEWS, "Select", "Stack", "Cat")
 PASSED = (*JOINED, "Sub", "Div", "Neg", "Mul")  # between an advantage and a product with it
 CHOSEN = (*JOINED, "Max", "Amax", "Gather", "Index", "Minimum", "Sub", "Mul", "Sum")  # of values of a state
+# operations that leave rows apart
+PER_ROW = {
+    *(*JOINED, "Add", "Sub", "Neg", "Mul", "Div", "Pow", "Exp", "Log", "Log1P", "Sqrt", "Abs", "Split", "Relu"),
+    *("Softplus", "Sigmoid", "Tanh", "Clamp", "LogSoftmax", "Gather", "Where", "Xlogy", "KlDiv"),
+}
+LARGE_TABLE = 16  # rows of a table of items
 WEIGHT = 0.05  # factor of a term; what weighs less was weighed on purpose
 
 
-def notes_on_terms(loss: Any, rows: int) -> Iterator[Note]:
-    """Yield notes on the terms of a loss. `rows`: examples of the last call."""
-    means, sums = list[Any](), list[Any]()
+def notes_on_terms(loss: Any, calls: Calls) -> Iterator[Note]:
+    """Yield notes on the terms of a loss."""
+    means, sums, rows = list[Any](), list[Any](), calls.rows
     for factor, divided, node in _summands(loss, rows):
         name = name_of(node)
         if not WEIGHT <= abs(factor) < math.inf or not _of_layers(node):
             continue
         if is_mean(node):
             means.append(node)
-            yield from _masked(node)
+            yield from _masked(node, calls.inputs) if factor == factor and not divided else ()
         elif name == "Sum" and shape_of(node) == []:
             sizes = [int(n) for n in getattr(node, "_saved_self_sym_sizes", ())]
-            sums += [sizes] if sizes[:1] == [rows] and not divided else []
+            sums += [sizes] if sizes[:1] == [rows] and not divided and _of_rows(node, rows) else []
         elif name in KINDS and getattr(node, "_saved_reduction", 0) == 2:
             sums += [] if divided else [[rows]]
     if means and sums and rows > 3:
@@ -329,6 +351,9 @@ def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
             waiting += [(factor, divided, n) for n in before]
         elif name in ("Mul", "Div") and len(before) == 1 and not shape_of(node):
             number = getattr(node, "_saved_other", None)
+            if name == "Div" and isinstance(number, Tensor):  # a number that was counted
+                waiting.append((factor, True, before[0]))
+                continue
             if isinstance(number, Tensor):
                 number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
             by = float(number) if isinstance(number, int | float) and number else math.nan
@@ -343,6 +368,29 @@ def _of_layers(node: Any) -> bool:
     return any(name_of(n) in LAYERS for n in _below(node, lambda _: True))
 
 
+def _of_rows(node: Any, rows: int) -> bool:
+    """Return whether a sum is taken over elements of a layer's output, one row for each example: not over a matrix
+    that a product or mean of examples made, nor over weights that add to 1."""
+    waiting, ends = [n for n, _ in node.next_functions if n is not None], 0
+    for _ in range(64):
+        if not waiting:
+            break
+        each = waiting.pop()
+        name, before = name_of(each), [n for n, _ in each.next_functions if n is not None]
+        constants = [t for n in ("_saved_self", "_saved_other") if isinstance(t := getattr(each, n, None), Tensor)]
+        weights = [t for t in constants if name == "Mul" and len(before) == 1 and t.numel() == rows]
+        if name in LAYERS:
+            leaves = [n for e in before for n in [e, _only(e)] if n is not None and name_of(n) == "AccumulateGrad"]
+            ends += bool(leaves)
+            if not leaves:
+                return False
+        elif name not in PER_ROW or weights or shape_of(each)[:1] not in ([rows], []):
+            return False
+        else:
+            waiting += before
+    return ends > 0
+
+
 def _below(node: Any, goes_on: Callable[[str], bool], most: int = 64) -> Iterator[Any]:
     waiting, known = [node], set[Any]()
     while waiting and len(known) < most:
@@ -353,7 +401,7 @@ def _below(node: Any, goes_on: Callable[[str], bool], most: int = 64) -> Iterato
             waiting += [n for n, _ in node.next_functions] if goes_on(name_of(node)) else []
 
 
-def _masked(mean: Any) -> Iterator[Note]:
+def _masked(mean: Any, inputs: Sequence[Tensor]) -> Iterator[Note]:
     node = next((n for n, _ in mean.next_functions if n is not None), None)
     if name_of(mean) != "Mean" or node is None or name_of(node) != "Mul" or shape_of(mean):
         return
@@ -362,7 +410,23 @@ def _masked(mean: Any) -> Iterator[Note]:
         one = mask[0].detach().float()
         ends = (one[:, 1:] <= one[:, :-1]).all() | (one[:, 1:] >= one[:, :-1]).all()
         counts = one.sum(1)
-        yield ("masked mean", ""), ends & ((one == 0) | (one == 1)).all() & (counts.max() > counts.min())
+        binary = ((one == 0) | (one == 1)).all() & (counts.max() > counts.min())
+        padded = [p for value in inputs for p in _ends_in_padding(value, one)]
+        if padded:
+            yield ("masked mean", ""), ends & binary & torch.stack(padded).any()
+
+
+def _ends_in_padding(value: Tensor, mask: Tensor) -> Iterator[Tensor]:
+    """Yield whether an input is the mask, or has one value where the mask is 0; it may be one position longer."""
+    if value.dim() not in (2, 3) or value.shape[0] != mask.shape[0] or value.device != mask.device:
+        return
+    length = mask.shape[1]
+    for part in (value[:, 1:], value[:, :-1]) if value.shape[1] == length + 1 else [value]:
+        if part.shape[1] == length:
+            rest = (part if part.dim() == 3 else part.unsqueeze(2)) * 1.0
+            out = (mask == 0).unsqueeze(2)
+            low, high = rest.masked_fill(~out, math.inf).amin((0, 1)), rest.masked_fill(~out, -math.inf).amax((0, 1))
+            yield (low == high).all()
 
 
 # -- factors and targets with a gradient -------------------------------------------------------------------------------
@@ -379,13 +443,15 @@ def notes_on_gradients(loss: Any) -> Iterator[Note]:
             sides = before[:2] if name in ERRORS or under is None else [n for n, _ in under.next_functions]
             values.update(n for s in sides for n in _below(s, JOINED.__contains__) if name_of(n) in LAYERS)
             pair = [None if s is None else _is_bootstrapped(s) for s in sides]
-            if len(sides) == 2 and None not in sides and pair[0] != pair[1]:
+            if len(sides) == 2 and None not in sides and pair[0] != pair[1] and _one_layer(sides):
                 yield ("target with a gradient", ""), None
         if name == "Mul" and len(before) == 2 and None not in before and not is_number(node):
             products += [(before[0], before[1]), (before[1], before[0])]
     for factor, other in products:
         layer = _advantage(factor)
-        if layer is not None and layer in values and layer not in set(_below(other, lambda _: True)):
+        if layer is None or layer not in values or _advantage(other) in values:  # of two errors, both are trained
+            continue
+        if layer not in set(_below(other, lambda _: True)):
             yield ("advantage with a gradient", ""), None
             return
 
@@ -399,6 +465,18 @@ def _advantage(node: Any) -> Any:
                 if name_of(end) in LAYERS and shape_of(end)[-1:] == [1]:
                     return end
     return None
+
+
+def _one_layer(sides: Sequence[Any]) -> bool:
+    """Return whether both sides come from one layer, as values of two states do."""
+    leaves = [_weights_of(next((n for n in _below(s, lambda _: True) if name_of(n) in LAYERS), None)) for s in sides]
+    return bool(leaves[0] & leaves[1])
+
+
+def _weights_of(layer: Any) -> set[int]:
+    before = [n for n, _ in layer.next_functions if n is not None] if layer is not None else []
+    ends = [e for n in before for e in (n, _only(n)) if e is not None and name_of(e) == "AccumulateGrad"]
+    return {id(e.variable) for e in ends}
 
 
 def _is_bootstrapped(node: Any) -> bool:
@@ -416,8 +494,9 @@ def _is_bootstrapped(node: Any) -> bool:
 # -- rows of tokens ----------------------------------------------------------------------------------------------------
 
 
-def notes_on_tokens(ids: Tensor, padding: Tensor, ends: Sequence[Any]) -> Iterator[Note]:
-    """Yield notes on classification losses that have a target for each token. `padding`: [B, T], False where none."""
+def notes_on_tokens(ids: Tensor, padding: Tensor, known: Tensor, ends: Sequence[Any]) -> Iterator[Note]:
+    """Yield notes on classification losses that have a target for each token. `padding`: [B, T], False where none.
+    `known`: the model is told that it is padding; else equal symbols, as silence, may be data."""
     for end in ends:
         target = getattr(end, "_saved_target", None)
         mean = getattr(end, "_saved_reduction", 0)
@@ -429,7 +508,16 @@ def notes_on_tokens(ids: Tensor, padding: Tensor, ends: Sequence[Any]) -> Iterat
         there = padding & counted
         least = target.masked_fill(~padding, 1 << 30).min()
         most = target.masked_fill(~padding, -1).max()
-        yield ("padding learned", ""), (there.sum() >= 0.1 * ids.numel()) & (there == padding).all() & (least == most)
         real = counted & ~padding
-        share = (real & (target == ids)).sum() / real.sum().clamp(min=1)
-        yield ("copies learned", ""), (share > 0.5) & (share < 0.95)
+        equal = real & (target == ids)
+        share = equal.sum() / real.sum().clamp(min=1)
+        classes = shape_of(_only(end))[1:2] if _only(end) is not None else []
+        next_token = (share < 0.5) & ((target == ids) | ~padding).all()  # padding is a token of the vocabulary
+        next_token &= ids.max() < (classes or [0])[0]
+        learned = (there.sum() >= 0.1 * ids.numel()) & (there == padding).all() & (least == most)
+        yield ("padding learned", ""), learned & (known | next_token)
+        other = ids[real & (target != ids)] if ids.device.type == "cpu" else ids.new_zeros(0)
+        if len(other):  # one symbol stands for what is hidden, and for nothing else
+            hidden = (other == other.mode().values).float().mean() > 0.7
+            only = ~(equal & (ids == other.mode().values)).any()
+            yield ("copies learned", ""), (share > 0.5) & (share < 0.95) & hidden & only

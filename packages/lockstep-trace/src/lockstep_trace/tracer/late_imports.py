@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .hooks import Hooks
 from .recorder import Recorder
@@ -149,19 +149,46 @@ def _install_selector(hooks: Hooks, kind: Any, method: str) -> None:
 
 
 def _install_loads(hooks: Hooks) -> None:
+    """Wrap `from_pretrained`, whose call and result stay as they are, and its inner function, whose result says which
+    weights a checkpoint lacks: an object in transformers 5, a tuple before. Another result is not recorded."""
     kind = sys.modules[LOADS].PreTrainedModel
-    original = kind.from_pretrained.__func__
+    original, loads = kind.from_pretrained.__func__, vars(kind).get("_load_pretrained_model")
+    if not isinstance(loads, classmethod | staticmethod):
+        return
+    inner, results = loads.__func__, dict[int, Any]()
+
+    @functools.wraps(inner)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        model = next((a for a in (*args, *kwargs.values()) if isinstance(a, nn.Module)), None)
+        if hooks.recorder is not None and model is not None:
+            results[id(model)] = result
+        return result
 
     @functools.wraps(original)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if hooks.recorder is None:
-            return original(cls, *args, **kwargs)
-        result = original(cls, *args, **{**kwargs, "output_loading_info": True})
-        model, about = result if isinstance(result, tuple) else (result, {})
-        hooks.guarded(hooks.recorder.loaded.loaded, model, about.get("missing_keys", ()))
-        return result if kwargs.get("output_loading_info") else model
+        result = original(cls, *args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        absent = hooks.guarded(_absent, results.pop(id(model), ()))
+        if hooks.recorder is not None and absent is not None:
+            hooks.guarded(hooks.recorder.loaded.loaded, model, absent)
+        return result
 
+    kind._load_pretrained_model = type(loads)(load)
     kind.from_pretrained = classmethod(from_pretrained)
+
+
+def _absent(result: Any) -> set[str] | None:
+    """Return the names that a checkpoint lacks, or has in another shape."""
+    rows = result if isinstance(result, tuple) else ()
+    about = next((each for each in rows if hasattr(each, "missing_keys")), None)
+    if about is not None:
+        missing, other = about.missing_keys, getattr(about, "mismatched_keys", None) or ()
+    elif len(rows) > 3 and isinstance(rows[0], nn.Module):
+        missing, other = rows[1], rows[3]
+    else:
+        return None
+    return {*missing, *(each if isinstance(each, str) else each[0] for each in other)}
 
 
 def _install_columns(hooks: Hooks) -> None:

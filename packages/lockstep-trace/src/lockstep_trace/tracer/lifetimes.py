@@ -44,18 +44,24 @@ class LoadedWeights:
 
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
-        self._loaded: list[tuple[weakref.ref[Any], Tensor]] = []
+        self._loaded: list[tuple[weakref.ref[Any], tuple[Tensor, Tensor]]] = []
+        self._drawn: Tensor | None = None  # state of the generator at the first load
         self._known: dict[int, weakref.ref[Any]] = {}  # loaded or trained, or a part that a library adds to a body
+        self._new: dict[int, weakref.ref[Any]] = {}  # not in the state, and trainable when it was loaded
 
     def loaded(self, module: nn.Module, missing: Iterable[str]) -> None:
         """Record that a state was loaded, without the names in `missing`."""
         absent, body = set(missing), f"{getattr(module, 'base_model_prefix', '')}."
+        if getattr(module, "base_model", None) is module:  # a pooler that nobody calls
+            body = ""
         named = {n: p for n, p in module.named_parameters() if is_plain_tensor(p) and p.device.type != "meta"}
         now = {id(p) for p in named.values()}
         self._loaded = [row for row in self._loaded if id(row[0]()) not in now]
         there = [p for n, p in named.items() if n not in absent]
-        self._loaded += [(weakref.ref(p), _sample(p)) for p in there if p.dim() > 1 and p.numel() >= SAMPLE]
+        self._drawn = torch.get_rng_state() if not self._loaded else self._drawn
+        self._loaded += [(weakref.ref(p), _look(p)) for p in there if p.dim() > 1 and p.numel() >= SAMPLE]
         self.knows([*there, *(p for n, p in named.items() if n.startswith(body))])
+        self._new |= {id(p): weakref.ref(p) for n, p in named.items() if n in absent and p.requires_grad}
 
     def knows(self, parameters: Iterable[Any]) -> None:
         """Record parameters that are not random."""
@@ -68,26 +74,39 @@ class LoadedWeights:
         own = {id(p) for p in module.parameters()}
         rows = [(p, before) for ref, before in self._loaded if (p := ref()) is not None and id(p) in own]
         self._loaded = [row for row in self._loaded if id(row[0]()) not in own]
-        over = [p for p, before in rows if _is_other(before, _sample(p))]
-        if 2 * sum(p.numel() for p in over) > sum(p.numel() for p, _ in rows):
+        on_cpu = all(p.device.type == "cpu" for p, _ in rows)
+        if not rows or (on_cpu and self._drawn is not None and torch.equal(self._drawn, torch.get_rng_state())):
+            return  # nothing was drawn: other weights, and no initialization
+        over = [p for p, before in rows if _is_other(before, _look(p))]
+        if 2 * sum(p.numel() for p in over) > sum(p.numel() for p, _ in rows) and 2 * len(over) > len(rows):
             self._write("fact", fact="load overwritten", argument=f"{len(over)} of {len(rows)}")
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Record layers that are frozen, neither loaded nor trained, and no copy of others, beside loaded ones."""
+        """Record layers that a loaded state lacks, that were frozen after loading it, are not trained, and are no copy
+        of others, beside loaded ones. What a model freezes when it is made is a fixed projection."""
         for root in models:
             named = {n: p for n, p in root.named_parameters() if p.dim() > 1 and n.endswith("weight")}
             frozen = {n for n, p in named.items() if not p.requires_grad}
             known = {n for n, p in named.items() if id(p) in self._known and self._known[id(p)]() is p}
             kinds = {n: (*n.split(".")[-2:], *p.shape) for n, p in named.items()}
             alike = Counter(kinds.values())
-            new = [n for n in frozen - known if "original_module" not in n and alike[kinds[n]] == 1]
+            lacked = {n for n in frozen - known if id(named[n]) in self._new and self._new[id(named[n])]() is named[n]}
+            new = [n for n in lacked if "original_module" not in n and alike[kinds[n]] == 1]
             if new and known & frozen:
                 self._write("fact", fact="new and frozen", argument=", ".join(sorted(new)[:3]))
                 return
 
 
-def _is_other(before: Tensor, after: Tensor) -> bool:
-    one, other = (t.to("cpu", torch.float64) for t in (before, after))
+def _look(parameter: Any) -> tuple[Tensor, Tensor]:
+    """Return a sample of a parameter, and sums that a transposition or another order of its rows leaves as they are."""
+    flat = parameter.detach().reshape(-1)
+    return _sample(parameter), torch.stack([flat.double().sum(), flat.double().square().sum()])
+
+
+def _is_other(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> bool:
+    if torch.allclose(before[1], after[1], rtol=1e-6, atol=1e-6):
+        return False
+    one, other = (t.to("cpu", torch.float64) for t in (before[0], after[0]))
     if len(one) != len(other) or torch.equal(one, other) or one.std() == 0:
         return False
     return bool(other.std() == 0 or torch.corrcoef(torch.stack([one, other]))[0, 1].abs() < ALIKE)
@@ -101,7 +120,8 @@ def lost_updates(optimizer: Any, parameters: Sequence[Any], step: int) -> Callab
     half = [p for p in half if p.grad is not None and p.grad.layout == torch.strided and p.dim()]
     if not own or not half or step % EVERY != EVERY // 2 or step > LAST:
         return None
-    if not all(float(group.get("lr") or 0) for group in optimizer.param_groups):
+    rates = [(float(g.get("lr") or 0), float(g.get("initial_lr") or g.get("lr") or 0)) for g in optimizer.param_groups]
+    if not all(rate and 2 * rate >= base for rate, base in rates):  # a warm-up
         return None
     before = [(_sample(p, PART), _sample(p.grad, PART) != 0) for p in half]
 
@@ -125,10 +145,11 @@ class Carried:
     def __init__(self) -> None:
         self._states: dict[int, tuple[tuple[str | None, int], list[Tensor]]] = {}
 
-    def returned(self, module: nn.Module, result: Any, at: tuple[str | None, int]) -> None:
-        """Keep the states of a result. `at`: pass and batch of the loader."""
+    def returned(self, module: nn.Module, result: Any, at: tuple[str | None, int], rows: int) -> None:
+        """Keep the states of a result that belong to examples. `at`: pass and batch of the loader. `rows`: examples."""
         rest = result[1:] if isinstance(result, tuple | list) else ()
-        states = [t.detach() for _, t in tensors_of(rest) if not wrapped(t) and 0 < t.numel() < LARGE]
+        tensors = [t for _, t in tensors_of(rest) if t.dim() > 1 and rows in t.shape[:-1] and rows > 1]
+        states = [t.detach() for t in tensors if not wrapped(t) and 0 < t.numel() < LARGE]
         self._states[id(module)] = at, [t for t in states if t.is_floating_point()]
 
     def taken(self, module: nn.Module, args: Any, at: tuple[str | None, int]) -> bool:

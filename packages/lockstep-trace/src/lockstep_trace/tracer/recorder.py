@@ -169,7 +169,8 @@ class Recorder:
         """Record the first output of the outermost module."""
         if self.with_gradients and self.loss_looks < TOKEN_LOOKS and len(self.outputs) < 8:
             self.outputs.append(result[0] if isinstance(result, tuple | list) and result else result)
-            self.carried.returned(module, result, (self.loader, self.batch))
+            rows = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
+            self.carried.returned(module, result, (self.loader, self.batch), rows)
 
     def sequence(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the input shape of a recurrent layer or attention inside of a call."""

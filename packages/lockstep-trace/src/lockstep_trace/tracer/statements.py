@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MOST, LARGEST = 24, 1 << 18  # files, bytes of each
 # methods that are no property; and those that are a method if their owner has another method, which the script calls
@@ -74,11 +75,14 @@ def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
 
 
 NOT_ADDITIVE = re.compile(
-    r"(f1|roc_auc|precision|recall)_score|corrcoef|(spearman|pearson)r|(exp|sqrt)\(.*(loss|mse|nll)"
+    r"(f1|roc_auc|precision|recall)_score|corrcoef|(spearman|pearson)r|(exp|sqrt)\((?!-).*(loss|mse|nll)"
 )
-SEVERAL, SHARES = re.compile(r"load|batch|\bdl\b"), re.compile(r"sigmoid|softmax|expit|prob")
-HELD_OUT, MODEL = re.compile(r"val|test|dev|eval"), re.compile(r"(self\.)?\w*(model|net|clf|head|ddp)\w*\(")
-LOOPS = (ast.For, ast.While)
+SEVERAL, SHARES = re.compile(r"load(?!ers)|batch|\bdl\b"), re.compile(r"sigmoid|softmax|expit|prob")
+HELD_OUT, MODEL = (
+    re.compile(r"valid(ation)?|val|test|dev|eval"),
+    re.compile(r"(self\.)?\w*(model|net|clf|head|ddp)\w*\("),
+)
+LOOPS, RIGHT = (ast.For, ast.While), re.compile(r"right|correct|hit|match|n_ok|\bok\b|\btp\b|acc")
 
 
 def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
@@ -91,14 +95,22 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
     for n in nodes:
         if isinstance(n, ast.AugAssign) or (isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".append")):
             over = ast.unparse(getattr(inside.get(id(n)), "iter", n))
-            if id(n) in inside and SEVERAL.search(over) and NOT_ADDITIVE.search(ast.unparse(n)):
+            name = re.escape(
+                ast.unparse(n.target if isinstance(n, ast.AugAssign) else getattr(n.func, "value", n.func))
+            )
+            averaged = rf"mean\({name}\b|sum\({name}\) */|\b{name}\)?\.mean\(|\b{name} */|tensor\({name}\)\.mean"
+            several = SEVERAL.search(over) and not re.search(r"batch_size=1\b", text) and re.search(averaged, text)
+            if id(n) in inside and several and NOT_ADDITIVE.search(ast.unparse(n)):
                 yield "mean of batches", n.value if isinstance(n, ast.AugAssign) else n
         if isinstance(n, ast.Assign) and isinstance(n.value, ast.Call) and id(n) not in inside:
             name = ast.unparse(n.targets[0])
             computes = [c for c in calls if ast.unparse(c.func) == f"{name}.compute"]
-            again = [c for c in computes if id(c) in inside or owner.get(id(c)) is not owner.get(id(n))]
+            again = [c for c in computes if id(c) in inside or _recurs(owner.get(id(c)), calls, inside)]
+            owned = {id(k.value) for k in nodes if isinstance(k, ast.Attribute)}
+            uses = [u for u in nodes if isinstance(u, ast.Name | ast.Attribute) and ast.unparse(u) == name]
             if (
                 again
+                and all(id(u) in owned or u is n.targets[0] for u in uses)  # what takes the metric may reset it
                 and f"{name}.update(" in text
                 and f"{name}.reset" not in text
                 and len(re.findall(rf"\b{re.escape(name)}\s*=[^=]", text)) == 1
@@ -113,8 +125,14 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
     for f in scopes:
         yield from _orders(f)
         if re.search("BCEWithLogits|cross_entropy_with_logits", text):
-            yield from _thresholds(f)
+            yield from _thresholds(f, tree, text)
     yield from _codes(calls, functions)
+
+
+def _recurs(function: ast.FunctionDef | None, calls: list[ast.Call], inside: dict[int, Any]) -> bool:
+    name = "" if function is None else function.name
+    sites = [c for c in calls if ast.unparse(c.func).rpartition(".")[2] == name]
+    return len(sites) > 1 or any(id(c) in inside for c in sites)
 
 
 def _piled_up(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr]]:
@@ -129,27 +147,60 @@ def _piled_up(loop: ast.For | ast.While) -> Iterator[tuple[str, ast.expr]]:
         if not isinstance(n, ast.BinOp) or not isinstance(n.op, ast.Div) or id(n) in inner:
             continue
         one, other = ({ast.unparse(e) for e in ast.walk(side)} & left for side in (n.left, n.right))
-        if one and other and not one & other:
+        if one and other and not one & other and all(RIGHT.search(name) for name in one):
             yield "never reset", n
 
 
 def _orders(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for body in [scope.body, *(n.body for n in ast.walk(scope) if isinstance(n, ast.For))]:
-        plain = (n for row in body if isinstance(row, ast.Assign | ast.Return | ast.Expr) for n in ast.walk(row))
+        plain = [n for row in body if isinstance(row, ast.Assign | ast.Return) for n in _replaced(row)]
         picks = [n for n in plain if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Call)]
-        rows = {ast.unparse(n.value): n for n in picks if re.search(r"perm(utation)?\(", ast.unparse(n.slice))}
-        if len(rows) > 1:
-            yield "two orders", list(rows.values())[1]
+        orders: dict[str, dict[str, ast.expr]] = {}
+        for n in picks:
+            if re.search(r"perm(utation)?\(", ast.unparse(n.slice)):
+                orders.setdefault(ast.unparse(n.slice), {}).setdefault(ast.unparse(n.value), n)
+        yield from (("two orders", list(rows.values())[1]) for rows in orders.values() if len(rows) > 1)
 
 
-def _thresholds(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _replaced(row: ast.Assign | ast.Return) -> list[ast.expr]:
+    """Return what a statement returns beside each other, or puts in the place of the same name."""
+    values = list(row.value.elts) if isinstance(row.value, ast.Tuple) else [row.value] if row.value else []
+    if isinstance(row, ast.Return):
+        return values
+    target = row.targets[0]
+    names = list(target.elts) if isinstance(target, ast.Tuple) else [target]
+    pairs = zip(values, names, strict=False)
+    return [v for v, n in pairs if isinstance(v, ast.Subscript) and ast.unparse(v.value) == ast.unparse(n)]
+
+
+def _given_as_logits(tree: ast.Module, text: str) -> set[str]:
+    """Return the models whose outputs a loss of logits is given, unless a model gives probabilities in evaluation."""
+    nodes = list(ast.walk(tree))
+    classes = [ast.unparse(n) for n in nodes if isinstance(n, ast.ClassDef)]
+    if any("self.training" in each and SHARES.search(each) for each in classes):
+        return set()
+    sets = [n for n in nodes if isinstance(n, ast.Assign)]
+    losses = {ast.unparse(n.targets[0]) for n in sets if "BCEWithLogits" in ast.unparse(n.value)}
+    models = set()
+    for call in (n for n in nodes if isinstance(n, ast.Call) and n.args):
+        name = ast.unparse(call.func)
+        if name in losses or "cross_entropy_with_logits" in name or "BCEWithLogitsLoss()" in name:
+            first = ast.unparse(call.args[0])
+            values = [ast.unparse(n.value) for n in sets if first in map(ast.unparse, n.targets)] or [first]
+            models |= {v.partition("(")[0] for v in values if MODEL.match(v)}
+    return models
+
+
+def _thresholds(scope: ast.FunctionDef | ast.Module, tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
     rows = list(ast.walk(scope))
+    models = _given_as_logits(tree, text)
     for n in rows:
         if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Gt) and ast.unparse(n.comparators[0]) == "0.5":
             name = ast.unparse(n.left)
             own = [a for a in rows if isinstance(a, ast.Assign) and name in map(ast.unparse, a.targets)]
             values = [ast.unparse(a.value) for a in own] if isinstance(n.left, ast.Name) else [name]
-            if values and all(MODEL.match(v) and not SHARES.search(v + name) for v in values):
+            called = {v.partition("(")[0] for v in values}
+            if values and called <= models and all(MODEL.match(v) and not SHARES.search(v + name) for v in values):
                 yield "logits above", n
 
 
@@ -161,10 +212,10 @@ def _codes(calls: list[ast.Call], functions: list[ast.FunctionDef]) -> Iterator[
         sites.setdefault("fit_transform" if name.endswith(".fit_transform") else name, []).append(call)
     for name, each in sites.items():
         if name in coders or name == "fit_transform":
-            texts = [ast.unparse(call).partition("(")[2] for call in each]
-            late = [c for c, t in zip(each, texts, strict=True) if HELD_OUT.search(t) and "train" not in t]
-            if late and any("train" in t for t in texts):
-                yield "codes", late[0]
+            texts = [ast.unparse(call) for call in each]
+            trained = {t for t in texts if "train" in t}  # the same of another part
+            pairs = [(c, HELD_OUT.sub("train", t)) for c, t in zip(each, texts, strict=True) if t not in trained]
+            yield from [("codes", c) for c, t in pairs if t in trained][:1]
 
 
 def _numbers(node: ast.DictComp) -> bool:
