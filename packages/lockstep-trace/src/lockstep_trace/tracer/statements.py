@@ -164,7 +164,7 @@ def _orders(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr
 
 def _replaced(row: ast.Assign | ast.Return) -> list[ast.expr]:
     """Return what a statement returns beside each other, or puts in the place of the same name."""
-    values = list(row.value.elts) if isinstance(row.value, ast.Tuple) else [row.value] if row.value else []
+    values = row.value.elts if isinstance(row.value, ast.Tuple) else [v for v in [row.value] if v is not None]
     if isinstance(row, ast.Return):
         return values
     target = row.targets[0]
