@@ -179,7 +179,6 @@ PROVED: dict[Callable[[bool], None], str] = {
     answers_in_the_input_with_dropout: "future-seen",
     an_inverted_mask: "mask-inverted",
     a_schedule_of_steps: "scheduler-unit",
-    a_cosine_of_epochs: "scheduler-unit",
 }
 
 
@@ -209,6 +208,7 @@ def a_teacher_with_dropout(wrong: bool) -> None:
 
 
 LIKELY: dict[Callable[[bool], None], str] = {
+    a_cosine_of_epochs: "scheduler-unit",
     a_sum_of_means: "accumulation-undivided",
     a_teacher_with_dropout: "teacher-in-training-mode",
     shuffled_apart: "pairs-change",

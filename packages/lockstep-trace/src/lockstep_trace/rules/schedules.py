@@ -105,8 +105,7 @@ def unit(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += f"optimizer: the learning rate falls and rises {count / length / 2:.3g} times"
             cause = "step it once per epoch, or set its length to all optimizer steps"
             otherwise = "a learning rate that oscillates with this period on purpose"
-            proved = rounds > 2 and abs(count / rounds - length) >= 1
-            yield weakened(Finding("scheduler-unit", what, cause), proved, otherwise, COUNTS)
+            yield Finding("scheduler-unit", what, cause, None, SUSPICIOUS, otherwise, COUNTS)
 
 
 def rising(trace: Trace, optimizer: int) -> Iterator[Finding]:
