@@ -69,7 +69,7 @@ def test_missing_values_of_several_columns_are_one_message(tmp_path: Path) -> No
     assert head.endswith(":")
     assert first.startswith("  task.text: ")
     assert "1 of 40 rows have none (row 3 holds '')" in first
-    assert "train split of data.jsonl must" in first
+    assert f"train split of {path} must" in first
     assert second.startswith("  task.text_pair: ")
     assert "5 of 40 rows have none (row 0 holds None)" in second
 

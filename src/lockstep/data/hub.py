@@ -208,6 +208,11 @@ def of_checkpoint(checkpoint: Path) -> Path:
     return cache_folder() / "models" / hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
+def names_place(source: str) -> bool:
+    """Return whether a text can only be a path; an id of the Hub has at most one slash."""
+    return source.startswith((".", "/", "~")) or source.count("/") > 1
+
+
 def model_folder(source: str, key: str = "model.source") -> str:
     """Resolve `model.source` or `tokenizer.source`: an output folder to its export, a checkpoint to its model in the
     cache; anything else unchanged. Errors: `RunError` for a folder that does not exist, and for a run without an
@@ -218,7 +223,7 @@ def model_folder(source: str, key: str = "model.source") -> str:
         return str(of_checkpoint(checkpoint))
     if path.name == "export" and not path.is_dir() and (path.parent / "run.yaml").is_file():
         output = path = path.parent
-    elif (source.startswith((".", "/", "~")) or source.count("/") > 1) and not path.exists():  # an id has one slash
+    elif checkpoint is None and names_place(source) and not path.exists():
         raise RunError("LS2088", f"{key}: the folder {path} does not exist; correct the path")
     elif not (path / "run.yaml").is_file() or (path / "config.json").is_file():
         return source

@@ -387,10 +387,11 @@ def _load(
         source = Source(BUILTIN, dict(_emotion(seed)))
     elif files is not None:
         _check_keys(files, data)
+        name = data.source or _name_of(files)
         files = {split: some for split, some in files.items() if some and not (data.stream and split == "train")}
         read = {split: _read(some, f"data.{split}", plain, data, use) for split, some in files.items()}
         of_texts = {split for split, some in files.items() if data.layout == "rows" and row_files.are_texts(some)}
-        source = Source(data.source or _name_of(files), read, of_texts=frozenset(of_texts))
+        source = Source(name, read, of_texts=frozenset(of_texts))
     elif data.stream:
         raise RunError(
             "LS2244", f"data.stream: {data.source} has no shards to stream; name files or a data set of the Hub"

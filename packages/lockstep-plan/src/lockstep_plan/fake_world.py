@@ -185,7 +185,7 @@ def _without_numbers(strategy: Any, task: Task, run: Run, share: int) -> None:
         make_empty = simulated.on_meta if empty else simulated.emptied
         return make_empty(lambda: model(empty=True))
 
-    def sums(losses: Tensor, numbers: Iterable[int], sum_over_ranks: Any) -> tuple[Tensor, list[int]]:
+    def sums(losses: Tensor, numbers: Iterable[int]) -> tuple[Tensor, list[int]]:
         return losses, [number * leaves // share for number in numbers]
 
     for thing, name, value in (
