@@ -342,7 +342,7 @@ def test_layers_that_cannot_be_traced_are_refused_before_processes_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [long("fp32"), "bf16"])
 def test_layers_that_can_be_traced_are_not_refused(
     precision: str, cache: Path, codes: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from lockstep.tasks.task import make_task
 from lockstep.training import model_stats, resolve
 from lockstep.training.data_loader import StepLoader
 from support.harness import build_with_feed, rank_0_of, tiny
+from support.marks import long
 from support.messages import raises
 from support.strategy_runs import steps_of
 from support.task_runs import make
@@ -194,7 +195,7 @@ def test_opening_lines_and_plan_tell_the_padding(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["documents", "token_classification", "classification"])
+@pytest.mark.parametrize("kind", ["documents", long("token_classification"), "classification"])
 def test_one_code_for_each_length_and_the_numbers_of_an_uncompiled_run(
     kind: str, tmp_path: Path, codes: list[Any]
 ) -> None:
