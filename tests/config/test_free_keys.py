@@ -84,6 +84,7 @@ ELSEWHERE |= {
     "data.separator",
     "data.quote",
     "model.compile",
+    "model.compile_lengths",
 }  # arithmetic where given
 
 

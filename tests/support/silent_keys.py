@@ -19,7 +19,8 @@ KINDS = tuple(TASKS)
 SECTIONS = ("data", "tokenizer", "model", "optim", "evaluate", "average", "strategy")
 TOP = ("seed", "epochs", "steps", "max_time", "on_nonfinite", "batch_size", "micro_batches", "precision", "metrics")
 TOP += ("export",)
-ELSEWHERE = {"task.name", "model.compile"}  # test_run_file_keys.py; a compiler and a minute per run: test_compiled.py
+# test_run_file_keys.py; a compiler and a minute per run: test_compiled.py, test_fixed_lengths.py
+ELSEWHERE = {"task.name", "model.compile", "model.compile_lengths"}
 # Key -> words that set it. ENDING: of row files; LOSS, PACKING: another than the run's.
 VALUES: dict[str, tuple[str, ...]] = {
     "seed": ("seed=5",),

@@ -569,6 +569,7 @@ def test_an_engine_that_imports_the_tracer_is_traced_from_its_first_call(
     installed: list[str] = []
     monkeypatch.setattr(late_imports, "install", lambda hooks, name: installed.append(name))
     monkeypatch.setattr(late_imports, "EVALUATORS", {})
+    monkeypatch.setattr(late_imports, "LOADS", "no_such_module")
     hooks = Hooks()
     late_imports.watch(hooks)
     assert installed == []

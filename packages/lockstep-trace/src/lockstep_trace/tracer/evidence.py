@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import KINDS, LAYERS, NODES, SIMPLE, VIEWS, is_mean, loss_nodes, name_of, nodes_of, shape_of
 from .inputs import wrapped
@@ -355,7 +356,8 @@ def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
                 waiting.append((factor, True, before[0]))
                 continue
             if isinstance(number, Tensor):
-                number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
+                with _disable_current_modes():  # which would be given the number instead of its tensor
+                    number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
             by = float(number) if isinstance(number, int | float) and number else math.nan
             by = by if name == "Mul" else 1 / by
             waiting.append((factor * by, divided or abs(by) * rows <= 1, before[0]))
