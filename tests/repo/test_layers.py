@@ -260,7 +260,11 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),
-    "tracer/evidence.py": ("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
+    # and a mode of recording that is off while a number of a loss is read
+    "tracer/evidence.py": (
+        *("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
+        "from torch.utils._python_dispatch",
+    ),
     # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
     "tracer/operations.py": (
         *("from torch.utils._python_dispatch", "from torch.utils", "dispatch._", "getattr(m, '_mode_key'", "torch._C"),

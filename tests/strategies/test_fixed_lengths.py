@@ -244,7 +244,8 @@ def test_padding_changes_no_number(tmp_path: Path, codes: list[Any]) -> None:
     micro = feed.make(0).micro_batches[0]
     wide = fixed_lengths.widened(micro, [60], 1, True)
     assert wide.inputs["input_ids"].shape[1] > micro.inputs["input_ids"].shape[1]
-    (loss, slopes), (other, others) = (region._by_code(strategy, each) for each in (micro, wide))
+    assert strategy.region is not None
+    (loss, slopes), (other, others) = (region._by_code(strategy.region, strategy.model, m) for m in (micro, wide))
     torch.testing.assert_close(other, loss)
     for slope, another in zip(slopes, others, strict=True):
         if slope is not None:
