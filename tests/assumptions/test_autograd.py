@@ -62,7 +62,7 @@ def test_an_unused_weight_has_no_gradient() -> None:
     assert unused.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/make_model.py", "src/lockstep/strategies/exact/update.py")
+@rests_on_it("src/lockstep/strategies/exact/training_state.py", "src/lockstep/strategies/exact/update.py")
 def test_a_gradient_has_the_layout_of_its_weight() -> None:
     """.grad of a contiguous weight is contiguous, even if the matrix product returns its gradient as a transposed
     matrix."""

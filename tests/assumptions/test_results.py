@@ -244,7 +244,7 @@ def test_a_hook_on_a_result_replaces_its_gradient() -> None:
     assert used.grad is None
 
 
-@rests_on_it("src/lockstep/strategies/exact/statistics.py")
+@rests_on_it("src/lockstep/strategies/exact/step_totals.py")
 def test_running_statistics_of_batch_norm() -> None:
     """In training, BatchNorm's running_mean and running_var become 0.9 times the old value plus 0.1 times the batch's
     value, with the unbiased batch variance. In eval mode they do not change."""

@@ -237,7 +237,7 @@ def test_a_permutation_is_the_same_everywhere() -> None:
     assert np.random.default_rng(7).permutation(6).tolist() == [5, 2, 0, 4, 1, 3]
 
 
-@rests_on_it("src/lockstep/data/order.py", "src/lockstep/distributed/splitmix.py")
+@rests_on_it("src/lockstep/data/order.py", "src/lockstep/distributed/randomness.py")
 def test_unsigned_integers_wrap_around() -> None:
     """numpy's uint64 arrays wrap around at 2**64 without a warning."""
     with np.errstate(all="raise"):

@@ -72,7 +72,7 @@ def test_manual_seed_determines_dropout() -> None:
     assert torch.equal(*masks)
 
 
-@rests_on_it("src/lockstep/strategies/exact/averaging.py", "src/lockstep/strategies/exact/reduction_tree.py")
+@rests_on_it("src/lockstep/strategies/exact/training_state.py", "src/lockstep/strategies/exact/reduction_tree.py")
 def test_foreach_has_the_bits_of_single_operations() -> None:
     """torch._foreach_add_ and _foreach_mul_ give the bits of add_ and mul_ on each tensor, at odd sizes too."""
     sizes = (1, 3, 17, 1023)

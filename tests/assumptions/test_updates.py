@@ -212,7 +212,7 @@ def test_defaults_of_optimizers() -> None:
     assert (usual["SGD"]["weight_decay"], usual["SGD"]["momentum"], usual["SGD"]["lr"]) == (0, 0, 1e-3)
 
 
-@rests_on_it("src/lockstep/strategies/exact/averaging.py")
+@rests_on_it("src/lockstep/strategies/exact/training_state.py")
 def test_an_average_begins_with_a_copy() -> None:
     """AveragedModel copies the weights at its first update, and holds their mean after several."""
     layer = nn.Linear(1, 1, bias=False)

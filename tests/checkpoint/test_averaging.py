@@ -20,7 +20,7 @@ from lockstep.config.run import Run, load
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.sharded import WholeState
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.averaging import Averaged
+from lockstep.strategies.exact.training_state import Averaged
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.evaluation import evaluate
 from lockstep.training.model_stats import memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.distributed import randomness, splitmix
+from lockstep.distributed import randomness
 from lockstep.distributed.randomness import seed_everything
 
 randomness.draw_wide()
@@ -84,9 +84,9 @@ def test_empty_and_wrong() -> None:
 def test_random_numbers_match_splitmix64() -> None:
     """The first three of the published generator with the seed 0; chained ones element by element as by themselves."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert splitmix.sequence(1, 3).tolist() == published
-    assert splitmix.sequence(2, 2).tolist() == published[1:]
+    assert randomness.sequence(1, 3).tolist() == published
+    assert randomness.sequence(2, 2).tolist() == published[1:]
     rows, places = np.array([[0], [7]]), np.arange(4)
-    found = splitmix.mixed(3, -1, rows, places)
-    assert found[1, 2] == splitmix.mixed(3, 2**64 - 1, 7, 2)
+    found = randomness.mixed(3, -1, rows, places)
+    assert found[1, 2] == randomness.mixed(3, 2**64 - 1, 7, 2)
     assert len(set(found.ravel().tolist())) == 8

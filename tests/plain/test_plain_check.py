@@ -28,7 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.plain import module as plain_module
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact import averaging
+from lockstep.strategies.exact import training_state
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import adapters, chunked_loss, quantized, unpadded
@@ -474,7 +474,7 @@ def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path
     run = run.model_copy(update={"output": str(folder)})
     task, strategy = build(run, World(run))
     found = export_check.evaluated(task, strategy)
-    return task, found, write_export(task, averaging.exported(strategy) or {}, {}, 0)
+    return task, found, write_export(task, training_state.export_averaged(strategy) or {}, {}, 0)
 
 
 @pytest.mark.parametrize(

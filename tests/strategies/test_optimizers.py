@@ -13,7 +13,7 @@ from lockstep.config import plugins
 from lockstep.config.run import Run, load
 from lockstep.config.schedules import learning_rate
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import averaging
+from lockstep.strategies.exact import training_state
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import TINY, build, build_with_feed, digest, run_on
@@ -101,7 +101,7 @@ def trained(world: World, runs: list[Run], others: list[Run | None]) -> list[dic
         checkpoints = Checkpoints(job_of(run), world, 6)
         checkpoints.save(2, strategy.state)
         checkpoints.settle()
-        exported = averaging.exported(strategy)
+        exported = training_state.export_averaged(strategy)
         rows = feed.make(0).ids
         answer: dict[str, Any] = {
             "saved": digest(strategy.state.state_dict()),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.checkpoint.shard_files import Files
-from lockstep.strategies.exact import averaging
+from lockstep.strategies.exact import training_state
 from lockstep.training.checkpoint_model import evaluated
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate, evaluate_with_tables, generate_samples
@@ -21,7 +21,7 @@ def test_the_export_is_the_average_also_of_a_checkpoint(tmp_path: Path) -> None:
     job = Job(run)
     job.step()
     job.saved()
-    exported = averaging.exported(job.strategy) or {}
+    exported = training_state.export_averaged(job.strategy) or {}
     trained = dict(job.strategy.state.export() or {})
     assert digest(exported) != digest(trained)
     assert exported["transformer.wte.weight"].data_ptr() != trained["transformer.wte.weight"].data_ptr()
@@ -48,8 +48,8 @@ def test_evaluations_do_not_change_training(tmp_path: Path) -> None:
     generate_samples(other.task, other.strategy, other.world)
     with pytest.raises(EvaluationInterrupted):
         evaluate_with_tables(other.world, other.task, other.strategy, columns, stop=lambda: True)
-    averaging.exported(other.strategy)
-    with averaging.optimizer_average(straight.strategy):
+    training_state.export_averaged(other.strategy)
+    with training_state.optimizer_average(straight.strategy):
         inside = evaluate(straight.world, straight.task, straight.strategy, columns, rows)
     assert inside != scores  # control: averaging the average again gives other scores
     assert straight.step() == other.step()

@@ -13,7 +13,7 @@ from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
-from lockstep.strategies.exact import make_model, parameter_groups, stepper
+from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
@@ -86,7 +86,7 @@ def test_layerwise_rates_decrease_towards_the_embedding(bert: torch.nn.Module) -
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        parameter_groups.assigned(run.optim, make_model.freeze(run.model, BertForSequenceClassification(BERT)))
+        parameter_groups.assigned(run.optim, training_state.freeze(run.model, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
@@ -97,7 +97,7 @@ def test_layerwise_decay_of_a_model_without_layers_is_refused() -> None:
 
 def test_frozen_weights_are_in_no_group() -> None:
     run = run_of("model.freeze=['bert.embeddings.*', '*.layer.0.*']")
-    model = make_model.freeze(run.model, BertForSequenceClassification(BERT))
+    model = training_state.freeze(run.model, BertForSequenceClassification(BERT))
     names = {name for group in stepper.build(run.optim, model).param_groups for name in group["names"]}
     assert names == {n for n, _ in model.named_parameters() if "embeddings" not in n and "layer.0" not in n}
 

@@ -142,7 +142,7 @@ def test_a_step_counts_as_one_batch() -> None:
     """The mean of what micro-batches of unequal size make of the statistics, weighted by examples; blank ones left
     out."""
     from lockstep.data.batch import IGNORED
-    from lockstep.strategies.exact.statistics import Statistics
+    from lockstep.strategies.exact.step_totals import Statistics
 
     model = nn.Sequential(nn.BatchNorm1d(2, momentum=0.5))
     model[0].running_mean.fill_(1.0)
@@ -176,7 +176,7 @@ def test_one_process_may_count() -> None:
 def recorded(world: World, run: Run, own: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if own:  # as if nothing brought them together
-            patch.setattr("lockstep.strategies.exact.statistics.averaged", lambda model: {})
+            patch.setattr("lockstep.strategies.exact.step_totals.averaged_buffers", lambda model: {})
             patch.setattr("lockstep.strategies.dry_run.DryRun.__call__", lambda *_: None)
         return recording.record(for_rank(run, world), world, "2")
 

@@ -26,7 +26,7 @@ from lockstep.config.run import Run, load
 from lockstep.data import builtin
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.make_model import ALIGNED, make_model
+from lockstep.strategies.exact.training_state import ALIGNED, make_model
 from lockstep.tasks.models import models as models_of
 from lockstep.tasks.models.models import build
 from lockstep.tasks.translation import Translation

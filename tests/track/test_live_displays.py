@@ -6,7 +6,7 @@ import time
 
 from rich.console import Console as RichConsole
 
-from lockstep.track import live_displays
+from lockstep.track import busy
 from lockstep.track.console import Console
 
 
@@ -16,11 +16,11 @@ def test_a_bar_is_registered_while_it_is_shown() -> None:
     console.rich = RichConsole(file=out, force_terminal=True, width=100, force_interactive=True)
     console.start(10, 0, lambda: "step 1")
     console.advance(3)
-    live_displays.clear()
+    busy.clear_displays()
     assert out.getvalue().endswith("\x1b[2K")  # the bar's last line is erased
     console.stop()
     drawn = len(out.getvalue())
-    live_displays.clear()
+    busy.clear_displays()
     assert len(out.getvalue()) == drawn  # nothing is shown any more
 
 
@@ -33,12 +33,12 @@ def test_a_display_that_does_not_stop_is_left() -> None:
 
     stops = [broken, cleared.set, never.wait]
     for stop in stops:
-        live_displays.add(stop)
+        busy.add_display(stop)
     began = time.monotonic()
-    live_displays.clear(timeout_s=0.1)
+    busy.clear_displays(timeout_s=0.1)
     assert cleared.is_set()
     assert time.monotonic() - began < 60
     never.set()
     for stop in stops:
-        live_displays.remove(stop)
-        live_displays.remove(stop)
+        busy.remove_display(stop)
+        busy.remove_display(stop)

@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from lockstep.distributed.sharded import Saved, TensorSlice, WholeState, local
+from lockstep.distributed.sharded import Saved, TensorSlice, WholeState
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep_trace.tracer.fingerprint import combined, hash_sum
 

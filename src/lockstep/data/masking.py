@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.data.batch import IGNORED
-from lockstep.distributed.splitmix import mixed
+from lockstep.distributed.randomness import mixed
 
 _ORDER, _KIND, _TOKEN = range(3)  # purposes of a token's random numbers
 AS_MASK, AS_ANY = 0.8, 0.1  # shares of the selected tokens

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from lockstep.distributed import splitmix
-
 
 @cache
 def draw_wide() -> Library:
@@ -84,7 +82,7 @@ def _has_accelerator() -> bool:
 
 def mix(*numbers: int) -> int:
     """Hash several numbers to one well-mixed 63-bit number."""
-    return int(splitmix.mixed(*numbers)) >> 1
+    return int(mixed(*numbers)) >> 1
 
 
 def own_generators(task: Any, model: nn.Module) -> list[str]:
@@ -128,3 +126,32 @@ def _within(value: Any, where: str, visited: set[int], depth: int) -> Iterator[s
     visited.add(id(value))
     for place, part in parts.items():
         yield from _within(part, place, visited, depth - 1)
+
+
+# -- hashes of integers: SplitMix (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195), equal in every process, on
+#    every machine and with every library version
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def sequence(first: int, count: int) -> np.ndarray:
+    """Return the random numbers of the `count` integers from `first`: uint64 [count]."""
+    with np.errstate(over="ignore"):
+        return _finished(np.arange(first, first + count, dtype=np.uint64) * _STEP)
+
+
+def mixed(*numbers: Any) -> np.ndarray:
+    """Hash several numbers to one, elementwise for arrays: uint64. Inputs are taken modulo 2^64."""
+    with np.errstate(over="ignore"):
+        state: Any = _STEP
+        for number in numbers:
+            one = np.uint64(number % 2**64) if isinstance(number, int) else np.asarray(number).astype(np.uint64)
+            state = _finished(np.asarray(state + one + _STEP))
+    return state
+
+
+def _finished(state: np.ndarray) -> np.ndarray:
+    """SplitMix's finalizer; overflow is intended."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.errors import CodedError
-from lockstep.distributed.torch_internals import by_host, is_dtensor
+from lockstep.distributed.torch_internals import by_host, is_dtensor, local
 from lockstep.distributed.world import World
 
 
@@ -85,15 +85,6 @@ def gather(parts: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
                 elif world.rank == rank:
                     dist.send(whole_tensors[name].detach().cpu().contiguous(), 0)
     return dict(sorted(whole_tensors.items()))
-
-
-def local(tensor: Tensor | None) -> Tensor:
-    """Return this rank's part, without communication."""
-    assert tensor is not None
-    if not is_dtensor(tensor):
-        return tensor
-    with torch.no_grad():  # the tensor itself, not a view with a graph
-        return tensor.to_local()
 
 
 def whole(tensor: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-from lockstep.track import live_displays
+from lockstep.track import busy
 
 # A terminal that closes sends SIGHUP; nohup ignores it.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -221,7 +221,7 @@ def end_at_second_interrupt() -> None:
         interrupts = Interrupts()
         while data := receive.recv(64):
             if any(interrupts.again(number) for number in data):
-                live_displays.clear()
+                busy.clear_displays()
                 os._exit(130)
 
     threading.Thread(target=count, args=(receive, send), name="lockstep-signals", daemon=True).start()

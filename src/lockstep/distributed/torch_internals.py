@@ -172,3 +172,12 @@ class ToHost:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host_tensors
+
+
+def local(tensor: Tensor | None) -> Tensor:
+    """Return this rank's part, without communication."""
+    assert tensor is not None
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():  # the tensor itself, not a view with a graph
+        return tensor.to_local()

@@ -28,7 +28,7 @@ from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.job import Job
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import local
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy

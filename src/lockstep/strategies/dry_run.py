@@ -22,7 +22,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.engines.side_effects import SideEffects, preserved
 from lockstep.strategies.exact.precision import Precision
-from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.update import WeightUpdate
 
 

@@ -26,7 +26,8 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.rendezvous import join_alone
-from lockstep.distributed.sharded import fill, local, whole
+from lockstep.distributed.sharded import fill, whole
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import DataShard, World
 from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
@@ -43,14 +44,13 @@ from lockstep.strategies.engines.fsdp import (
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
 from lockstep.strategies.exact import parameter_groups, training_state
-from lockstep.strategies.exact.make_model import make_model
 from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import ReductionTree, most_held, most_held_in_turns, share
-from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
-from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
+from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recovery import ShardRecovery

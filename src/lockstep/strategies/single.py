@@ -23,13 +23,13 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
-from lockstep.distributed.sharded import local
+from lockstep.distributed.torch_internals import local
 from lockstep.strategies.engines import blocks, layers, side_effects
-from lockstep.strategies.exact import make_model, parameter_groups, stepper, training_state
+from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduction_tree import most_held
 from lockstep.strategies.exact.rows import row_sparse
-from lockstep.strategies.exact.statistics import Statistics
+from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.observer import observing
 from lockstep.strategies.strategy import Recomputation, Strategy, WeightFormats
@@ -131,7 +131,7 @@ class ReplicatedStrategy(Strategy):
 
     def make_model(self) -> nn.Module:
         """Return the model, in host memory."""
-        return make_model.make_model(self.task)
+        return training_state.make_model(self.task)
 
     def make_weights(self, masters: bool) -> TrainedWeights:
         """Return the weights that this rank updates: all of them."""

@@ -25,8 +25,7 @@ from lockstep.distributed.world import DataShard, World, all_reduce
 from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.exact.precision import Precision
 from lockstep.strategies.exact.reduction_tree import share
-from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.step_totals import StepTotals
+from lockstep.strategies.exact.step_totals import Statistics, StepTotals
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState
 from lockstep.strategies.exact.update import Gradient, WeightUpdate

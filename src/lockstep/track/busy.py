@@ -2,6 +2,9 @@
 
 In: a function that returns the current activity. Out: on a terminal, one animated line that disappears at the end;
 elsewhere, plain lines at growing intervals.
+
+A process that exits at once, without its `finally` clauses, first calls `clear_displays`, so that no line that it
+redraws in the terminal stays behind.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -26,7 +30,6 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.track import live_displays
 from lockstep_trace import streams
 from lockstep_trace.redaction import printable
 
@@ -52,7 +55,7 @@ class ProgressNote:
         if self._rich.is_interactive:
             self._live = Live(console=self._rich, get_renderable=self._line, transient=True, refresh_per_second=4)
             self._live.start(refresh=True)
-            live_displays.add(self._live.stop)
+            add_display(self._live.stop)
             self._rich.show_cursor(True)  # keep the cursor visible if the process is killed
         else:
             self._thread = threading.Thread(target=self._speak, name="lockstep-busy", daemon=True)
@@ -64,7 +67,7 @@ class ProgressNote:
     ) -> None:
         self._over.set()
         if self._live is not None:
-            live_displays.remove(self._live.stop)
+            remove_display(self._live.stop)
             self._live.stop()
         else:
             self._thread.join()
@@ -162,3 +165,33 @@ class _Above:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
+
+
+# -- lines that this process redraws ------------------------------------------------------------------------------
+
+_STOPS: list[Callable[[], object]] = []  # one per display that is shown
+
+
+def add_display(stop: Callable[[], object]) -> None:
+    """Register a display. `stop`: removes it from the terminal."""
+    _STOPS.append(stop)
+
+
+def remove_display(stop: Callable[[], object]) -> None:
+    """Unregister a display; no effect if `stop` is not registered."""
+    with suppress(ValueError):
+        _STOPS.remove(stop)
+
+
+def clear_displays(timeout_s: float = 0.5) -> None:
+    """Remove all displays from the terminal; may be called in any thread. Gives up after `timeout_s` seconds, because
+    another thread may hold a display's lock for ever."""
+
+    def stop_all() -> None:
+        for stop in list(_STOPS):
+            with suppress(Exception):
+                stop()
+
+    thread = threading.Thread(target=stop_all, name="lockstep-displays", daemon=True)
+    thread.start()
+    thread.join(timeout_s)

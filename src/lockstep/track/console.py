@@ -35,7 +35,7 @@ from rich.text import Text
 from lockstep.config.errors import with_addresses
 from lockstep.config.model_selection import Best
 from lockstep.config.output_files import open_file, redirected
-from lockstep.track import live_displays
+from lockstep.track import busy
 from lockstep.track.busy import ECHO, ProgressNote
 from lockstep_trace import streams
 from lockstep_trace.plurals import quantity
@@ -224,7 +224,7 @@ class Console:
         if self._loud and self._voice != "quiet" and self.rich.is_interactive:
             self._bar = _Bar(self.rich, total, done, place)
             self._bar.start()
-            live_displays.add(self._bar.stop)
+            busy.add_display(self._bar.stop)
 
     def advance(self, step: int) -> None:
         """Advance the progress bar to `step`. Takes microseconds."""
@@ -337,7 +337,7 @@ class Console:
     def stop(self) -> None:
         """End the progress bar."""
         if self._bar is not None:
-            live_displays.remove(self._bar.stop)
+            busy.remove_display(self._bar.stop)
             self._bar.stop()
             self._bar = None
 

@@ -23,7 +23,7 @@ from lockstep.data.batch import Sums
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.averaging import optimizer_average
+from lockstep.strategies.exact.training_state import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Generates, GivesPredictions, Task
 from lockstep.training.errors import EvaluationInterrupted

@@ -27,7 +27,7 @@ from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
-from lockstep.strategies.exact.averaging import optimizer_average
+from lockstep.strategies.exact.training_state import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import heads, model_configs
 from lockstep.tasks.task import Task

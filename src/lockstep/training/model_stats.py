@@ -33,8 +33,8 @@ from lockstep.data.prepare import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
-from lockstep.strategies.exact.make_model import freeze
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
+from lockstep.strategies.exact.training_state import freeze
 from lockstep.strategies.recovery import shard_recovery
 from lockstep.tasks.models import config_checks, model_configs, storage_dtype
 from lockstep.tasks.task import Task, make_task

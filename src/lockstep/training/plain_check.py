@@ -33,7 +33,7 @@ from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.side_effects import preserved
-from lockstep.strategies.exact.make_model import make_model
+from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
 from lockstep.training import plain_sides

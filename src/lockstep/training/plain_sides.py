@@ -39,7 +39,7 @@ from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.make_model import make_model
+from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.data.job import StrategyRules
     from lockstep.distributed.world import World
     from lockstep.strategies.engines import blocks, region, tensor_plans, zero_agreement
-    from lockstep.strategies.exact import averaging, training_state
+    from lockstep.strategies.exact import training_state
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import chunked_loss, model_configs, padding, quantized, source_files
@@ -45,7 +45,7 @@ else:  # most import torch
     (hub,) = lazy("lockstep.data", "hub")
     blocks, region, tensor_plans = lazy("lockstep.strategies.engines", "blocks", "region", "tensor_plans")
     (zero_agreement,) = lazy("lockstep.strategies.engines", "zero_agreement")
-    averaging, training_state = lazy("lockstep.strategies.exact", "averaging", "training_state")
+    (training_state,) = lazy("lockstep.strategies.exact", "training_state")
     (optimizers,) = lazy("lockstep.strategies.optimizers", "optimizer")
     (own_metrics,) = lazy("lockstep.tasks", "own_metrics")
     chunked_loss, model_configs, padding = lazy("lockstep.tasks.models", "chunked_loss", "model_configs", "padding")
@@ -207,7 +207,7 @@ def _refuse_strategy(job: Job) -> None:
     training_state.check_masters(job)
     if run.model.quantization is not None:
         quantized.check(job)
-    averaging.check(job)
+    training_state.check_average(job)
     strategy.check(job)
     if run.strategy.exact and (keys := strategy.inexact_options(run.strategy)):
         raise RunError(
@@ -359,7 +359,7 @@ def _refuse_sharding(job: Job) -> None:
     from torch import device
 
     from lockstep.distributed.system_metrics import capacity
-    from lockstep.strategies.exact.make_model import freeze
+    from lockstep.strategies.exact.training_state import freeze
     from lockstep.tasks.task import make_task
     from lockstep.training.model_stats import counts
 

@@ -19,7 +19,7 @@ from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks
-from lockstep.strategies.exact.averaging import Averaged
+from lockstep.strategies.exact.training_state import Averaged
 from lockstep.strategies.recovery import shard_recovery
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task

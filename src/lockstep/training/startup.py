@@ -29,10 +29,10 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
-from lockstep.distributed.sharded import local
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
+from lockstep.distributed.torch_internals import local
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.exact import averaging
+from lockstep.strategies.exact import training_state
 from lockstep.strategies.strategy import NotFinite, Strategy
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
@@ -227,7 +227,9 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
         generate_samples(task, strategy, world, briefly)
         ACTIVITY.set("trying the export")
         checkpoints.disk.export = export_bytes(strategy)
-        weights = averaging.exported(strategy) if strategy.weights.parameter_count <= EXPORTED_TWICE else None
+        weights = (
+            training_state.export_averaged(strategy) if strategy.weights.parameter_count <= EXPORTED_TWICE else None
+        )
         if weights is not None:
             try:
                 checkpoints.disk.export = try_export(task, weights, scores)

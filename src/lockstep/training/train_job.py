@@ -22,7 +22,7 @@ from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import averaging
+from lockstep.strategies.exact import training_state
 from lockstep.track.console import Console, append
 from lockstep.track.tracker import End
 from lockstep.training import export_check
@@ -70,7 +70,7 @@ def train_job(job: Job, world: World) -> int:
         where = f"; the checkpoint is on {world.hosts[0]} (rank 0)" if session.checkpoints.newest else ""
         elsewhere.say(f"stopped on request after step {state.step}{where}")
         return STOPPED if session.checkpoints.newest else FAILED
-    weights = averaging.exported(trained.strategy)
+    weights = training_state.export_averaged(trained.strategy)
     evaluated = export_check.evaluated(session.task, trained.strategy)
     doubts = session.task.warnings + own_generators(session.task, trained.strategy.model)
     trained.strategy.close()

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from lockstep.config.run import Run, load
 from lockstep.data.job import Job
-from lockstep.distributed.sharded import local
 from lockstep.distributed.step_timer import NAMES, StepTimer
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies import single
 from lockstep.strategies.engines import pipelining
-from lockstep.strategies.exact.make_model import freeze
+from lockstep.strategies.exact.training_state import freeze
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader

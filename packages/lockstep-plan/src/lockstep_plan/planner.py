@@ -17,7 +17,7 @@ import torch
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
 from lockstep.lab.subprocess_job import Child
-from lockstep.strategies.exact.make_model import freeze
+from lockstep.strategies.exact.training_state import freeze
 from lockstep.tasks.task import make_task
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts

@@ -44,7 +44,7 @@ from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
 from lockstep.strategies.exact.rows import SMALL as FEW_ROWS
-from lockstep.strategies.exact.statistics import averaged
+from lockstep.strategies.exact.step_totals import averaged_buffers
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task
@@ -176,7 +176,7 @@ def _layers_of(model: nn.Module, layer_options: list[str]) -> list[nn.Module]:
             "LS4043",
             f"model.checkpoint_activations: transformers does not support recomputing layers of {kind}; {instead}",
         )
-    if any(averaged(block) for block in blocks):
+    if any(averaged_buffers(block) for block in blocks):
         raise RunError(
             "LS4044",
             f"model.checkpoint_activations: layers of {kind} keep running statistics, which would be updated "

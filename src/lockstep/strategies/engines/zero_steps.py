@@ -24,9 +24,8 @@ from lockstep.strategies.engines import layers, zero_graph
 from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
 from lockstep.strategies.exact import parameter_groups, stepper
-from lockstep.strategies.exact.make_model import ALIGNED
-from lockstep.strategies.exact.statistics import Statistics
-from lockstep.strategies.exact.step_totals import StepTotals
+from lockstep.strategies.exact.step_totals import Statistics, StepTotals
+from lockstep.strategies.exact.training_state import ALIGNED
 from lockstep.strategies.exact.update import Gradient, Part, WeightUpdate
 from lockstep.strategies.observer import StepObserver, listening, observing
 from lockstep.tasks.task import Task

@@ -1,7 +1,8 @@
-"""Sums over ranks in a step besides the gradient: losses of micro-batches and of the sources of a mixture, and counts.
+"""Sums over ranks in a step besides the gradient: losses, counts, and running statistics such as BatchNorm's.
 
-In: the outputs of a model for a micro-batch; the task computes the loss. Out: the loss sum of a micro-batch, with its
-graph, and sums over ranks that are bitwise equal at any number of processes.
+In: the outputs of a model for a micro-batch, of which the task computes the loss, and the statistics after it. Out: the
+loss sum of a micro-batch, with its graph; sums over ranks, and the buffers after the step, which are bitwise equal at
+any number of processes.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config.run import RunError
-from lockstep.data.batch import MicroBatch
+from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.strategies.observer import StepObserver
 from lockstep.tasks.task import Task
 
@@ -110,3 +111,71 @@ class StepTotals:
         else:
             losses, numbers = all_reduce(losses), all_reduce(numbers)
         return losses, [int(number) for number in numbers.tolist()]
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_OTHERS = {"QuantAct"}  # I-BERT: running minima and maxima of activations
+
+
+def averaged_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a step averages over its micro-batches, by name."""
+    modules = {
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, _BATCH_NORMS + _INSTANCE_NORMS) or type(m).__name__ in _OTHERS
+    }
+    return {name: b for name, b in model.named_buffers() if name.rpartition(".")[0] in modules}
+
+
+class Statistics:
+    """The running statistics (BatchNorm's) of a model that every rank holds in full: one update per step.
+
+    Each micro-batch starts from the statistics before the step, so it does not matter where it runs. The step's result
+    is the mean of the micro-batches' statistics, weighted by examples: a step counts as one batch, however divided.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.names = model, list(averaged_buffers(model))
+
+    def start(self, count: int) -> None:
+        """Prepare a step of `count` micro-batches over all ranks."""
+        if self.names:
+            self._before = self._now()  # [N]
+            self._per_micro_batch = self._before.new_zeros(count, len(self._before) + 1)  # [M, N + 1]: examples last
+
+    def take(self, micro: MicroBatch) -> None:
+        """Record a micro-batch's statistics after its backward, and reset them to those before the step. A
+        padding micro-batch of a short step counts as no examples."""
+        if self.names:
+            examples = len(micro.targets) * (micro.targets != IGNORED).any()  # a padding micro-batch has none
+            self._per_micro_batch[micro.index] = torch.cat([self._now(), examples.double()[None]])
+            self.reset()
+
+    def reset(self) -> None:
+        """Restore the statistics from before the step."""
+        if self.names:
+            self._set(self._before)
+
+    def finish(self, all_reduce: Callable[[Tensor], Tensor], used: Tensor | bool = True) -> None:
+        """Set the step's statistics after its micro-batches; `used`: whether the update was applied. Every rank has
+        zeros for other ranks' micro-batches, and adding zeros is exact. Collective."""
+        if self.names:
+            gathered = all_reduce(self._per_micro_batch)
+            examples = gathered[:, -1:]  # [M, 1]
+            mean = (gathered[:, :-1] * examples).sum(0) / examples.sum().clamp(min=1)
+            self._set(torch.where((examples.sum() > 0) & used, mean, self._before) + 0.0)  # no negative zeros
+            del self._per_micro_batch
+
+    def _buffers(self) -> list[Tensor]:
+        """Look up the buffers: engines replace them, and so does every forward of I-BERT."""
+        return [self.model.get_buffer(name) for name in self.names]
+
+    def _now(self) -> Tensor:
+        return torch.cat([b.detach().reshape(-1).double() for b in self._buffers()])
+
+    def _set(self, values: Tensor) -> None:
+        buffers = self._buffers()
+        with torch.no_grad():
+            for buffer, part in zip(buffers, values.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lockstep.config.sections import OptimSection
-from lockstep.distributed.sharded import Saved, fill, local, whole
-from lockstep.distributed.torch_internals import is_dtensor
+from lockstep.distributed.sharded import Saved, fill, whole
+from lockstep.distributed.torch_internals import is_dtensor, local
 from lockstep.strategies.exact.parameter_groups import assigned, groups
 from lockstep.strategies.optimizers.optimizer import State, rule
 

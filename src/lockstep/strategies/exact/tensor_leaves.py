@@ -27,9 +27,9 @@ from typing_extensions import override
 from lockstep.config.run import RunError
 from lockstep.distributed.randomness import mix
 from lockstep.strategies.exact.exchange import Exchange
-from lockstep.strategies.exact.make_model import ALIGNED
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds, all_gather
 from lockstep.strategies.exact.reduction_tree import ReductionTree, share
+from lockstep.strategies.exact.training_state import ALIGNED
 
 
 class LeafRanks:

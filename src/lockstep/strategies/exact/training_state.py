@@ -1,8 +1,8 @@
-"""The weights that a rank trains, and what it saves, loads and exports of them and of the optimizer's state.
+"""The model and the weights that a rank trains, their moving average, and what it saves, loads and exports of them.
 
-In: a model, and its stepper. Out: parameter name -> tensor that this rank updates: a whole weight, or a part of it
-(`ShardedWeights` in `fsdp2.py`); its part of a checkpoint, `model.NAME`, `optimizer.KEY.NAME` and, with fp16,
-`scaling.KEY`; the same loaded back; and the weights of the export. Strategies that hold something else than whole
+In: a task, which builds the model, and a stepper. Out: parameter name -> tensor that this rank updates: a whole weight,
+or a part of it (`ShardedWeights` in `fsdp2.py`); its part of a checkpoint, `model.NAME`, `optimizer.KEY.NAME` and, with
+fp16, `scaling.KEY`; the same loaded back; and the weights of the export. Strategies that hold something else than whole
 weights have a `TrainingState` of their own.
 
 With `model.dtype: bfloat16`, the optimizer updates a float32 master of each weight, and the weight is the rounded
@@ -11,20 +11,78 @@ master: an update is often smaller than a bfloat16 weight's last bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.run import RunError
+from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job, WeightFormats
 from lockstep.distributed.sharded import Saved, WholeState, gather
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
+from lockstep.strategies.engines.side_effects import first_few, hooks
+from lockstep.strategies.exact.parameter_groups import unmatched
 from lockstep.strategies.exact.precision import LossScale
 from lockstep.strategies.exact.stepper import Stepper
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.tasks.models import storage_dtype
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.strategies.strategy import Strategy
+
+
+ALIGNED = 64  # bytes: alignment of torch's CPU allocator
+
+
+def make_model(task: Task, empty: bool = False) -> nn.Module:
+    """Build the task's model with contiguous, aligned tensors; `empty`: on the meta device.
+
+    Sums, slices and fused updates walk through memory, so a transposed weight's gradient would be summed in another
+    order. Products with a single row differ in their last bits if a weight does not start at a multiple of 64 bytes, as
+    in a memory-mapped file; engines that copy weights align them.
+    Errors: `RunError` for trainable weights that are not float32 (or the run's dtype), and for hooks that would see
+    sums of micro-batches.
+    """
+    dtype = torch.bfloat16 if task.run.model.trained_in_bfloat16 else torch.float32
+    model = freeze(task.run.model, task.model(empty=True) if empty else task.model())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            raise RunError("LS4174", f"model(): {name} is {parameter.dtype}; weights that are trained must be {dtype}")
+    if names := hooks(model, after=True):
+        raise RunError(
+            "LS4175",
+            f"model(): {first_few(names)} has a hook that runs after gradient accumulation "
+            "(register_post_accumulate_grad_hook), which would see the sum of several micro-batches; use "
+            "register_hook instead",
+        )
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNED:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+    return model
+
+
+def freeze(section: ModelSection, model: nn.Module) -> nn.Module:
+    """Freeze the weights that match `model.freeze`, and empty ones; return the model. Errors: `RunError` for a pattern
+    without a match, or if no trainable weight remains."""
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        if not parameter.numel():  # nothing to train or save
+            parameter.requires_grad_(False)
+    for pattern in section.freeze:
+        matching = [name for name in named if fnmatchcase(name, pattern)]
+        if not matching:
+            raise RunError("LS4172", f"model.freeze: {unmatched(pattern, named)}")
+        for name in matching:
+            named[name].requires_grad_(False)
+    if section.freeze and not any(p.requires_grad for p in named.values()):
+        raise RunError("LS4173", "model.freeze: every weight is frozen, so nothing is left to train; freeze fewer")
+    return model
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
@@ -207,3 +265,103 @@ class TrainingState:
         """Whether several ranks hold each shard and update it independently."""
         whole = any(self.stepper.rule.whole(group) for group in self.stepper.param_groups)
         return self.world.size > self.part[1] and not whole
+
+
+class Averaged:
+    """The state of a strategy plus the average of its weights, if the run has one: a `ShardedState`.
+
+    Each rank averages the weights that it updates, in float32: in checkpoints as `ema.NAME`, and in place of the
+    weights for evaluation and export. The average is elementwise, in operations that round once each (no fused
+    multiply-add, whose use depends on an element's position in its tensor), so it is bitwise equal under any sharding.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        """Start the average at the present weights."""
+        run = strategy.run
+        self.section, self.strategy = run.average, strategy
+        parts = strategy.weights.updated_parts() if run.average.ema is not None else []
+        self.averages = [(name, part, torch.zeros_like(part)) for name, part in parts]
+        for _, part, mean in self.averages:
+            local(mean).copy_(local(part))
+
+    @torch.no_grad()
+    def follow(self, updates: int) -> None:
+        """Update the average after update number `updates`."""
+        if not self.averages:
+            return
+        weight = 1 - self.section.decay(updates)
+        for _, part, mean in self.averages:
+            own = local(mean)
+            own.add_((local(part) - own).mul_(weight))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Swap the average and the weights; a second call swaps them back. Collective."""
+        if self.section.ema is None:
+            return
+        for _, part, mean in self.averages:
+            weights = local(part).clone()
+            local(part).copy_(local(mean))
+            local(mean).copy_(weights)
+        self.strategy.weights.changed()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """A context in which the model has the averaged weights. After an error they stay there: failing ranks do not
+        wait for each other. Collective."""
+        self.exchange()
+        yield
+        self.exchange()
+
+    # -- for checkpoints ---------------------------------------------------------------------------------------------
+
+    def sharded_state_dict(self) -> dict[str, Tensor]:
+        return self.strategy.state.sharded_state_dict() | {f"ema.{name}": mean for name, _, mean in self.averages}
+
+    def load_sharded_state_dict(self, saved: Saved) -> None:
+        """Load weights and average."""
+        self.strategy.state.load_sharded_state_dict(saved)
+        if self.section.ema is not None:
+            saved.read({f"ema.{name}": mean for name, _, mean in self.averages})
+            first = {name: mean for name, _, mean in reversed(self.averages)}  # a tied weight may be held twice
+            for name, _, mean in self.averages:
+                if mean is not first[name]:
+                    local(mean).copy_(local(first[name]))
+
+
+def optimizer_average(strategy: Strategy) -> AbstractContextManager[bool]:
+    """Return a context in which the model has the weights to evaluate and export, if the optimizer averages those that
+    it trains. Yields whether they differ."""
+    return strategy.update.stepper.averaged(strategy.weights.changed)
+
+
+def export_averaged(strategy: Strategy) -> dict[str, Tensor] | None:
+    """Return `export()` of the evaluated weights. Collective."""
+    with optimizer_average(strategy) as other:
+        weights = strategy.state.export()
+        return {n: t.clone() for n, t in weights.items()} if other and weights is not None else weights
+
+
+def check_average(job: Job) -> None:
+    """Refuse averages that cannot be computed, or a second average. Errors: `RunError`."""
+    run = job.run
+    if run.average.summary and job.optimizer.averages:
+        raise RunError(
+            "LS4150",
+            f"average: {run.optim.name} evaluates and exports its own average; remove average, or use another "
+            "optim.name",
+        )
+    if run.average.ema is None:
+        return
+    if job.strategy.facts.flat_parts:  # its engine hides the tensors that it updates
+        raise RunError(
+            "LS4151",
+            f"average.ema: DeepSpeed does not expose the weights that {run.strategy.name} updates; use "
+            "strategy.name=fsdp2, which shards the average too, or average.last",
+        )
+    if not run.optim.master_weights:
+        raise RunError(
+            "LS4152",
+            "average.ema: without optim.master_weights there are no float32 weights to average; set "
+            "optim.master_weights=true",
+        )

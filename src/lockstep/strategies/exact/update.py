@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
-from lockstep.distributed.sharded import gather, local
-from lockstep.distributed.torch_internals import ToHost, on_device, to_device, values_of
+from lockstep.distributed.sharded import gather
+from lockstep.distributed.torch_internals import ToHost, local, on_device, to_device, values_of
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.side_effects import first_few
 from lockstep.strategies.exact import stepper

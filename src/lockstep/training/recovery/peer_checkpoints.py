@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.checkpoint.shard_files import Background, place_of, share_out
-from lockstep.distributed.sharded import TensorSlice, local
+from lockstep.distributed.sharded import TensorSlice
+from lockstep.distributed.torch_internals import local
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.shard_files import StateHash, hashed, held_here
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap, local
+from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap
+from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import cuts
-from lockstep.strategies.exact.averaging import Averaged
+from lockstep.strategies.exact.training_state import Averaged
 from lockstep.strategies.recovery import shard_recovery
 from lockstep.strategies.strategy import Strategy, make_strategy
 from lockstep.training.errors import TrainingFailed
