@@ -37,8 +37,8 @@ import torch.distributed.fsdp  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F401
 
 from lockstep_trace import tracer  # noqa: E402
+from lockstep_trace.coded import TraceError  # noqa: E402
 from lockstep_trace.compare_traces import Comparison, compare_traces  # noqa: E402
-from lockstep_trace.errors import TraceError  # noqa: E402
 from lockstep_trace.findings import findings, proved  # noqa: E402
 from lockstep_trace.read import Trace, read  # noqa: E402
 from lockstep_trace.run import environment_of, prepare  # noqa: E402

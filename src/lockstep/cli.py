@@ -12,7 +12,7 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import ModuleType
 
@@ -21,8 +21,7 @@ from lockstep._version import __version__
 from lockstep.config import entry_points
 from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_threads, reason_of
 from lockstep_trace import streams
-from lockstep_trace.coded import VERBOSE
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import VERBOSE, TraceError
 
 _RESUMED = ("train", "branch")  # commands that go on from a checkpoint
 
@@ -194,12 +193,15 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
     """Call the command's functions until one returns an exit status, and return that status. With `--json`, print an
     object in place of the command's output, unless the command prints its own."""
     from lockstep.distributed.activity import ACTIVITY
-    from lockstep.track import json_output
     from lockstep.track.busy import CommandNote
 
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
     with ExitStack() as stack:
-        finish = stack.enter_context(json_output.recording(name)) if getattr(known, "answer_json", False) else int
+        finish: Callable[[int], int] = int
+        if getattr(known, "answer_json", False):
+            from lockstep.track import json_output
+
+            finish = stack.enter_context(json_output.recording(name))
         if commands.of(name).computes and getattr(known, "reference", None) is None:  # commands print below each other
             ACTIVITY.set("importing torch and transformers")
             stack.enter_context(CommandNote(lambda: ACTIVITY.name))

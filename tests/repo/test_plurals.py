@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from support.places import ROOT
 
 # "process(es)", "step(s)": a noun of a message, not a call such as `of(s)`.

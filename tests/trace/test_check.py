@@ -15,8 +15,8 @@ from torch import nn
 
 import lockstep_trace
 from lockstep_trace import tracer
+from lockstep_trace.coded import TraceError
 from lockstep_trace.commands import checked_steps
-from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.read import read
 from lockstep_trace.rules import checks

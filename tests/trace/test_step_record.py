@@ -24,7 +24,7 @@ from lockstep.training.step_record import (
     write_records,
 )
 from lockstep_trace import causes
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError
 from support.messages import raises
 
 

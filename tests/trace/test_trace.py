@@ -15,8 +15,8 @@ from torch import nn
 import lockstep_trace
 from lockstep.proof.step_writer import RankStep, StepWriter, WholeStep
 from lockstep_trace import causes, tracer
+from lockstep_trace.coded import TraceError
 from lockstep_trace.compare_traces import compare_traces
-from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import findings
 from lockstep_trace.ranks import Losses
 from lockstep_trace.read import Step, read

@@ -20,7 +20,7 @@ from lockstep.checkpoint.folder import size_of
 from lockstep.config import output_files
 from lockstep.config.run import RunError
 from lockstep.tasks.task import Task
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import printable, redact_all
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from lockstep.config import user_code
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
-from lockstep.distributed.consistency_check import INSTRUCTIONS, instructions
+from lockstep.distributed.hardware import INSTRUCTIONS, instructions
 from lockstep.track.report import history
 
 if TYPE_CHECKING:

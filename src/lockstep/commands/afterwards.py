@@ -12,7 +12,6 @@ from pathlib import Path
 from lockstep.commands import run_file
 from lockstep.config.run import QUICK_START, RunError
 from lockstep.lab.sweep.sweep_file import read
-from lockstep.track import json_output
 from lockstep.track.console import Console, error
 
 
@@ -20,7 +19,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
     parser.add_argument("--split", help="train, validation or test; default: the last two")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
@@ -73,7 +72,7 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose this many trials")
     parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")
-    json_output.option(parser)
+    run_file.json_option(parser)
     parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")
 
 

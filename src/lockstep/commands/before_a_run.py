@@ -21,7 +21,7 @@ from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
 from lockstep.track import json_output
 from lockstep.track.console import RECORD, Console, error
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import one_line
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
-    json_output.option(parser)
+    run_file.json_option(parser)
     parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
     parser.add_argument(
         "--verbose", action="store_true", help="also print the command, its variables, and a submitted job's files"
@@ -279,7 +279,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=int, default=3, help="untimed steps before them (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each job (default 3)")
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:

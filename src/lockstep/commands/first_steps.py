@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lockstep.commands import run_file
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
 from lockstep.launchers import start
-from lockstep.track import json_output
+
+if TYPE_CHECKING:
+    from lockstep.track import json_output
+else:
+    (json_output,) = lazy("lockstep.track", "json_output")
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +27,7 @@ def train_arguments(parser: argparse.ArgumentParser) -> None:
     voice.add_argument("--quiet", action="store_true", help="print only notes and errors (track.console=quiet)")
     voice.add_argument("--verbose", action="store_true", help="print every line of the log (track.console=verbose)")
     parser.add_argument("--detach", action="store_true", help="return once the job is submitted (launch.detach)")
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -34,6 +40,8 @@ def run_train(args: argparse.Namespace) -> int:
             "--json: under this launcher every rank would print an object; remove it, and read OUTPUT/scores.json",
         )
     run = run_file.run_of(args)
+    if not args.answer_json:
+        return start.train(run)
     logged = json_output.log_end(run.folder)
     return json_output.of_training(start.train(run), run.folder, logged)
 
@@ -63,7 +71,7 @@ def run_predict(args: argparse.Namespace) -> int:
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     run_file.arguments(parser)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
-    json_output.option(parser)
+    run_file.json_option(parser)
     plain = parser.add_mutually_exclusive_group()
     plain.add_argument("--plain", action="store_true", help="compare only with the plain reference")
     plain.add_argument("--no-plain", action="store_true", help="compare only with one process")

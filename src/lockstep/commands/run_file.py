@@ -1,4 +1,4 @@
-"""The run file on a command line: `[RUN.yaml] [key=value ...]`, also as `--key value` and `--key=value`.
+"""Arguments that commands share: `[RUN.yaml] [key=value ...]`, also as `--key value` and `--key=value`, and `--json`.
 
 In: words of the command line. Out: a `Run`. Errors: `RunError`.
 """
@@ -17,6 +17,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="override keys, for example optim.learning_rate=3e-5"
     )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json` to a command that prints facts or a table on a console; `lockstep.cli` records them."""
+    parser.add_argument("--json", dest="answer_json", action="store_true", help="print one JSON object instead of text")
 
 
 def run_of(args: argparse.Namespace) -> Run:

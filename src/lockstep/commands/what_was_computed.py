@@ -24,7 +24,7 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides for both, such as data.train=elsewhere.jsonl"
     )
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_diff(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin at the newest checkpoint of at most this step; 0: the start",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -77,7 +77,7 @@ def run_replay(args: argparse.Namespace) -> int:
 def branch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and the number of its steps to share")
     run_file.arguments(parser)
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_branch(args: argparse.Namespace) -> int:
@@ -113,7 +113,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
     parser.add_argument("--seed", type=int, help="seed of the draw; default: random")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
-    json_output.option(parser)
+    run_file.json_option(parser)
 
 
 def run_audit(args: argparse.Namespace) -> int:

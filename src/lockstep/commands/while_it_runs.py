@@ -29,7 +29,7 @@ from lockstep.track import json_output
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep_trace import streams
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import printable
 
 if TYPE_CHECKING:

@@ -333,6 +333,11 @@ class ModelSection(Section):
         return self.compile is True
 
     @property
+    def changes_layers(self) -> bool:
+        """Whether layers are compiled, recomputed or offloaded."""
+        return self.compiles_layers or self.checkpoint_activations or self.offload_activations
+
+    @property
     def fixed_lengths(self) -> list[int] | None:
         """Lengths to which training texts are padded; None: each micro-batch has the length of its longest."""
         return self.compile_lengths if self.compile == "whole" else None

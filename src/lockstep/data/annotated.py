@@ -18,7 +18,7 @@ from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import file_formats, row_files, row_reader, value_types
 from lockstep.data.column_types import ALL, ColumnUse
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset

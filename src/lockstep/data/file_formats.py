@@ -33,7 +33,7 @@ from lockstep.config.errors import remedy_of
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder, locked
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 ENDINGS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 BLOCK = 2**20  # bytes read at a time

@@ -27,7 +27,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import arrow_cache
 from lockstep.data.arrow_cache import digest, examples_in
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset

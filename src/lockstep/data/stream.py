@@ -42,7 +42,7 @@ from lockstep.data.cache import STREAM, cached, discard, folder_of
 from lockstep.data.remote import ShardCache, Unfetched, unpinned, with_addresses
 from lockstep.data.row_reader import Chunk, RowReader, Rows
 from lockstep.data.splitting import EvalHashes
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

@@ -22,7 +22,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import tokenizer, value_types
 from lockstep.data.arrow_cache import VERSION, Columns, content, digest, encode
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset

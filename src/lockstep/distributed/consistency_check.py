@@ -19,11 +19,10 @@ from lockstep.config import error_messages as messages
 from lockstep.config import processor, user_code
 from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
+from lockstep.distributed.hardware import INSTRUCTIONS, instructions
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
-
-INSTRUCTIONS = "the processor's instruction set"  # a fact, as ranks and checkpoints name it
 
 # Keys that may differ between machines.
 _OWN = ("name", "output", "launch")
@@ -65,13 +64,6 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
         except PackageNotFoundError:
             versions[f"version of {package}"] = "not installed"
     return versions
-
-
-def instructions() -> str:
-    """Return the instruction set that torch's kernels use on this processor; with another one bits differ."""
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def agree(run: Run, world: World, data: str, more: Mapping[str, str]) -> None:

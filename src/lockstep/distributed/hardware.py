@@ -18,6 +18,8 @@ from pathlib import Path
 
 from lockstep.config.sections import LaunchSection
 
+INSTRUCTIONS = "the processor's instruction set"  # a fact, as ranks and checkpoints name it
+
 
 def gpus_of(launch: LaunchSection) -> int:
     """Return the number of CUDA devices of this machine that the run may use; 0 without torch."""
@@ -174,3 +176,10 @@ def numbers(path: Path) -> dict[str, int]:
             if len(words) > 1 and words[1].isdigit():
                 by_name[words[0]] = int(words[1]) * (1024 if words[2:] == ["kB"] else 1)
     return by_name
+
+
+def instructions() -> str:
+    """Return the instruction set that torch's kernels use on this processor; with another one bits differ."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())

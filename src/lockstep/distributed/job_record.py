@@ -26,7 +26,7 @@ from lockstep.config.errors import DONE, STOPPED
 from lockstep.config.output_files import open_file, replace_text
 from lockstep.config.run import RunError
 from lockstep.distributed import hardware
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 FILE = "launch.json"
 # The job of the ranks: dotted name of a function of (run, world), and further arguments.

@@ -31,7 +31,7 @@ from lockstep.distributed.job_record import MEMBER, TORCHRUN_ENV
 from lockstep.distributed.signals import StopRequest, interrupted_at_once
 from lockstep.track.console import LOG
 from lockstep_trace import streams
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.distributed import membership, portable, rendezvous

@@ -30,7 +30,7 @@ from lockstep.track.console import Console, clock
 from lockstep.track.report import charts
 from lockstep.track.report.report import write_page
 from lockstep.training import timing
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 MEASURE = "lockstep.training.timing.measure"  # the job that every rank runs
 FILE = "job.json"  # sent to the measuring process

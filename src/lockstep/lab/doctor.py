@@ -41,7 +41,7 @@ from lockstep.lab.machine_info import Facts
 from lockstep.lab.subprocess_job import Child
 from lockstep.track import json_output
 from lockstep.track.console import Console
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 MEET_S = 60.0  # how long ranks wait for each other
 PROCESSES_S = 240.0  # time limit of all processes started here

@@ -32,7 +32,7 @@ from lockstep.launchers.launcher import Launcher, LaunchPlan, write_files
 from lockstep.launchers.local import LOOPBACK, check_gpus, memory_here, processes_of
 from lockstep.launchers.processes import accelerate_config, machine_limits
 from lockstep.track.console import error
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 MODULE = "accelerate.commands.launch"
 # `accelerate launch`, without a traceback when a signal ends it

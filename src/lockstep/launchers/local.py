@@ -22,7 +22,7 @@ from lockstep.distributed.hardware import available_cores, gpus_of
 from lockstep.distributed.job_record import TRAIN
 from lockstep.distributed.signals import STOP_SIGNALS, handled
 from lockstep.launchers.launcher import Launcher, LaunchPlan
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.distributed import network

@@ -32,7 +32,7 @@ from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.launchers.processes import srun
 from lockstep.launchers.processes.srun import SlurmTask
 from lockstep.track.console import Console
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 _POLL_S = 3.0  # polling interval of SLURM
 _MORE_S = 120.0  # timeout for a missing node, if the job can run without it

@@ -32,7 +32,7 @@ from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.launchers.launcher import Launcher, LaunchPlan

@@ -23,7 +23,7 @@ from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import check_gpus, entry, memory_here, prestart, processes_of
 from lockstep.track.console import Console
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 Seconds = Annotated[float, Field(gt=0)]
 

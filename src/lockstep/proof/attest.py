@@ -28,7 +28,7 @@ from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of, scores_of
 from lockstep.training import fingerprints
 from lockstep.training.step_record import read_records
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 FORMAT = 1
 FOLDER, NAME, SIGNATURE = "attestation", "attestation.json", "attestation.sig"

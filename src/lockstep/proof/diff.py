@@ -27,7 +27,7 @@ from lockstep.training.step_record import (
     record_differences,
 )
 from lockstep_trace import causes
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 JOB = "lockstep.proof.replay_rank.record_modules"
 _MOST = 12

@@ -23,7 +23,7 @@ from lockstep.track.console import Console
 from lockstep.track.report.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.step_record import Difference, StepRecord, by_step, read_records, record_differences
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

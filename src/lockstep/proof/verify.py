@@ -35,8 +35,8 @@ from lockstep.proof.recording import TRACE, Recording, read
 from lockstep.track.console import Console
 from lockstep.training.step_record import StepRecord, compare_records, read_records, write_records
 from lockstep_trace import compare_traces as comparing
+from lockstep_trace.coded import quantity
 from lockstep_trace.compare_traces import Comparison, Tolerance
-from lockstep_trace.plurals import quantity
 from lockstep_trace.read import read as read_trace
 from lockstep_trace.report import write as write_page
 from lockstep_trace.terminal import lines_of, say_numbers

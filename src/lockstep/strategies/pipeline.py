@@ -50,7 +50,7 @@ from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.strategy import Strategy, all_reduce_in
 from lockstep.tasks.task import Task
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 BUCKET_BYTES = 25 * 2**20  # bucket size between pipelines

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from lockstep.config.sections import StrategySection
-from lockstep.data.job import Job, StrategyRules
+from lockstep.data.job import Job
 from lockstep.distributed.world import DataShard, World
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.training_state import TrainedWeights
@@ -33,6 +33,8 @@ class Replicated(Protocol):
 
 class ReplicaRecovery:
     """Recovery of a `ReplicatedStrategy`: the surviving ranks keep it."""
+
+    of_shards: ClassVar[bool] = False
 
     def __init__(self, strategy: Replicated) -> None:
         self.strategy = strategy
@@ -57,6 +59,7 @@ class ShardRecovery:
     """Recovery of a strategy with sharded state. `state` tells what this rank holds after an interrupted step: the
     state before the update or the one after it."""
 
+    of_shards: ClassVar[bool] = True
     rebuilds: ClassVar[bool] = True  # False if an engine cannot be built twice in a process
 
     @classmethod
@@ -68,10 +71,3 @@ class ShardRecovery:
     def fit_options(cls, section: StrategySection, processes: int) -> Mapping[str, Any]:
         """Return `strategy.options` that fit this number of processes."""
         return section.options
-
-
-def shard_recovery(strategy: type[StrategyRules]) -> type[ShardRecovery] | None:
-    """Return the `ShardRecovery` of a strategy's class; None for one whose ranks hold the whole state, or that has no
-    recovery."""
-    kind = getattr(strategy, "recovery", None)
-    return kind if isinstance(kind, type) and issubclass(kind, ShardRecovery) else None

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.torch_internals import local
-from lockstep.strategies.engines import blocks, layers, side_effects
+from lockstep.strategies.engines import layers, side_effects
 from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduction_tree import most_held
@@ -36,8 +37,11 @@ from lockstep.strategies.strategy import Recomputation, Strategy, WeightFormats
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
+    from lockstep.strategies.engines import blocks
     from lockstep.strategies.engines.region import Region
     from lockstep.tasks.models.inference import Decoding
+else:  # for compiled, recomputed or divided layers
+    (blocks,) = lazy("lockstep.strategies.engines", "blocks")
 
 
 class ReplicatedMemory(MemoryEstimate):
@@ -109,7 +113,8 @@ class ReplicatedStrategy(Strategy):
         whole = run.model.compile == "whole"  # its code returns dense gradients
         plain = exact and not run.model.trained_in_bfloat16 and not whole
         sparse = row_sparse(self.model, self.world.device, uses) if plain else set()
-        blocks.prepare(run.model, self.model, run.strategy.tensor_leaves)
+        if run.model.changes_layers or run.strategy.tensor_leaves > 1:
+            blocks.prepare(run.model, self.model, run.strategy.tensor_leaves)
         if whole:
             from lockstep.strategies.engines.region import Region
 

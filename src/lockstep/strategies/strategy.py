@@ -131,6 +131,13 @@ def recomputes(job: Job) -> bool:
     return job.strategy.recomputation is not None and job.strategy.recomputation.supports(job)
 
 
+def shard_recovery(strategy: type[StrategyRules]) -> type[ShardRecovery] | None:
+    """Return the `ShardRecovery` of a strategy's class; None for one whose ranks hold the whole state, or that has no
+    recovery."""
+    recovery: type[ShardRecovery] | None = getattr(strategy, "recovery", None)
+    return recovery if recovery is not None and recovery.of_shards else None
+
+
 def make_strategy(job: Job, world: World) -> Strategy:
     """Return the job's strategy, not built yet."""
     assert issubclass(job.strategy, Strategy), job.strategy

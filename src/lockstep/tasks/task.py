@@ -18,19 +18,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
 from lockstep.data import order, streamed
 from lockstep.data.arrow_cache import Columns, Make, Prepared
 from lockstep.data.batch import MicroBatch, Sums
 from lockstep.data.cache import STREAM
-from lockstep.data.fixed_lengths import fit
 from lockstep.data.job import Job, TaskRules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from lockstep.data import fixed_lengths
     from lockstep.data.stream import Stream
     from lockstep.tasks.models.inference import Decoding
+else:  # for model.compile_lengths
+    (fixed_lengths,) = lazy("lockstep.data", "fixed_lengths")
 
 
 Forward = Callable[[Mapping[str, "Tensor"]], "Tensor"]  # inputs of the model -> its logits. Collective
@@ -230,7 +233,9 @@ class Task(TaskRules):
         collated separately."""
         sides = self.padded_lengths(columns, rows)
         if lengths := self.run.model.fixed_lengths:
-            return sum(len(g) * fit(lengths, int(side[g].max())) for side in sides for g in groups if len(g))
+            return sum(
+                len(g) * fixed_lengths.fit(lengths, int(side[g].max())) for side in sides for g in groups if len(g)
+            )
         return sum(order.padded_cost(side, list(groups)) for side in sides)
 
     # -- loss and scores -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.data import fixed_lengths, tokenizer
+from lockstep.data import tokenizer
 from lockstep.data.arrow_cache import VERSION, Columns, Make, Prepared, content, digest, encode
 from lockstep.data.batch import IGNORED, TARGETS, MicroBatch
 from lockstep.tasks.task import Task
@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
 
-    from lockstep.data import lm_documents, source, splitting, stream, token_checks, usable_rows
+    from lockstep.data import fixed_lengths, lm_documents, source, splitting, stream, token_checks, usable_rows
     from lockstep.data.column_types import Kind
     from lockstep.data.stream import Stream
     from lockstep.tasks.models import model_configs, models, padding, token_rows
-else:  # to prepare data that are not in the cache; models import torch
+else:  # for model.compile_lengths, and to prepare data that are not in the cache; models import torch
+    (fixed_lengths,) = lazy("lockstep.data", "fixed_lengths")
     lm_documents, source, splitting = lazy("lockstep.data", "lm_documents", "source", "splitting")
     stream, token_checks, usable_rows = lazy("lockstep.data", "stream", "token_checks", "usable_rows")
     model_configs, models = lazy("lockstep.tasks.models", "model_configs", "models")

@@ -33,7 +33,7 @@ from lockstep.tasks.own_metrics import listed
 from lockstep.tasks.per_token import PerToken
 from lockstep.tasks.task import Forward, Generate
 from lockstep.tasks.text_task import Encoder, TextData, in_batches
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

@@ -38,7 +38,7 @@ from lockstep.config.output_files import open_file, redirected
 from lockstep.track import busy
 from lockstep.track.busy import ECHO, ProgressNote
 from lockstep_trace import streams
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import printable
 
 LOG = "log.txt"  # in OUTPUT: output of rank 0, and errors of all ranks

@@ -7,7 +7,6 @@ processes goes to standard error.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -34,11 +33,6 @@ class Answer(BaseModel):
     facts: dict[str, JsonValue] = {}  # name -> value
     tables: dict[str, list[dict[str, JsonValue]]] = {}  # name -> rows, each an object by column
     notes: list[str] = []
-
-
-def option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json` to a command that prints facts or a table on a console; `lockstep.cli` records them."""
-    parser.add_argument("--json", dest="answer_json", action="store_true", help="print one JSON object instead of text")
 
 
 @contextmanager

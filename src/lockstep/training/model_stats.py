@@ -35,11 +35,11 @@ from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
 from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
 from lockstep.strategies.exact.training_state import freeze
-from lockstep.strategies.recovery import shard_recovery
+from lockstep.strategies.strategy import shard_recovery
 from lockstep.tasks.models import config_checks, model_configs, storage_dtype
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.data import stream

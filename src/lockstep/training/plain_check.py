@@ -18,12 +18,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.streamed import Streamed
@@ -31,7 +32,6 @@ from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
-from lockstep.strategies.engines import blocks
 from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.strategy import Strategy
@@ -52,6 +52,11 @@ from lockstep.training.plain_sides import (
     without_dropout,
 )
 from lockstep.training.session import Session
+
+if TYPE_CHECKING:
+    from lockstep.strategies.engines import blocks
+else:  # for a difference
+    (blocks,) = lazy("lockstep.strategies.engines", "blocks")
 
 _NEW_WEIGHTS = ("model.adapter", "model.quantization")  # disabling them changes the set of weights
 

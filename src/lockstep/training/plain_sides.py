@@ -38,7 +38,6 @@ from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
-from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.observer import GradientRecorder, listening
 from lockstep.strategies.single import ReplicatedStrategy
@@ -51,11 +50,13 @@ from lockstep.training.session import Session, build_session, join_ranks
 
 if TYPE_CHECKING:
     from lockstep.data import hub
+    from lockstep.strategies.engines import blocks
     from lockstep.tasks.models import adapters, quantized
     from lockstep.tasks.models.inference import Decoding
     from lockstep.tasks.module import Module
 else:
     (hub,) = lazy("lockstep.data", "hub")
+    (blocks,) = lazy("lockstep.strategies.engines", "blocks")
     adapters, quantized = lazy("lockstep.tasks.models", "adapters", "quantized")
 
 

@@ -159,7 +159,8 @@ def _options(run: Run, machine: Machine, processes: int) -> Job:
     run.check_shared(processes, f"launch: {processes} processes")
     if processes:
         _refuse_strategy(job)
-    blocks.check(job, machine.like_this_one)
+    if job.run.model.changes_layers or job.run.model.compiled:
+        blocks.check(job, machine.like_this_one)
     _refuse_unportable(job, machine.like_this_one)
     if run.remote_dir is not None:
         remote_sync.require_extra(run.remote_dir)
@@ -274,9 +275,8 @@ def launcher_class(launch: LaunchSection) -> type[Starter]:
 def _refuse_features(job: Job) -> None:
     """Refuse silent-corruption checks, rebalancing and peer checkpoints if the strategy or launcher does not support
     them. Refusals that depend on the machines' memory come later. Errors: `RunError`."""
-    from lockstep.strategies.recovery import shard_recovery
     from lockstep.strategies.single import ReplicatedStrategy
-    from lockstep.strategies.strategy import recomputes
+    from lockstep.strategies.strategy import recomputes, shard_recovery
 
     run, strategy = job.run, job.strategy
     check, launch, name = run.sdc_check, run.launch, run.strategy.name
@@ -323,8 +323,7 @@ def _refuse_features(job: Job) -> None:
 def ends_with_a_rank(job: Job) -> str | None:
     """Explain, as far as the job reveals it, why a failed rank ends the others too; None if it does not.
     `training/recovery/` adds reasons that depend on device and model."""
-    from lockstep.strategies.recovery import shard_recovery
-    from lockstep.strategies.strategy import Strategy
+    from lockstep.strategies.strategy import Strategy, shard_recovery
 
     run, strategy = job.run, job.strategy
     later = strategy.memory.needs_choice(job)

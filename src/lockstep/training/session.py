@@ -9,25 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.checkpoint import Checkpoints
+from lockstep.config.lazy import lazy
 from lockstep.config.run import Run
 from lockstep.data.job import Job
-from lockstep.distributed.consistency_check import agree, versions_of
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.training_state import Averaged
-from lockstep.strategies.recovery import shard_recovery
-from lockstep.strategies.strategy import Strategy, make_strategy
+from lockstep.strategies.strategy import Strategy, make_strategy, shard_recovery
 from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import resolve_by_memory
 from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.distributed import consistency_check
+    from lockstep.strategies.engines import blocks, region
+else:  # for several processes, and for compiled models
+    (consistency_check,) = lazy("lockstep.distributed", "consistency_check")
+    blocks, region = lazy("lockstep.strategies.engines", "blocks", "region")
 
 
 class Sinks:
@@ -81,8 +87,11 @@ def join_ranks(job: Job, world: World) -> None:
     """Join the other ranks and check that all have the same job. Collective. Errors: `RunError`, `Unreached`."""
     world.gloo_threads = gloo_threads(job)
     world.join()
+    if world.size == 1 and world.members is None:  # nobody is there, and nobody joins
+        return
     more = {"what is padded": job.padding or "nothing"} if job.task.head else {}
-    agree(job.run, world, job.data.key, more | versions_of(packages_of(job)))
+    versions = consistency_check.versions_of(packages_of(job))
+    consistency_check.agree(job.run, world, job.data.key, more | versions)
 
 
 def build_session(
@@ -102,8 +111,6 @@ def build_session(
     later = world.joining and recovery is not None and recovery.rebuilds
     fitted = job if later else resolve_by_memory(job, task, world)  # depends on the memory of all machines
     if fitted.run.model.compile == "whole":
-        from lockstep.strategies.engines import region
-
         fitted = region.fitted(fitted)
     strategy, whole = make_strategy(fitted, world), fitted.run
     seed_libraries(run.seed)  # for a task whose `model` initializes weights itself

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError
 from lockstep_trace.tracer.fingerprint import combined, measure_all
 
 # Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,

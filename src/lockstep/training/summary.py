@@ -31,7 +31,7 @@ from lockstep.track.report.history import lines_of
 from lockstep.training.model_stats import data, in_millions, selection_lines
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import launcher_class, resolve_strategy
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session

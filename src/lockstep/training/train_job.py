@@ -36,7 +36,7 @@ from lockstep.training.session import Session, build_session, join_ranks
 from lockstep.training.startup import start_or_resume
 from lockstep.training.summary import best_so_far, promised
 from lockstep.training.train_state import TrainState
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.training.recovery.recovery import Recovery

@@ -40,7 +40,7 @@ from lockstep_clouds.sagemaker_request import (
     request_of,
 )
 from lockstep_clouds.sagemaker_request import check as check_keys
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 FIRST, PORT = "algo-1", 29400  # SageMaker names its instances algo-1, algo-2, ...; ranks rendezvous at the first
 

@@ -20,7 +20,7 @@ from lockstep.lab.import_config import trainer
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES, RunDraft, number, read_table
 from lockstep_clouds import aws
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 CALLED = "an estimator of SageMaker"
 TABLE = read_table("sagemaker")

@@ -32,7 +32,7 @@ from lockstep_plan.devices import Device
 from lockstep_plan.estimate import computed, estimate
 from lockstep_plan.fake_world import Simulated
 from lockstep_plan.rates import ENGINES, NOT_THE_ENGINES, STRATEGIES, STRATEGIES_ON, Rates, read, with_strategy
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 MEASURE = "lockstep_plan.rates.measure"  # what every rank runs
 FASTEST = 1e15  # bytes/s of the links if only one process was measured

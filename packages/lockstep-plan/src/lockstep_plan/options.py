@@ -13,7 +13,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep_plan import devices, planner, render
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 
 def answered(

@@ -15,7 +15,7 @@ from lockstep.training.model_stats import size
 from lockstep_plan.devices import Device
 from lockstep_plan.estimate import Estimate
 from lockstep_plan.planner import Plan
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 KINDS = ("weights", "gradients", "partial sums", "optimizer", "activations", "communication", "buffers")
 Lines = dict[str, list[tuple[float, float]]]  # of a chart, by name

@@ -1,4 +1,4 @@
-"""Messages with codes: `LS` and four digits, in brackets at the end of a message's first line.
+"""Messages: codes, `LS` and four digits in brackets at the end of a message's first line, and numbers with their nouns.
 
 The first digit identifies the package (ranges: `tests/repo/test_messages.py`). Each code has a page on the site and an
 entry in the page that docs/messages.py prints. Imports nothing from lockstep.
@@ -32,6 +32,10 @@ class CodedError(Exception):
         return coded(self.code, self.message)
 
 
+class TraceError(CodedError, ValueError):
+    """Invalid input of the user: what is wrong, what was expected, what to do. The command line exits with status 2."""
+
+
 def coded(code: str, message: str) -> str:
     """Add a code to a message, unless the message contains it already (one of several lines may)."""
     if not code or code in codes(message):
@@ -61,3 +65,18 @@ def with_addresses(text: str) -> str:
         return text
     unique = dict.fromkeys(codes(text))
     return "\n".join([text, *(f"  {code}: {ADDRESS.format(code, code)}" for code in unique)])
+
+
+def quantity(count: float | str, noun: str) -> str:
+    """Return a whole number with its noun, in the plural unless the number is 1. `count`: or a word, such as auto.
+    `noun`: in the singular."""
+    number = count if isinstance(count, str) else f"{count:,.0f}"
+    return f"{number} {noun if number == '1' else _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    if noun.endswith(("s", "x", "ch", "sh")) and noun != "epoch":
+        return f"{noun}es"
+    if noun.endswith("y") and noun[-2] not in "aeiou":
+        return f"{noun[:-1]}ies"
+    return f"{noun}s"

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep_trace import DEFAULT, __version__, streams
-from lockstep_trace.coded import coded
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError, coded
 from lockstep_trace.redaction import redact
 from lockstep_trace.tracer.settings import CHECKED, LEVELS
 

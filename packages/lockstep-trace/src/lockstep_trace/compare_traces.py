@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep_trace import causes
 from lockstep_trace.causes import few
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError
 from lockstep_trace.ranks import (
     UNSEEN,
     Losses,

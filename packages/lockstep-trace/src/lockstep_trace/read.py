@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError
 from lockstep_trace.redaction import redact_words
 
 ABOUT = "trace.json"

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep_trace.coded import TraceError
 from lockstep_trace.compare_traces import Comparison
-from lockstep_trace.errors import TraceError
 from lockstep_trace.page import values_of
 from lockstep_trace.read import read
 from lockstep_trace.redaction import printable

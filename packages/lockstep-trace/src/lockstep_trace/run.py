@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep_trace import streams
-from lockstep_trace.errors import TraceError
+from lockstep_trace.coded import TraceError
 from lockstep_trace.read import ABOUT, about
 from lockstep_trace.redaction import printable, redact, redact_words
 from lockstep_trace.tracer.settings import Settings

@@ -16,10 +16,9 @@ from typing import Any, Protocol, TextIO
 
 from lockstep_trace import operations
 from lockstep_trace.causes import few
+from lockstep_trace.coded import TraceError, quantity
 from lockstep_trace.compare_traces import COLUMNS, Comparison, compare_traces, match, row_cells, window
-from lockstep_trace.errors import TraceError
 from lockstep_trace.findings import Finding, findings, likely, proved
-from lockstep_trace.plurals import quantity
 from lockstep_trace.ranks import merged_start
 from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words

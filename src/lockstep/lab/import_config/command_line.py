@@ -31,7 +31,7 @@ from lockstep.lab.import_config.table import (
     whole,
 )
 from lockstep.strategies.engines.zero_config import other_arithmetic
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 TASKS: Mapping[str, str] = NAMES["example_tasks"]  # name of an example script, or its prefix -> task
 EXAMPLES = read_table("examples")  # their options, besides the fields of `TrainingArguments`

@@ -14,7 +14,7 @@ from typing import Literal
 
 from lockstep.lab.import_config.script import Script, code_of
 from lockstep.lab.import_config.table import RunDraft
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 _WHYS = {
     "dropped": "the script drops the leftover batches of an epoch; lockstep trains on them in a smaller step",

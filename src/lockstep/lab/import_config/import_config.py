@@ -41,7 +41,7 @@ from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import Ask, Prompter
 from lockstep.launchers.start import launcher_of
 from lockstep.track.console import Console
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 _INTERVALS = ("evaluate.every", "checkpoint.every")
 _COLUMNS = ("task.text", "task.prompt", "task.response", "task.messages", "task.label", "task.source", "task.target")

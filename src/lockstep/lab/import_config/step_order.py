@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.lab.import_config import call_arguments
 from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.script import Call, Script, Unknown, code_of
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 _AGAIN = "init understands one such call in a step: move it out of the loop, or write the rest with --partial"
 _ROWS = {

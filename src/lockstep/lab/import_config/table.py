@@ -21,7 +21,7 @@ from lockstep.config import plugins
 from lockstep.config.key_aliases import foreign_keys
 from lockstep.config.run import RunError
 from lockstep_trace import redaction
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 EIGHT_BITS = "the base of an adapter can be in 4 bits (model.quantization: nf4 or fp4), but not in 8"
 FILL_IN = "FILL-IN"  # placeholder for an unknown data source, model or function

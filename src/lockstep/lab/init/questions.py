@@ -24,7 +24,7 @@ from lockstep.data.source import BUILTIN
 from lockstep.lab import machine_info
 from lockstep.lab.init.columns import DatasetProfile, task_named
 from lockstep.track.console import Console
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 SCRATCH = "scratch"  # the answer for a small model, trained from scratch
 # Chat template for tokenizers without one.

@@ -40,7 +40,7 @@ from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
 from lockstep.training.resolve import fitted
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 FILE = "sweep.json"
 

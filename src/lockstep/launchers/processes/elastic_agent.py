@@ -44,7 +44,7 @@ from lockstep.launchers.processes.elastic_rendezvous import ElasticRendezvous, E
 from lockstep.launchers.processes.out_of_memory import Memory
 from lockstep.launchers.processes.surviving_ranks import Machines, Ranks, RanksAmongMachines, lives
 from lockstep.track.console import error
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 ANNOUNCED_S = 30.0
 MARGIN_S = 15.0  # seconds from the failure of a machine until its peers' ranks detect it

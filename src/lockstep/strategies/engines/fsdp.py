@@ -35,7 +35,7 @@ from lockstep.strategies.exact import training_state
 from lockstep.strategies.exact.exchange import Exchange, Scatter
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import ReductionTree, share
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.run import RunError
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job, WeightFormats
 from lockstep.distributed.sharded import Saved, WholeState, gather
@@ -29,13 +29,9 @@ from lockstep.strategies.engines.side_effects import first_few, hooks
 from lockstep.strategies.exact.parameter_groups import unmatched
 from lockstep.strategies.exact.precision import LossScale
 from lockstep.strategies.exact.stepper import Stepper
-from lockstep.strategies.exact.update import Gradient, Part
+from lockstep.strategies.exact.update import Gradient, Part, WeightUpdate
 from lockstep.tasks.models import storage_dtype
 from lockstep.tasks.task import Task
-
-if TYPE_CHECKING:
-    from lockstep.strategies.strategy import Strategy
-
 
 ALIGNED = 64  # bytes: alignment of torch's CPU allocator
 
@@ -267,6 +263,15 @@ class TrainingState:
         return self.world.size > self.part[1] and not whole
 
 
+class Trained(Protocol):
+    """What an average reads of a strategy."""
+
+    run: Run
+    weights: TrainedWeights
+    state: TrainingState
+    update: WeightUpdate
+
+
 class Averaged:
     """The state of a strategy plus the average of its weights, if the run has one: a `ShardedState`.
 
@@ -275,7 +280,7 @@ class Averaged:
     multiply-add, whose use depends on an element's position in its tensor), so it is bitwise equal under any sharding.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Trained) -> None:
         """Start the average at the present weights."""
         run = strategy.run
         self.section, self.strategy = run.average, strategy
@@ -329,13 +334,13 @@ class Averaged:
                     local(mean).copy_(local(first[name]))
 
 
-def optimizer_average(strategy: Strategy) -> AbstractContextManager[bool]:
+def optimizer_average(strategy: Trained) -> AbstractContextManager[bool]:
     """Return a context in which the model has the weights to evaluate and export, if the optimizer averages those that
     it trains. Yields whether they differ."""
     return strategy.update.stepper.averaged(strategy.weights.changed)
 
 
-def export_averaged(strategy: Strategy) -> dict[str, Tensor] | None:
+def export_averaged(strategy: Trained) -> dict[str, Tensor] | None:
     """Return `export()` of the evaluated weights. Collective."""
     with optimizer_average(strategy) as other:
         weights = strategy.state.export()

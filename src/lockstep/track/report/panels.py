@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.track.console import LOG
 from lockstep.track.report import charts
 from lockstep.track.report.history import History
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 
 # title of a chart -> (name of a line -> (split, key in metrics.jsonl))
 _CURVES: dict[str, dict[str, tuple[str, str]]] = {

@@ -39,9 +39,9 @@ from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
-from lockstep.strategies.recovery import ReplicaRecovery, shard_recovery
+from lockstep.strategies.recovery import ReplicaRecovery
 from lockstep.strategies.single import ReplicatedStrategy
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.strategy import Strategy, shard_recovery
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.resolve import ends_with_a_rank

@@ -20,13 +20,12 @@ from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import cuts
 from lockstep.strategies.exact.training_state import Averaged
-from lockstep.strategies.recovery import shard_recovery
-from lockstep.strategies.strategy import Strategy, make_strategy
+from lockstep.strategies.strategy import Strategy, make_strategy, shard_recovery
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Version
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.tracer.fingerprint import hash_sum
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep_trace.causes import few
-from lockstep_trace.plurals import quantity
+from lockstep_trace.coded import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Step, Trace, Value
 from lockstep_trace.rules import premises
