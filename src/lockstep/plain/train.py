@@ -114,57 +114,88 @@ def _config(job: Plain, head: str) -> Any:
     """Return the model's config: the run file's entries, the tokenizer's special tokens, the task's labels."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    section, tokenizer, targets = job.run["model"], job.tokenizer, job.target_tokenizer
+    section, tokenizer = job.run["model"], job.tokenizer
     if section["trust_remote_code"]:
         raise NotCovered("model.trust_remote_code: plain supports only models of transformers")
     if section["type"]:
-        # transformers iterates over the architectures of a config
-        kind, entries = (
-            transformers.CONFIG_MAPPING[section["type"]],
-            dict[str, Any](architectures=[]) | section["config"],
-        )
-        for name, within in kind.sub_configs_defaults.items():  # for example is_decoder of a decoder
-            if isinstance(entries.get(name), dict):
-                entries[name] = dict(within.init_kwargs or {}) | entries[name]
-        config = kind(**entries)
-        for part in parts(config) if tokenizer is not None else ():
-            part.update(
-                {
-                    name: entries.get("vocab_size", len(tokenizer))
-                    for name in ("vocab_size", "decoder_vocab_size")
-                    if hasattr(part, name)
-                }
-            )
-            for name in ("bos_token_id", "eos_token_id"):
-                with suppress(Exception):  # a family that requires one keeps its default
-                    setattr(part, name, getattr(tokenizer, name))
-        if config.is_encoder_decoder:  # the decoder needs a start token; classifiers read the token at the text's end
-            config.eos_token_id = tokenizer.sep_token_id if config.eos_token_id is None else config.eos_token_id
-            for part in parts(config)[1:]:
-                part.bos_token_id = tokenizer.pad_token_id if part.bos_token_id is None else part.bos_token_id
+        config = _new_config(section, tokenizer)
     else:
         config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
         config.update(section["config"])
-    for part in parts(config) if tokenizer is not None else ():
-        part.pad_token_id, part.use_cache = tokenizer.pad_token_id, False
+    if tokenizer is not None:
+        for part in parts(config):
+            part.pad_token_id = tokenizer.pad_token_id
+            part.use_cache = False
     if head.endswith("Classification"):
-        names: dict[str, Any] = {"regression": "regression", "multi_label": "multi_label_classification"}
-        problem = next((key for key in names if job.run["task"].get(key)), "")
-        numbers = job.encode(job.splits["train"][:1])[0]["labels"] if problem == "regression" else job.labels
-        config.problem_type = names.get(problem, "single_label_classification")
-        config.num_labels = len(numbers) or 1  # 1: a reward model
+        _set_labels(job, config)
     if head == "ForCausalLM" and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
-        config.is_decoder = True
+        config.is_decoder = True  # else each token would see later ones
     if head == "ForSeq2SeqLM":
-        begins = dict.fromkeys(("bart", "mbart", "fsmt"), end_token(targets)) | {"t5gemma": targets.bos_token_id}
-        known = [getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "bos") if not section["type"]]
-        known += [begins.get(config.model_type.rstrip("2")), targets.pad_token_id]
-        config.decoder_start_token_id = next((each for each in known if each is not None), None)
-        if section["type"] and hasattr(config, "decoder_vocab_size"):
-            config.decoder_vocab_size, config.share_encoder_decoder_embeddings = len(targets), targets is tokenizer
+        _set_targets(job, config)
     elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = tokenizer.pad_token_id
     return config
+
+
+def _new_config(section: dict, tokenizer: Any) -> Any:
+    """Return the config of a model from scratch, with the tokenizer's size and special tokens."""
+    kind = transformers.CONFIG_MAPPING[section["type"]]
+    entries: dict[str, Any] = {"architectures": [], **section["config"]}  # transformers iterates over architectures
+    for name, part in kind.sub_configs_defaults.items():  # defaults of a part, for example is_decoder of a decoder
+        if isinstance(entries.get(name), dict):
+            entries[name] = {**(part.init_kwargs or {}), **entries[name]}
+    config = kind(**entries)
+    if tokenizer is not None:
+        size = entries.get("vocab_size", len(tokenizer))
+        for part in parts(config):
+            for name in ("vocab_size", "decoder_vocab_size"):
+                if hasattr(part, name):
+                    part.update({name: size})
+            for name in ("bos_token_id", "eos_token_id"):
+                with suppress(Exception):  # a family that requires one keeps its default
+                    setattr(part, name, getattr(tokenizer, name))
+    if config.is_encoder_decoder:
+        if config.eos_token_id is None:  # classifiers read the token at the text's end
+            config.eos_token_id = tokenizer.sep_token_id
+        for part in parts(config)[1:]:
+            if part.bos_token_id is None:  # the decoder needs a start token
+                part.bos_token_id = tokenizer.pad_token_id
+    return config
+
+
+def _set_labels(job: Plain, config: Any) -> None:
+    """Set the kind of a classifier's labels, and their number: 1 for a reward model, which has no labels."""
+    task = job.run["task"]
+    if task.get("regression"):
+        config.problem_type = "regression"
+        labels = job.encode(job.splits["train"][:1])[0]["labels"]
+    elif task.get("multi_label"):
+        config.problem_type = "multi_label_classification"
+        labels = job.labels
+    else:
+        config.problem_type = "single_label_classification"
+        labels = job.labels
+    config.num_labels = len(labels) or 1
+
+
+def _set_targets(job: Plain, config: Any) -> None:
+    """Set the token that targets begin with, and the size of a decoder with a vocabulary of its own.
+
+    A pretrained model names its first token; else it is the family's, and for most families the padding."""
+    section, targets = job.run["model"], job.target_tokenizer
+    family = config.model_type.rstrip("2")
+    first: list[int | None] = []
+    if not section["type"]:
+        first += [getattr(config, "decoder_start_token_id", None), getattr(config, "bos_token_id", None)]
+    if family in ("bart", "mbart", "fsmt"):
+        first.append(end_token(targets))
+    if family == "t5gemma":
+        first.append(targets.bos_token_id)
+    first.append(targets.pad_token_id)
+    config.decoder_start_token_id = next((token for token in first if token is not None), None)
+    if section["type"] and hasattr(config, "decoder_vocab_size"):
+        config.decoder_vocab_size = len(targets)
+        config.share_encoder_decoder_embeddings = targets is job.tokenizer
 
 
 def parts(config: Any) -> list[Any]:
@@ -304,44 +335,45 @@ def _is_embedding(modules: list[nn.Module]) -> bool:
 
 def rates_of(optim: dict, total: int, count: int) -> list[float]:
     """Return the rates of the first `count` of `total` steps, by transformers' `get_scheduler` or OneCycleLR."""
-    top, least, kind = optim["learning_rate"], optim["min_lr_ratio"], optim["schedule"]
-    if total == 1 and kind == "one_cycle":
-        return [top]
-    if isinstance(kind, list):
-        return [float(np.interp(step, [s for s, _ in kind], [rate for _, rate in kind])) for step in range(count)]
-    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=top)
-    warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
-    known = {
-        "constant": ("constant_with_warmup", None, {}),
-        "inverse_sqrt": ("inverse_sqrt", None, {}),
-        "cosine": ("cosine_with_min_lr", total, {"min_lr_rate": least}),
-        "wsd": (
-            "warmup_stable_decay",
-            total,
-            {
-                "num_decay_steps": min(
-                    optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total), total - warmup
-                ),
-                "decay_type": optim["decay_shape"].replace("sqrt", "1-sqrt"),
-                "min_lr_ratio": least,
-            },
-        ),
-    }
-    if kind != "one_cycle":  # linear is a polynomial
-        name, steps, own = known.get(kind, ("polynomial", total, {"lr_end": least * top, "power": optim["power"]}))
-        schedule: Any = transformers.get_scheduler(name, dummy, warmup, steps, own)
-    else:
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            dummy,
-            top,
-            total,
-            pct_start=optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3,
-            final_div_factor=1 / (25 * least) if least else math.inf,
-            cycle_momentum=False,
-        )
+    if isinstance(optim["schedule"], list):  # points [step, rate], and straight lines between them
+        steps, rates_at = zip(*optim["schedule"], strict=True)
+        return [float(np.interp(step, steps, rates_at)) for step in range(count)]
+    if optim["schedule"] == "one_cycle" and total == 1:  # OneCycleLR divides by the steps before the last
+        return [optim["learning_rate"]]
+    dummy = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=optim["learning_rate"])
+    scheduler = _scheduler(optim, dummy, total)
     rates = []
     for _ in range(count):
-        rates.append(float(schedule.get_last_lr()[0]))
+        rates.append(float(scheduler.get_last_lr()[0]))
         dummy.step()
-        schedule.step()
+        scheduler.step()
     return rates
+
+
+def _scheduler(optim: dict, dummy: torch.optim.Optimizer, total: int) -> Any:
+    """Return the scheduler of torch or transformers that `optim.schedule` names, for an optimizer with the top rate."""
+    kind, least = optim["schedule"], optim["min_lr_ratio"]
+    warmup = optim["warmup_steps"] or math.ceil(optim["warmup_fraction"] * total)
+    if kind == "constant":
+        return transformers.get_scheduler("constant_with_warmup", dummy, warmup)
+    if kind == "inverse_sqrt":
+        return transformers.get_scheduler("inverse_sqrt", dummy, warmup)
+    if kind == "cosine":
+        return transformers.get_scheduler("cosine_with_min_lr", dummy, warmup, total, {"min_lr_rate": least})
+    if kind == "wsd":
+        decay = optim["decay_steps"] or math.ceil(optim["decay_fraction"] * total)
+        shape = "1-sqrt" if optim["decay_shape"] == "sqrt" else optim["decay_shape"]
+        options = {"num_decay_steps": min(decay, total - warmup), "decay_type": shape, "min_lr_ratio": least}
+        return transformers.get_scheduler("warmup_stable_decay", dummy, warmup, total, options)
+    if kind == "one_cycle":
+        return torch.optim.lr_scheduler.OneCycleLR(
+            dummy,
+            max_lr=optim["learning_rate"],
+            total_steps=total,
+            pct_start=optim["warmup_steps"] / total or optim["warmup_fraction"] or 0.3,
+            final_div_factor=1 / (25 * least) if least else math.inf,  # of the first rate, which is top / 25
+            cycle_momentum=False,
+        )
+    # polynomial; linear is the one of power 1
+    options = {"lr_end": least * optim["learning_rate"], "power": optim["power"]}
+    return transformers.get_scheduler("polynomial", dummy, warmup, total, options)
