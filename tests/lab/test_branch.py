@@ -84,7 +84,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
 @pytest.mark.parametrize(
     ("step", "key", "said"),
     [
-        (6, "batch_size=24", "batch_size is 22 there and 24 here, which decides every step"),
+        (6, "batch_size=24", "batch_size is 22 there and 24 here, which changes every step"),
         (6, "seed=1", "seed is 0 there and 1 here"),
         (6, "optim.max_grad_norm=0.4", "optim.max_grad_norm is 0.5 there and 0.4 here"),
         (6, "data.limit=90", "data.limit is 100 there and 90 here"),

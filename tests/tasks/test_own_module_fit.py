@@ -47,7 +47,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path, cache: Path) -> None:
     said = found["toy_script.py"][0]
     assert "bits True done" in said
     assert "model: late is defined after the script's first call that starts a job" in said
-    assert "cannot under that name; rename the script" in found["toy-script.py"][1]
+    assert "`import toy-script` does not import it; rename the script" in found["toy-script.py"][1]
     assert sorted(p.name for p in (tmp_path / "outputs").iterdir()) == ["first", "second"]
 
 

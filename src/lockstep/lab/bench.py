@@ -1,4 +1,4 @@
-"""`lockstep bench`: measure throughput and memory of the user's job by processes, strategy and micro-batches.
+"""`lockstep bench`: compare a job's throughput and memory across numbers of processes, strategies and micro-batches.
 
 In: a run file and the keys to vary. Out: a table of medians and scaling efficiency, and a folder with `bench.json`,
 `bench.html` with its plots, and a folder per job. Each job runs in its own processes, through the run's launcher.
@@ -90,7 +90,7 @@ def bench(request: Bench, path: str | None, overrides: Mapping[str, Any], defaul
 def measure(
     request: Bench, rows: Sequence[BenchRow], mine: Sequence[BenchRow], rounds: Sequence[int], console: Console
 ) -> None:
-    """Run each row of `mine`, some of `rows`, once a round, and write the results after each."""
+    """Run each row in `mine`, a subset of `rows`, once per round; write the results after every run."""
     count = sum(row.reason is None for row in mine) * len(rounds)
     done = 0
     for number in rounds:  # interleaved, so that a slow minute of the machine affects all jobs
@@ -132,8 +132,8 @@ def best(
 def rows_of(
     request: Bench, path: str | None, overrides: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> list[BenchRow]:
-    """Return every combination, with a reason for those that are already known not to run. Errors: `RunError` for a
-    value that is invalid by itself."""
+    """Return one row per combination; combinations known not to run have a reason. Errors: `RunError` for a value that
+    is invalid whatever the other keys are."""
     for key, values in request.over.items():
         for value in values:
             load(path, {**overrides, key: value}, defaults)

@@ -17,7 +17,7 @@ from lockstep.lab.bench_row import BenchRow
 from lockstep.lab.sweep.sweep_file import Overrides, format_value
 
 GAIN = 1.02  # a smaller ratio is not a gain, even on a quiet machine
-CHUNK = 2048  # tokens; a matrix of logits with more rows is worth cutting
+CHUNK = 2048  # value of task.loss_chunk to try: tokens whose logits are in memory at a time
 
 
 def options_of(run: Run) -> dict[str, list[Any]]:
@@ -74,11 +74,11 @@ def varied(row: BenchRow) -> Overrides:
 
 
 def same_weights(row: BenchRow, base: BenchRow) -> str:
-    """Return, as a word for a table, whether the row trains the same weights as `base`, bit for bit."""
+    """Compare the weights that two rows train, for a table: `same` (bit for bit), `other`, `may differ` or `-`."""
     if row.job is None or base.job is None:
         return "-"
     mine, other = row.job, base.job
-    if "auto" in (mine.run.model.compile, other.run.model.compile):  # which ranks decide
+    if "auto" in (mine.run.model.compile, other.run.model.compile):  # resolved on the ranks
         return "may differ"
     return "same" if mine.arithmetic() == other.arithmetic() else "other"
 
@@ -120,5 +120,5 @@ def advice(rows: Sequence[BenchRow], run: Run) -> list[str]:
 
 
 def words(keys: Mapping[str, Any]) -> str:
-    """`key=value` of each, as on a command line."""
+    """Format keys as on a command line: `key=value key=value`."""
     return " ".join(f"{key}={format_value(value)}" for key, value in keys.items())

@@ -50,7 +50,7 @@ class Begun:
     step: int
     manifest: Manifest
     needed: tuple[Manifest, ...]  # earlier checkpoints that the export may use
-    scored: bool  # whether this run would have made the same evaluations before it
+    scored: bool  # whether both runs make the same evaluations up to this step
 
 
 def branch(spec: str, run: Run) -> int:
@@ -112,17 +112,17 @@ def load_of(output: Path) -> Run:
 
 
 def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[int, str]:
-    """Return how many of the first steps both runs share, and why no more. `manifest`: of any checkpoint of OUTPUT.
-    Errors: `RunError`."""
+    """Return how many of their first steps both runs share, and why the next one differs. `manifest`: of any
+    checkpoint of OUTPUT. Errors: `RunError`."""
     run, prepared = job.run, job.data
     differing = differing_keys(job, manifest)
     fixed = {key: values for key, values in differing.items() if key not in OF_STEPS}
     if fixed:
         key, (then, now) = next(iter(fixed.items()))
         more = f" (and {', '.join([*fixed][1:])})" if len(fixed) > 1 else ""
-        return 0, f"{key} is {then!r} there and {now!r} here{more}, which decides every step"
+        return 0, f"{key} is {then!r} there and {now!r} here{more}, which changes every step"
     if manifest.data != prepared.key:
-        return 0, "it was trained on other data, or with another tokenizer: the contents have changed since"
+        return 0, "its data or tokenizer differ in content from those of this run"
     if (why := shares_nothing(job, differing)) is not None:
         return 0, why
     if not manifest.bits:
@@ -267,7 +267,7 @@ def _compared(output: Path, branched: Path, begun: int, step: int) -> int:
                     "LS8062",
                     f"step {each} was recomputed and differs from the record of {output} (loss {now[each].loss!r} "
                     f"now, {then[each].loss!r} then): the processor, package versions or threads differ. "
-                    f"{branched} is not bitwise what {output} would give; run lockstep diff for the first difference",
+                    f"{branched} does not continue {output} bit for bit; run lockstep diff for the first difference",
                 )
             )
             return FAILED

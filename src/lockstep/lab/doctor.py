@@ -531,7 +531,7 @@ def _job(kind: str, run: Run, folder: Path) -> tuple[str, list[str]]:
     finally:  # also after Ctrl-C
         child.kill()
     if not ended:
-        return "took too long", [f"no end in {LIMIT_S:g} s", *child.errors.splitlines()[-_LINES:]]
+        return "took too long", [f"still running after {LIMIT_S:g} s", *child.errors.splitlines()[-_LINES:]]
     if child.status == 0:
         return "", []
     lines = [child.reason()] if child.status == 2 else child.errors.splitlines()[-_LINES:] or [child.reason()]

@@ -57,7 +57,7 @@ class Following:
         if record is not None and record.began != self._began:
             self._began = record.began
             yield Event("prepared", 0, None, facts={"launcher": record.launcher, "processes": record.processes})
-        # Read after the journal: these files then hold nothing written before a start that the journal lacks.
+        # Measured before the journal is read, which then has the start of every number within these sizes.
         sizes = self._metrics.size, self._samples.size
         events = []
         for line in self._journal.lines(self._journal.size, ("event", "step")):

@@ -79,8 +79,8 @@ def _script(what: str, name: str) -> str:
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve():
         raise RunError(
             "LS8263",
-            f"{what}: other processes import {name} from {Path(file).name}, and cannot under that name"
-            f"{f', which is that of {spec.origin}' if spec is not None else ''}; rename the script",
+            f"{what}: other processes cannot import {name} from {Path(file).name}, because `import {stem}` "
+            f"{f'imports {spec.origin}' if spec is not None else 'does not import it'}; rename the script",
         )
     return stem
 

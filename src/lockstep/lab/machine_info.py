@@ -29,7 +29,7 @@ from lockstep.launchers.local import LOOPBACK
 from lockstep.launchers.processes import machine_limits
 
 Facts = dict[str, Any]
-NO_ANSWER = "no answer"  # how the failure of a probe begins that took too long
+NO_ANSWER = "no answer"  # first words of the failure of a probe that exceeded its time limit
 
 # Packages that affect training, most important first.
 PACKAGES = (

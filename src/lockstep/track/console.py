@@ -197,7 +197,7 @@ class Console:
 
     def busy(self, place: Callable[[], str], label: str = "preparing") -> AbstractContextManager[object]:
         """Return a context manager that shows the current activity, `place()`, while nothing else is printed. `label`:
-        before the lines that are printed where there is no terminal."""
+        name of the plain lines that are printed without a terminal."""
         if not self._loud or self._voice == "quiet" or self._record is not None:
             return nullcontext()
         return ProgressNote(self.rich, lambda text: self.facts({label: text}), place)
@@ -343,7 +343,7 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None if the output is none, or recorded."""
+        """Number of columns of the terminal; None if standard output is not a terminal, or is recorded."""
         return int(self.rich.width) if self.rich.is_terminal and self._record is None else None
 
     def columns(self, title: str, rows: Sequence[Sequence[str]], cut: bool = False) -> None:

@@ -26,7 +26,7 @@ from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track.tracker import End, Sample, Tracker, named
 
-TOKEN = "lockstep.run"  # name of a tag, and prefix of its values; run ids of MLflow are hexadecimal, so they differ
+TOKEN = "lockstep.run"  # name of a tag, and prefix of its values, which no run id of MLflow (hexadecimal) can have
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -127,8 +127,8 @@ class MLflow(Tracker):
 
 
 def _database(folder: Path) -> str:
-    """The store in OUTPUT. A new one is renamed when complete: MLflow makes its tables one by one, in seconds, and
-    cannot use a store whose making was interrupted."""
+    """Return the address of the SQLite store in OUTPUT, created if missing. Creating its tables takes MLflow seconds,
+    and it cannot use an incomplete store, so a new store is renamed into place when complete."""
     file, aside = folder / "mlflow.db", folder / ".mlflow.db.partial"
     if not file.exists():
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore

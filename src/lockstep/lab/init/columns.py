@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _ROWS = 1000  # sampled evenly from the training split
-_NO_SEMICOLON = "LS2225"  # code of text lines that are not `text;label`
+_NO_SEMICOLON = "LS2225"  # message code: lines of a text file are not `text;label`
 _FEW = 200  # most distinct values of a label column
 _SPLIT_NAMES = {*chain.from_iterable(source.USUAL.values())}
 _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose distinct values are counted
@@ -119,8 +119,8 @@ def _is_hollow(members: Mapping[str, Any] | None) -> bool:
 
 
 def _check_texts(whole: Dataset, train: Dataset, name: str, source: str) -> None:
-    """Check that a column is not text in only some rows, which no task can read. `train`: some of its rows. Errors:
-    `RunError` if it is."""
+    """Refuse a column that holds texts in most rows and other values in some. `whole`: the split; `train`: a sample of
+    it. Errors: `RunError`, naming the row."""
     if type(whole.features[name]).__name__ != "Json":
         return
     texts = [isinstance(value, str) for value in train[name] if value is not None]
@@ -175,7 +175,7 @@ def _are_splits(values: set[str]) -> bool:
 
 
 def _no_splits(values: set[str]) -> tuple[str, ...]:
-    """Return other values beside train and another split name."""
+    """Return the values that name no split, if at least as many others do, among them `train`."""
     words = {value.strip().lower() for value in values}
     odd = tuple(sorted(value for value in values if value.strip().lower() not in _SPLIT_NAMES))
     near = len(words & _SPLIT_NAMES) > 1 and words & set(source.USUAL["train"])
@@ -324,23 +324,22 @@ def _are_languages(look: DatasetProfile) -> bool:
 
 
 def _is_a_shot(task: str, fitted: Fit) -> bool:
-    """Return whether the text column is a guess among several without telling names."""
+    """Return whether the text column was guessed among several whose names tell nothing."""
     return task == "language_modeling" and "text" in fitted.doubts and fitted.keys["text"].lower() not in TEXT
 
 
 def unsupported_reason(look: DatasetProfile) -> str | None:
     """Say which unsupported task a dataset seems to be for, and what to do; None if there is no sign of one."""
     advice = (
-        "No text task supports that. Make it a column of one label (an integer or a text) a row; or use your own "
-        "model and loss (task: {name: module, ...}: docs/how-to/recipes.md); or leave it out: --task "
-        "language_modeling"
+        "No text task supports that. Give each row one label (an integer or a text); or use your own model and loss "
+        "(task: {name: module, ...}: docs/how-to/recipes.md); or train without the column: --task language_modeling"
     )
     one = _of_one_label(look)
     joined = [c for c in look.joined if is_label(c)]
     if joined and len(look.texts) > 1:
         return (
             f"column {joined[0]!r} of {look.source} holds lists of labels, written as one text. Write them as lists "
-            '(in jsonl: ["a", "b"]), and classification learns each (task.multi_label); or as one label a row'
+            '(in jsonl: ["a", "b"]) for classification with several labels (task.multi_label), or keep one label a row'
         )
     odd = [c for c, kind in look.kinds.items() if kind == "list" and is_label(c)]
     if odd and look.texts and not one:

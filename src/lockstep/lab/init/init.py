@@ -116,7 +116,8 @@ def _aside(path: Path, text: str) -> Iterator[Path]:
 
 
 def checked(path: Path, text: str, planned: bool = True) -> Run:
-    """Write the file if its content can be loaded and `planned`. Errors: `RunError`; then nothing was written."""
+    """Write the run file if it loads and, with `planned`, passes `plan`. Errors: `RunError`; then nothing was
+    written."""
     with _aside(path, text) as aside:
         run = load(aside, [])
         if planned:

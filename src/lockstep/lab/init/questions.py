@@ -117,7 +117,7 @@ def values(
 def with_steps(filled: dict[str, Any], examples: int, here: MachineInfo) -> dict[str, Any]:
     """Fill in batch sizes, and intervals that occur within the run."""
     batch = filled["batch_size"] if filled["batch_size"] > 1 else _batch(examples)
-    in_batch_negatives = task_named(filled["task"]["name"]).in_batch_negatives  # larger micro-batches give more
+    in_batch_negatives = task_named(filled["task"]["name"]).in_batch_negatives  # more of them in larger micro-batches
     if in_batch_negatives and filled["batch_size"] == 1:
         batch = max(batch, min(32, examples))
     micro = filled["micro_batches"] if filled["micro_batches"] > 1 else _micro_batches(batch, here)

@@ -127,7 +127,7 @@ class Leaderboard:
                 trial = self.add(keys)
                 self._tried.add(trial.name)
                 return trial
-        return None  # all of a few values were tried
+        return None  # every proposal repeats a trial: the values are exhausted
 
     def share(self) -> None:
         """Find trials with common first steps, and make the shared ones keep checkpoints."""
@@ -353,7 +353,7 @@ def _array(board: Leaderboard) -> bool:
 
 
 def _run_all(board: Leaderboard, count: int) -> bool:
-    """Run every trial to its end. Returns whether the sweep was asked to stop earlier."""
+    """Run the remaining trials. Returns whether the sweep was stopped before all of them ended."""
     running: dict[int, tuple[SweepTrial, Child, float]] = {}
     ended = sum(trial.state == "done" for trial in board.trials)
     with asked_to_stop() as stop_event:
@@ -496,7 +496,7 @@ def submit(run: Run, runs: Sequence[Run], folder: Path, at_most: int | None) -> 
     return job
 
 
-WORTH = 0.05  # of a trial's steps; sharing less is not worth it: warm-ups from 0 have their first step in common
+WORTH = 0.05  # smallest share of a trial's steps worth sharing: all warm-ups from 0 have their first step in common
 
 
 @dataclass(frozen=True)

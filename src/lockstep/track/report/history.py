@@ -42,7 +42,7 @@ class Attempt:
     facts: dict[str, Any]  # facts of the start event: versions, hosts, launch, ...
 
 
-_MOST_DIGITS = 300  # of an integer; the largest float has 309
+_MOST_DIGITS = 300  # longest integer that is read; the largest float has 309 digits
 FEWEST_RANKS = 3  # with two ranks, neither is typical
 FEWEST_STEPS = 50  # fewer are noise: first steps allocate, and other programs interfere
 SLOW = 1.15  # straggler: this multiple of the median of the other ranks
@@ -318,7 +318,7 @@ def objects_of(lines: Iterable[bytes], needed: tuple[str, ...]) -> Iterator[dict
 
 
 def _whole_number(digits: str) -> int:
-    """Parse an integer. Errors: `ValueError` if no float can hold it, as no recorded number is."""
+    """Parse an integer. Errors: `ValueError` if it exceeds the range of floats, which no recorded number does."""
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)

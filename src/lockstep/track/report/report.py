@@ -57,8 +57,8 @@ def write_report(folder: Path, live: Live | None = None) -> Path:
 
 
 def damaged_records(folder: Path) -> list[str]:
-    """Return the names of the files of an output folder of which no page can be made: each of which fails on its own,
-    else each without which the page can be written; [] if there is none such. Errors: as `write_report`."""
+    """Name the files that prevent the report page: those whose records alone cannot be rendered, or, if there are none,
+    those without which the page can be. Returns [] if neither holds for any file. Errors: as `write_report`."""
     history = read(folder)
     without = {field: type(getattr(history, field))() for field in _RECORDS}
     alone = [
@@ -70,7 +70,7 @@ def damaged_records(folder: Path) -> list[str]:
 
 
 def _can_be_shown(history: History) -> bool:
-    """Return whether a page can be made of a history."""
+    """Return whether the report page can be rendered from a history."""
     try:
         _rendered("run.html.jinja", title=history.name, **_page(history, None))
     except DAMAGED:
