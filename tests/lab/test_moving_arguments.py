@@ -204,8 +204,8 @@ OF_SCALERS = {  # what is changed -> a part of the gap or line
     ('("cuda", dtype=torch.float16):\n', "():\n                pass\n            if True:\n"): "its scope is unknown",
     ("GradScaler()", "GradScaler(enabled=False)"): "without an enabled GradScaler",
     ("GradScaler()", "GradScaler(init_scale=8.0)"): "GradScaler(init_scale=8.0) (it changes how a step is computed",
-    ("        loader.sampler.set_epoch(epoch)\n", ""): "every epoch has the same order there",
-    ("set_epoch(epoch)", "set_epoch(0)"): "every epoch has the same order there",
+    ("        loader.sampler.set_epoch(epoch)\n", ""): "so every epoch has the same order",
+    ("set_epoch(epoch)", "set_epoch(0)"): "so every epoch has the same order",
 }
 GUARD = "            if accelerator.sync_gradients:\n    "
 CLIPPED = "            accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
@@ -240,5 +240,5 @@ def test_accelerate_clips_whole_gradients() -> None:
             assert part in more if part else not more, (new, more)
     clipped = ("            optimizer.step()\n", f"{GUARD}{CLIPPED}            optimizer.step()\n")
     fp16 = changed(clipped, ('"bf16"', '"fp16"'), text=ACCELERATE)
-    assert "gradients of fp16 are scaled" not in in_loop(fp16)
-    assert "gradients of fp16 are scaled" in in_loop(fp16.replace("accelerator.clip", "torch.nn.utils.clip"))
+    assert "it clips fp16 gradients" not in in_loop(fp16)
+    assert "it clips fp16 gradients" in in_loop(fp16.replace("accelerator.clip", "torch.nn.utils.clip"))

@@ -34,7 +34,7 @@ def test_another_reference_model_is_refused_although_a_model_is_given(
 ) -> None:
     text = changed(*OTHER_REFERENCE, text=DPO)
     printed = refused("dpo.py", text, capsys, "model.source=acme/chat", "data.max_length=64")
-    assert "ref_model=ref (its weights are those of acme/base; the reference is the model before training)" in printed
+    assert "ref_model=ref (its weights are those of acme/base; lockstep's reference is" in printed
     printed = refused("dpo.py", text.replace("acme/base", "acme/chat").replace('"ipo"', '["sigmoid", "sft"]'), capsys)
     assert "ref_model" not in printed
     assert "loss_type: ['sigmoid', 'sft'] (task.loss is" in printed  # it was a TypeError
@@ -143,7 +143,7 @@ def test_frozen_weights_averages_and_ranges_are_told_as_what_they_are(
     text = ACCELERATE.replace(before, f"{frozen}{mean}first = int(input())\n{before}")
     printed = refused("loop.py", text.replace("in range(3)", "in range(first, 3)"), capsys)
     assert "p.requires_grad_(False) (model.freeze names the weights" in printed
-    assert "AveragedModel(model) (checkpoint.average makes means" in printed
+    assert "AveragedModel(model) (checkpoint.average averages weights" in printed
     assert "`lockstep list` names the optimizers" not in printed
     assert ": range(first, 3) (" in printed
     assert "range(range(" not in printed
@@ -225,7 +225,7 @@ LOST_IN_LIGHTNING = {  # what is changed -> a part of the gap
     ("patience=3", "stopping_threshold=0.9"): "stopping_threshold=0.9",
     (".loss\n", ".loss * 0.5\n"): "loss = self.model(**batch).loss * 0.5 (it changes what a step learns",
     ("        loss =", "        batch['labels'] = 0\n        loss ="): "batch['labels'] = 0 (it changes what",
-    ("self.model.train()", "self.automatic_optimization = False"): "the module makes its steps itself",
+    ("self.model.train()", "self.automatic_optimization = False"): "the module steps its optimizer itself",
     ("self.model.train()", "torch.nn.init.zeros_(self.model.classifier.bias)"): "zeros_(self.model.classifier.bias)",
     ("trainer = L", "lit = Lit()\nlit.freeze()\ntrainer = L"): "lit.freeze()",
     (
@@ -335,7 +335,7 @@ LOST_IN_LOOPS = {  # what is changed -> a part of the gap or note
     (
         "import torch\n",
         "import os\nimport torch\nos.environ.update(ACCELERATE_MIXED_PRECISION='bf16')\n",
-    ): "takes a setting",
+    ): "reads a setting",
     ("import torch\n", "import torch\nsetattr(torch.optim.AdamW, 'step', None)\n"): "AdamW, 'step'",
     ('DataLoader(data["train"]', 'DataLoader(list(data["train"])[:9]'): "a data set of the script's own",
     ('DataLoader(data["train"]', 'DataLoader(data["train"][:9]'): "a data set of the script's own",
@@ -366,7 +366,7 @@ LOST_IN_LOOPS |= {
     (LOOP, f"other = {AGAIN[8:]}\ntrain = other\n{LOOP}"): "the loop may go through this loader",
     (LOOP, f"def again():\n    global train\n    {AGAIN}\nagain()\n{LOOP}"): "the loop may go through this loader",
     (LOOP, f"import mine as wandb\nwandb.log(model)\n{LOOP}"): ": wandb.log(model) (its effect",
-    (LOOP, f"def len(n):\n    return 5\n{LOOP}"): "len (it replaces a function of Python",
+    (LOOP, f"def len(n):\n    return 5\n{LOOP}"): "len (it replaces a built-in function",
     (LOOP, f"best = 0\nif score > best:\n    torch.save(1, 'a')\n{LOOP}"): "the original keeps its best model",
     (
         "train = D",
@@ -407,7 +407,10 @@ LOST_IN_TRAINERS = {  # lines of a subclass, or what is changed -> a part of the
     ("NAME =", "from mine import *\nNAME ="): "(Trainer is replaced by an import of *",
     ("NAME =", "def load_dataset(*n):\n    return n\nNAME ="): "(load_dataset is the script's own",
     ("NAME =", "import mine\nmine.patch()\nNAME ="): "mine.patch() (its effect",
-    ("args = T", "from peft import LoraConfig\nc = LoraConfig(r=4)\nc.r = 9\nargs = T"): ": c.r (it changes what line",
+    (
+        "args = T",
+        "from peft import LoraConfig\nc = LoraConfig(r=4)\nc.r = 9\nargs = T",
+    ): ": c.r (it changes the result of",
     ('rows["review"]', 'rows["a"], rows["b"]'): "",
     ("trainer.train()", "trainer.train('out/checkpoint-5')"): "resume_from_checkpoint='out/checkpoint-5' (",
     ("trainer.train()", "trainer.evaluate()"): "the script never calls train()",
@@ -425,7 +428,7 @@ def test_settings_of_a_trainer_that_were_lost_in_silence() -> None:
         of_class = ("trainer = Trainer(", f"class T(Trainer):\n{pair}\ntrainer = T(")
         assert part in more(of_class if isinstance(pair, str) else pair), pair
     mixed = "class A:\n    def compute_loss(self):\n        pass\nclass T(A, Trainer):\n    pass\ntrainer = T("
-    assert "A.compute_loss (a loss" in more(("trainer = Trainer(", mixed))
+    assert "A.compute_loss (it replaces the loss" in more(("trainer = Trainer(", mixed))
     pairs = ('rows["review"], truncation=True', 'rows["a"], rows["b"], truncation="only_first"')
     assert "truncation='only_first' (the longer" in more(pairs)
     plain = "    def evaluate(self, *a):\n        m = super().evaluate(*a)\n        m['x'] = 1\n        self.log(m)"
@@ -457,7 +460,7 @@ def test_a_loop_of_accelerate_steps_as_it_prepares_and_accumulates() -> None:
         ("(model, optimizer, train", "(model, train"),
         text=ACCELERATE,
     )
-    assert "prepare() does not have it" in str(draft(out).gaps[0])
+    assert "it is not passed to prepare()" in str(draft(out).gaps[0])
 
 
 SNAPSHOT = """

@@ -126,12 +126,12 @@ def test_training_that_is_repeated_in_another_way_is_refused() -> None:
 
 OBJECTS = {  # what is changed -> a part of the gap
     (METRICS, f"class DataCollatorWithPadding(DataCollatorWithPadding):\n    pass\n{METRICS}"): "data_collator=",
-    ("DataCollatorWithPadding(tokenizer)", "DataCollatorWithPadding(other)"): "where other is loaded was not found",
+    ("DataCollatorWithPadding(tokenizer)", "DataCollatorWithPadding(other)"): "the line that loads other was not found",
     (
         "model = AutoModel",
         "AutoModelForSequenceClassification = Mine\nmodel = AutoModel",
     ): "replaced by the script, and not the library's",
-    ("args=args", "args=args if args.local_rank else other"): "where they are created was not found",
+    ("args=args", "args=args if args.local_rank else other"): "the line that creates them was not found",
     (
         METRICS,
         f"def decay():\n    for group in trainer.optimizer.param_groups:\n        group['lr'] *= 0.9\n{METRICS}",

@@ -183,8 +183,8 @@ def test_windows_of_questions_and_contexts(here: Path, capsys: pytest.CaptureFix
         ("starts.append(first - 1)", "starts.append(first)", "starts.append(first) (a position is"),
         ("ends.append(last + 1)", "ends.append(last - 1)", "ends.append(last - 1) (a position is"),
         ("starts.append(0)", "starts.append(-100)", "starts.append(-100)"),
-        ("[0] > begin or", "[0] > stop or", "spans[first][0] > stop (a window that does not hold"),
-        ('len(answer["text"][0])', 'len(answer["text"][0]) - 1', "< stop (a window that does not hold"),
+        ("[0] > begin or", "[0] > stop or", "spans[first][0] > stop (lockstep's label of a window"),
+        ('len(answer["text"][0])', 'len(answer["text"][0]) - 1', "< stop (lockstep's label of a window"),
         ("            starts.append(0)\n            ends.append(0)", "            continue", "continue (windows and"),
         (
             '    tokens["end_positions"]',

@@ -191,7 +191,7 @@ def test_what_a_loop_of_accelerate_decides_is_not_lost(
 )
 def test_what_lightning_decides_is_not_lost(argument: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("pl.py", LIGHTNING.replace("gradient_clip_val=1.0", f"gradient_clip_val=1.0, {argument}"), capsys)
-    assert f": {argument.replace(chr(39), '')} (a step is trained" in said
+    assert f": {argument.replace(chr(39), '')} (lockstep trains on all examples" in said
 
 
 def test_optimizers_have_the_rates_and_decays_of_their_libraries() -> None:

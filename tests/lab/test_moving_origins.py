@@ -181,13 +181,13 @@ def test_a_name_of_a_library_may_be_imported_in_any_way(case: tuple[str, tuple[s
 def test_a_name_with_a_value_from_one_of_two_branches_is_refused(case: tuple[str, ...]) -> None:
     text, *pairs, name = case
     lines = _deciding(changed(*pairs, text=text))  # type: ignore[arg-type]
-    assert any(f": {name} (its value is that of line" in line for line in lines), lines
+    assert any(f": {name} (it has the value of line" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("case", OF_ONE_VALUE)
 def test_a_name_with_one_value_in_all_branches_is_followed(case: tuple[str, tuple[str, str]]) -> None:
     text, *pairs = case
-    assert not any("its value is that of line" in line for line in _deciding(changed(*pairs, text=text)))
+    assert not any("it has the value of line" in line for line in _deciding(changed(*pairs, text=text)))
 
 
 @pytest.mark.parametrize("code", MODES)

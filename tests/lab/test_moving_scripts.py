@@ -138,7 +138,7 @@ def test_a_key_given_by_hand_closes_a_gap(here: Path, capsys: pytest.CaptureFixt
 def test_a_loss_of_a_trainer_of_its_own_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = "class Mine(Trainer):\n    def compute_loss(self, model, inputs):\n        return 0\n\nargs = "
     text = TRAINER.replace("args = ", own).replace("trainer = Trainer(", "trainer = Mine(").replace("ARGUMENTS", USUAL)
-    assert "Mine.compute_loss (a loss, or a step, of the script's own" in refused("train.py", text, capsys)
+    assert "Mine.compute_loss (it replaces the loss or the step" in refused("train.py", text, capsys)
 
 
 BLOCKS = """

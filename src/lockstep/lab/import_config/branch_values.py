@@ -1,7 +1,7 @@
 """Names that have one of several values, by a branch that is known only when the script runs.
 
 In: a `Script` whose decided branches are taken. Out: a line for each such name that is a model, a tokenizer, rows,
-settings or a Trainer, or that a call which init reads is given.
+settings or a Trainer, or an argument of a call that init reads.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Reader:
             values = {ast.dump(each): each for each in here.get(node.id, ())}
             if len(values) > 1 and node.id not in self.options and self._takes_part(node, values, parent):
                 lines = " or ".join(str(each) for each in sorted({getattr(v, "lineno", 0) for v in values.values()}))
-                why = f"its value is that of line {lines}, which is known only when the script runs"
+                why = f"it has the value of line {lines}; which one is known only when the script runs"
                 self.lines[node.id] = f"line {node.lineno}: {node.id}", why
         inside = node if isinstance(node, ast.Call) else parent
         for child in ast.iter_child_nodes(node):

@@ -18,8 +18,8 @@ _DEPTH = 10  # of calls of the script's functions in one another
 
 
 def computes_alone(script: Script, name: str, depth: int = 0) -> bool:
-    """Return whether the function, and those of the script that it calls, use nothing that the training has, and set
-    no switch of a library."""
+    """Return whether the function, and the script's functions that it calls, use no object of the training and set no
+    switch of a library."""
     functions = script.namesakes.get(name, [])
     if len(functions) != 1 or name in script.ambiguous or depth > _DEPTH:
         return False

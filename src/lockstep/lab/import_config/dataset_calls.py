@@ -245,7 +245,7 @@ def _try_tags(call: Call, function: Scope, checked: MappedFunction, at: Reading)
     words = text_columns.column_of(at.script, node)
     other = None if words is None else tried_on_rows.other_tags(at.script, function, words.name, checked.is_mapping)
     if other is not None:
-        why = "the first token of a word has its tag, and the others none; on rows that init tries, this differs"
+        why = "on init's test rows the tags differ: here the first token of a word has its tag, and the others none"
         _changed(at, other, why, "task.tags")
 
 
@@ -344,7 +344,7 @@ def _windows(call: Call, arguments: Arguments, function: QaFunction, at: Reading
     if len(at.draft.gaps) == before and None not in columns:
         node, late = tried_on_rows.other_windows(at.script, function.function, columns)  # type: ignore[arg-type]
         if node is not None:
-            why = "positions are those of transformers' recipe here; on rows that init tries, this differs"
+            why = "on init's test rows the answer positions differ from those of transformers' recipe, used here"
             _changed(at, node, why, "task.answers")
         elif late:
             at.draft.notes.append(_LATE)
@@ -382,9 +382,9 @@ def _column(call: Call, at: Reading, key: str, node: ast.expr | None) -> None:
 
 
 def _first_column(draft: RunDraft, call: Call, key: str, name: str) -> None:
-    """Add a gap if the data lack the column that a script takes by its name, or else by its place."""
+    """Add a gap if the data lack the column NAME of a script's `NAME if NAME in columns else columns[0]`."""
     if draft.keys.get(key) not in (name, None):
-        draft.unclear(str(call), f"the data have no column {name!r}, so it takes the first one", key)
+        draft.unclear(str(call), f"the data have no column {name!r}, so the script reads the first one", key)
 
 
 def _length(call: Call, known: dict[str, Any], unknown: dict[str, str], at: Reading, task: str) -> None:
@@ -472,7 +472,7 @@ def of_trainer(call: Call, at: Reading) -> None:
     evaluated = arguments.nodes.get("eval_dataset")
     tested = kinds.split_of(at.script, evaluated)
     if tested is None and evaluated is not None and at.script.known(evaluated, Unknown) is not None:
-        why = "which split it is was not found; data.validation names it"
+        why = "its split was not found; data.validation names it"
         at.draft.unclear(f"line {call.line}: eval_dataset={code_of(evaluated)}", why, "data.validation", decides=False)
     if tested not in (None, CUT, "validation") and str(tested).isidentifier():
         if tested == (train or "train"):
@@ -484,8 +484,8 @@ def of_trainer(call: Call, at: Reading) -> None:
 
 
 def cast(call: Call, at: Reading) -> None:
-    """Read `cast` and `cast_column`: types and the order of labels are those of the data. Numbers with a fraction, and
-    types that are known only when the script runs, make another loss of labels."""
+    """Read `cast` and `cast_column`, which are not carried over: the data decide types and the order of labels. Add a
+    gap for floats, booleans and types known only when the script runs, because a label's type decides the loss."""
     nodes = at.script.arguments(call, ("column", "feature") if call.name == "cast_column" else ("feature",)).nodes
     node = nodes.get("feature", nodes.get("features"))
     value = at.script.bound(node, last=True) if isinstance(node, ast.Name) else node
@@ -497,16 +497,14 @@ def cast(call: Call, at: Reading) -> None:
     known = names and names <= {"Features", "Value", "ClassLabel", "Sequence", "List", "Audio", "Image", "copy"}
     if not known or any(each.startswith(("float", "double", "bool")) for each in types):
         why = "columns have the types of the data"
-        at.draft.unclear(
-            str(call), f"{why}, and another type of a label makes another loss", "data.source", "data.train"
-        )
+        at.draft.unclear(str(call), f"{why}, and a label of another type changes the loss", "data.source", "data.train")
         return
     at.draft.notes.append(f"{call} is not carried over: columns have the types of the data, and labels their order")
 
 
 def encoded(call: Call, at: Reading) -> None:
-    """Read `class_encode_column`, which numbers the labels in the order of their texts, as lockstep does, and integers
-    in that of their texts, too: 10 before 2."""
+    """Read `class_encode_column`, which numbers labels in the order of their texts. So does lockstep, except for
+    integers, which it orders by value: 2 before 10."""
     at.read(call, "nothing: lockstep also numbers texts in sorted order, but integers by value, 2 before 10")
 
 

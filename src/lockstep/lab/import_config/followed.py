@@ -316,7 +316,7 @@ class FollowedFunction:
 
 
 class Ours:
-    """An object of ours in a function that is followed; what it does not have is not followed."""
+    """Stand-in for an object in a followed function. Reading an attribute that it lacks raises `NotFollowed`."""
 
     def __init__(self, **entries: Any) -> None:
         self.entries: dict[Any, Any] = entries

@@ -205,7 +205,8 @@ def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | No
 
 
 def _check_value(key: str, value: Any) -> None:
-    """Check a value of the command line by itself, keys of plug-ins excepted. Errors: `RunError`."""
+    """Check a value of the command line without the run file's other keys; plug-ins check their own. Errors:
+    `RunError`."""
     values: dict[str, Any] = {"model": {"type": "gpt2"}, "data": {}}
     init.set_key(values, key, value)
     try:
@@ -475,7 +476,7 @@ class Read:
     mover: Mover
     unread: Sequence[str] = ()  # files that a script imports
     rebound: Sequence[str] = ()  # statements that may set any name anew
-    shadowed: Sequence[str] = ()  # definitions of functions that Python has
+    shadowed: Sequence[str] = ()  # definitions that replace built-in functions of Python
     script: Script | None = None  # whose switches of libraries are named at the end
     unknown: Sequence[tuple[str, str]] = ()  # names whose value or library is not known
 
@@ -485,7 +486,7 @@ class Read:
         for each in self.rebound:
             draft.unclear(each, "it may set any name of the script to another value: write the values into the script")
         for each in self.shadowed:
-            draft.unclear(each, "it replaces a function of Python that init reads by its name: give it another one")
+            draft.unclear(each, "it replaces a built-in function of Python that init reads by its name: rename it")
         for name, why in self.unknown:
             draft.unclear(name, why)
         self.mover(draft, processes)

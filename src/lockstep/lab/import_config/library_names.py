@@ -2,7 +2,7 @@
 
 In: a `Script` and the function of a call. Out: whether the script itself, or a file of its project, defines the name:
 `def tqdm(x): return x[:5]`, `from utils import get_cosine_schedule_with_warmup`. Of a whole script: a line for each
-name that init would read and that nothing imports, or that is imported from another library than the one that has it.
+name that init would read and that no line imports, or one imports from a library other than its own.
 """
 
 from __future__ import annotations

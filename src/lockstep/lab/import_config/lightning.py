@@ -53,7 +53,7 @@ def trainer(call: Call, loop: Any) -> None:
     keys: Mapping[str, str] = NAMES["lightning_trainer"]
     for name, usual in NAMES["lightning_deciding"].items():
         if (value := arguments.known.get(name)) is not None and str(value) not in usual:
-            why = "a step is trained on all examples, and gradients are clipped by their norm"
+            why = "lockstep trains on all examples of a step and clips gradients by their norm"
             draft.lacks(f"line {call.line}: {name}={value}", why)
     for name, key in keys.items():
         if arguments.known.get(name) not in (None, -1) and (name != "num_nodes" or arguments.known[name] > 1):
@@ -67,10 +67,10 @@ def trainer(call: Call, loop: Any) -> None:
     devices = len(devices) if isinstance(devices, list) else devices
     devices = int(devices) if isinstance(devices, str) and devices.isdigit() else devices
     if devices in (-1, "-1"):
-        draft.unclear(f"line {call.line}: devices={devices}", "how many there are is unknown", "launch.processes")
+        draft.unclear(f"line {call.line}: devices={devices}", "their number is unknown", "launch.processes")
     ends = [arguments.known.get(name) for name in ("max_epochs", "max_steps")]
     if all(each not in (None, -1) for each in ends):
-        why = "training ends after the one that is reached first; a run has one of them"
+        why = "training ends at the first of the two; a run file has only one of them"
         draft.lacks(f"line {call.line}: max_epochs={ends[0]}, max_steps={ends[1]}", why, "steps", "epochs")
     if isinstance(devices, int) and devices > 0:
         loop.processes = loop.processes or devices
@@ -98,7 +98,7 @@ def _time(call: Call, arguments: Arguments, draft: RunDraft) -> None:
         return
     parts = re.fullmatch(r"(\d+):(\d+):(\d+):(\d+)", str(value))
     if parts is None:
-        draft.lacks(f"line {call.line}: max_time={value}", "max_time is written as 3h50m", "max_time")
+        draft.lacks(f"line {call.line}: max_time={value}", "write max_time as 3h50m", "max_time")
         return
     text = "".join(f"{int(each)}{unit}" for each, unit in zip(parts.groups(), "dhms", strict=True) if int(each))
     draft.set("max_time", text or "0s", f"max_time, line {call.line}")
@@ -126,7 +126,7 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     each_epoch = arguments.known.get("check_val_every_n_epoch", 1) in (None, 1)
     whole = type(arguments.known.get("val_check_interval", 1)) is int or arguments.known["val_check_interval"] == 1.0
     if stops and not (each_epoch and whole):
-        why = "EarlyStopping counts evaluations, which are not one an epoch"
+        why = "EarlyStopping counts evaluations, and the script does not evaluate once per epoch"
         loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
 
 
@@ -218,7 +218,10 @@ def module(loop: Any, transformers: bool) -> None:
                 _hook(kind, method, loop)
         for node in (each for each in ast.walk(kind) if isinstance(each, ast.Assign)):
             if "self.automatic_optimization" in map(ast.unparse, node.targets):
-                loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", "the module makes its steps itself")
+                loop.draft.unclear(
+                    f"line {node.lineno}: {code_of(node)}",
+                    "the module steps its optimizer itself (manual optimization)",
+                )
     of_classes = (line for each in loop.script.classes.values() for line in each.body if isinstance(line, _FUNCTION))
     for line in (each for each in of_classes if each.name in _OF_BATCHES):
         loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
@@ -354,8 +357,8 @@ class Around:
 
 
 def _changes(script: Script, kind: ast.ClassDef, method: Any, transformers: bool) -> str | None:
-    """Return why a method of a module makes another training: it replaces a part of a step or of Lightning's, or does
-    more than observe, though Lightning calls it for something else."""
+    """Return why a method of a module changes training, or None. It does if it replaces a part of a step, or if it is
+    called for another purpose and does more than observe."""
     name = method.name
     inner = name.startswith("_") and name != "__init__"
     if name in NAMES["lightning_replaces"] or (inner and (name.startswith("__") or name in NAMES["lightning_inner"])):

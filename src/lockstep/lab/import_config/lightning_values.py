@@ -117,7 +117,7 @@ def _constant(value: Any, node: ast.expr) -> ast.AST:
 
 
 class _Names(ast.NodeTransformer):
-    """Writes known values in the place of a function's arguments."""
+    """Replaces a function's arguments by their known values."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         self.known = known
@@ -128,7 +128,7 @@ class _Names(ast.NodeTransformer):
 
 
 class _Attributes(ast.NodeTransformer):
-    """Writes known values in the place of attributes."""
+    """Replaces attributes, and entries of `self.hparams`, by their known values."""
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         self.known = known
@@ -155,7 +155,8 @@ def _pretrained(start: ast.FunctionDef) -> set[str]:
 
 
 class _Parameters(ast.NodeTransformer):
-    """Writes `self.parameters()` for those of the model whose loss is learned: others get no gradient."""
+    """Replaces `self.model.parameters()` by `self.parameters()`: weights outside of that model, whose loss is learned,
+    get no gradient."""
 
     def __init__(self, models: set[str]) -> None:
         self.models = models
@@ -170,7 +171,7 @@ class _Parameters(ast.NodeTransformer):
 
 
 class _Dotted(ast.NodeTransformer):
-    """Writes a name `Data.rows` for `self.rows` and `data.rows`."""
+    """Replaces `self.rows` and `data.rows` by one name, `Data.rows`."""
 
     def __init__(self, kind: str, holders: set[str], attributes: set[str]) -> None:
         self.kind, self.holders, self.attributes = kind, holders, attributes

@@ -45,8 +45,8 @@ def loaders_of(script: Script, node: ast.expr | None, depth: int = 0) -> dict[in
 
 
 def _given_to(script: Script, name: str) -> list[ast.expr]:
-    """Return what else a name may be: the argument of Accelerate's `prepare` in whose place it stands, and the entries
-    of a list that a loop gives it."""
+    """Return further values of a name: the argument of Accelerate's `prepare` that it is a result of, and the entries
+    of a list that a `for` loop assigns to it."""
     values: list[ast.expr] = []
     for node in ast.walk(script.tree):
         if isinstance(node, ast.For) and isinstance(node.iter, ast.List | ast.Tuple):
@@ -63,7 +63,7 @@ def _given_to(script: Script, name: str) -> list[ast.expr]:
 
 
 def without_order(call: ast.Call) -> str:
-    """Return the code of a loader without what says in which order it draws."""
+    """Return the code of a loader without the arguments that decide its order."""
     words = [word for word in call.keywords if word.arg not in ("shuffle", "sampler")]
     return ast.unparse(ast.Call(call.func, call.args[:2], words))
 

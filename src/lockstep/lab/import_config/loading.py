@@ -246,7 +246,7 @@ def _objects(call: Call, at: Reading) -> None:
         maker = maker.removesuffix(".from_pretrained")
         if not maker.endswith("Config") and maker.rpartition(".")[2] != "get_quantization_config":
             key = "model.config" if name == "config" else "model.quantization"
-            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "where it is made was not found", key)
+            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "the line that creates it was not found", key)
 
 
 def _dtype(call: Call, at: Reading, name: str, value: Any) -> None:

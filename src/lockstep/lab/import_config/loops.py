@@ -75,9 +75,9 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
     if at.lightning:
         at.trained_on, missing = lightning_data.train_loaders(script)
         if missing is not None:
-            draft.unclear(f"the loader {missing}", "which loader Lightning trains on is not found", "batch_size")
+            draft.unclear(f"the loader {missing}", "the loader that Lightning trains on was not found", "batch_size")
         if len(at.trained_on) > 1:
-            draft.unclear("the loader", "Lightning may train on several ones", "batch_size")
+            draft.unclear("the loader", "Lightning may train on several loaders", "batch_size")
     for call in script.calls:
         if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
             at.call(call)
@@ -338,7 +338,7 @@ class Loop(Reading):
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             split = node.slice.value
             if isinstance(split, str) and not split.startswith("train"):
-                why = f"the loop trains on the split {split!r}; data.train is what a run trains on"
+                why = f"the loop trains on the split {split!r}; a run trains on data.train"
                 self.draft.unclear(f"line {call.line}: {code_of(node)}", why, "data.train", "data.source")
 
     def _sampler_of(self, call: Call, node: ast.expr | None) -> None:
@@ -556,7 +556,7 @@ _STEPWISE = "optim.schedule is the rate as a function of the step"
 _CLIPPING = "optim.max_grad_norm is the largest norm of all gradients", "optim.max_grad_norm"
 _WITHOUT = {
     **dict.fromkeys(("clip_grad_value_", "clip_grads_with_norm_", "clip_gradients"), _CLIPPING),
-    "AveragedModel": ("checkpoint.average makes means of weights by a rule of its own", "checkpoint.average"),
+    "AveragedModel": ("checkpoint.average averages weights by another rule", "checkpoint.average"),
     "SWALR": (_STEPWISE, "optim.schedule"),
 }
 _POSITIONS = {

@@ -101,8 +101,8 @@ def note_end(draft: RunDraft, where: str, truncates: bool) -> None:
 
 
 def note_length(draft: RunDraft, where: str) -> None:
-    """Add a gap if the tokenizer's own length is below that of a script that takes the smaller one; note it if the
-    tokenizer is not here. `where`: the line that cuts texts, or makes blocks."""
+    """Check the length of a script that takes the smaller of it and the tokenizer's own. Adds a gap if the tokenizer's
+    is smaller, or a note if the tokenizer is not here. `where`: the line that cuts texts, or makes blocks."""
     source = draft.keys.get("tokenizer.source") or draft.keys.get("model.source")
     keys = ("task.block_size", "data.max_length", "task.target_length")
     key = next((key for key in keys if key in draft.keys), None)

@@ -1,4 +1,4 @@
-"""The inputs that a loop passes to a transformers model, and what it learns of its outputs.
+"""The inputs that a loop passes to a transformers model, and the loss that it computes from the outputs.
 
 In: calls of the model and of a loss. Out: a gap for each input that lockstep passes and the script leaves out; whether
 a loss is the one that the model would compute; what replaces batches that are cut from a file of token ids.
@@ -66,8 +66,8 @@ def learns_logits(script: Script) -> bool:
 
 
 def windows_of_ids(script: Script) -> str | None:
-    """Return why batches that a function cuts at random places from a file of token ids, as nanoGPT does, are not
-    those of a run, and what replaces them."""
+    """Explain, for a script whose batches are windows at random positions of a file of token ids (nanoGPT's way), what
+    replaces them in a run; None for any other script."""
     names = {call.name for call in script.calls}
     if not ({"memmap", "fromfile"} & names and {"randint", "randperm"} & names):
         return None

@@ -60,7 +60,7 @@ class Observing:
                 yield node
 
     def _changes(self, node: ast.Attribute | ast.Subscript) -> bool:
-        """Return whether an attribute or entry of a part is set, or gives more than a value to read."""
+        """Return whether a node sets an attribute or entry of a part, or reads one that can change the training."""
         if isinstance(node.ctx, ast.Load):
             return isinstance(node, ast.Attribute) and self._reaches(node)
         own = self._is_own(node) and getattr(node, "attr", "") not in self.own | names_of_lightning()
@@ -96,7 +96,7 @@ class Observing:
         return text in (f"{self.itself}.trainer.{each}" for each in NAMES["lightning_counts"])
 
     def _reaches(self, node: ast.Attribute) -> bool:
-        """Return whether an attribute is one of Lightning's that gives more than a value to read."""
+        """Return whether an attribute is one of Lightning's through which a method can change the training."""
         if ast.unparse(node.value) == f"{self.itself}.trainer":
             return node.attr not in NAMES["lightning_reads"]
         return ast.unparse(node.value) == self.itself and node.attr in NAMES["lightning_acts"]

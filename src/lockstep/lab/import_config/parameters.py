@@ -49,7 +49,7 @@ def _function(script: Any, function: Any, calls: list[ast.Call]) -> None:
 
 
 def _values(function: Any, call: ast.Call) -> dict[str, ast.expr]:
-    """Return what a call gives the parameters, by their names; nothing if that is not plain."""
+    """Map a function's parameters to the arguments of a call, or to their defaults. Empty if this is unknown."""
     spec, words = function.args, {each.arg: each.value for each in call.keywords}
     names = [each.arg for each in spec.args]
     defaults = dict(zip(names[len(names) - len(spec.defaults) :], spec.defaults, strict=True))

@@ -1,7 +1,7 @@
 """Calls of a loop that set its precision and its accumulation: autocast, GradScaler, Accelerator.
 
-In: such a call and the loop. Out: `precision` and the micro-batches, and a gap where the call does not hold for what
-the loop does to a batch.
+In: such a call and the loop. Out: `precision` and the micro-batches, and a gap where the call does not cover what the
+loop does to a batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def contexts(loop: Any, statements: Any) -> None:
     around = [block for call, block in statements.contexts if any(call is each.node for each in autocasts)]
     computes = any(id(each) in statements.learned for block in around for each in ast.walk(block))
     if statements.walked and autocasts and not computes and (statements.learned or not around):
-        why = "it is not a context around what the loop does to a batch, so its scope is unknown"
+        why = "it is not a context around the forward pass of the loop, so its scope is unknown"
         loop.draft.unclear(str(autocasts[0]), why, "precision")
     if loop.draft.keys.get("precision") != "fp16" or not statements.walked:
         return
@@ -64,7 +64,7 @@ def contexts(loop: Any, statements: Any) -> None:
         loop.draft.unclear(str(autocasts[0]) if autocasts else "fp16", why, "precision")
     for call in (c for c in loop.script.calls if c.name in _CLIPS and accelerator is not None):
         if call.receiver is None or root_of(call.receiver) in loop.script.imports:
-            why = "gradients of fp16 are scaled where it clips them: accelerator.clip_grad_norm_ divides them first"
+            why = "it clips fp16 gradients that are still scaled; accelerator.clip_grad_norm_ unscales them first"
             loop.draft.unclear(str(call), why, "optim.max_grad_norm", "precision")
 
 
@@ -87,7 +87,7 @@ def _are_of_transport(script: Script, node: ast.expr) -> bool:
 
 
 def _in_order(loop: Any) -> None:
-    """Check that `prepare` returns each object under its own name, and not under that of another one."""
+    """Check that the results of `prepare` are assigned in the order of its arguments."""
     for node in assignments(loop.script):
         call = node.value
         if not isinstance(call, ast.Call) or loop.script.origin_of(call.func).rpartition(".")[2] != "prepare":
@@ -96,7 +96,7 @@ def _in_order(loop: Any) -> None:
         for target in (each for each in node.targets if isinstance(each, ast.Tuple)):
             results = [ast.unparse(each) for each in target.elts]
             if any(result != name and result in names for result, name in zip(results, names, strict=False)):
-                why = "it gives one object the name of another: prepare() returns them in the order of its arguments"
+                why = "its results are assigned in another order than that of its arguments, which prepare() keeps"
                 loop.draft.unclear(f"line {node.lineno}: {code_of(node)}", why)
 
 
@@ -119,7 +119,7 @@ def _accumulates(loop: Any, statements: Any) -> None:
     for call in loop.optimizers[:1]:
         names = {ast.unparse(t) for n in assignments(loop.script) if n.value is call.node for t in n.targets}
         if names and not names & codes and not any(code.startswith("*") for code in codes):
-            loop.draft.lacks(str(call), "prepare() does not have it: each batch makes a step", *by)
+            loop.draft.lacks(str(call), "it is not passed to prepare(), so each batch makes a step", *by)
 
 
 def _autocasts(loop: Any) -> list[Call]:

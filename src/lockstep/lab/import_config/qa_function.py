@@ -141,8 +141,8 @@ class QaFunction:
             self.gap(node, _OTHER)
 
     def _compared(self, node: ast.Compare) -> None:
-        """Check `offset[i][0] <= start_char` and `offset[i][1] >= end_char`: a window contains an answer completely, or
-        not."""
+        """Check the test of a whole answer in a window: `offset[i][0] <= start_char`, `offset[i][1] >= end_char`, or
+        their opposites."""
         left, right = node.left, node.comparators[0]
         which = self.script.known(left.slice) if isinstance(left, ast.Subscript) else None
         if which not in (0, 1) or not isinstance(left, ast.Subscript) or not isinstance(left.value, ast.Subscript):
@@ -155,7 +155,9 @@ class QaFunction:
         fitting = isinstance(node.ops[0], (ast.LtE | ast.Gt) if which == 0 else (ast.GtE | ast.Lt))
         if len(node.ops) != 1 or not (is_start if which == 0 else is_end) or not fitting:
             self.gap(
-                node, "a window that does not hold all of an answer learns to point at its first token", "task.answers"
+                node,
+                "lockstep's label of a window without the whole answer is the window's first token",
+                "task.answers",
             )
 
     def _is_position(self, node: ast.expr, to: str) -> bool:

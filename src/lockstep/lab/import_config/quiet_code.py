@@ -23,7 +23,7 @@ from lockstep.lab.import_config.table import NAMES
 _MODEL = "its effect on model, data or optimizer is unknown"
 _FREEZES = "model.freeze names the weights that are not trained"
 _INPUT = "it changes an input of the loss"
-_PARTLY = "the loop does not go through all of its batches"
+_PARTLY = "the loop skips some of its batches"
 _EXITS = ("exit", "quit", "sys.exit", "os._exit")
 
 
@@ -221,7 +221,8 @@ class QuietCode:
             waiting += ast.iter_child_nodes(each)
 
     def is_quiet(self, call: ast.Call) -> bool:
-        """Return whether a call is on the list. `inside` is then the reason that its function gives, if any."""
+        """Return whether a call has no effect on training. If not, and it calls a function of the script, `inside` is
+        the reason found in that function."""
         self.inside = None
         origin = self.script.origin_of(call.func)
         name = origin.rpartition(".")[2]
@@ -303,8 +304,8 @@ class QuietCode:
         return all(self._quiet_body(f"{name}, line {each.lineno}", each) for each in inner)
 
     def _object(self, call: ast.Call, name: str) -> bool:
-        """Return whether creating an object of the script's class, and what Python itself calls of it later, changes
-        nothing. A module or data set does not, unless it is given another module or an optimizer."""
+        """Return whether creating an object of a class of the script has no effect on training, special methods and
+        properties included. A module or data set has none, unless it gets another module or an optimizer."""
         arguments = [*call.args, *(word.value for word in call.keywords)]
         if any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in arguments):
             return False
@@ -345,7 +346,7 @@ class QuietCode:
         )
 
     def _function(self, name: str) -> bool:
-        """Return whether all statements of a function of the script are quiet, and of all others of its name."""
+        """Return whether all functions of this name in the script are quiet."""
         functions = self.script.namesakes.get(name, [self.script.functions[name]])
         numbered = {(f"{name}, line {each.lineno}" if len(functions) > 1 else name): each for each in functions}
         if name in self.script.ambiguous and len(functions) == 1:
@@ -386,12 +387,12 @@ def _is_property(method: ast.FunctionDef) -> bool:
 
 
 def _is_error(name: str) -> bool:
-    """Return whether a name is of an exception of Python's."""
+    """Return whether a name is a built-in exception."""
     kind = getattr(builtins, name, None)
     return isinstance(kind, type) and issubclass(kind, BaseException)
 
 
-_NEW = ast.Call | ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant  # no other name of what has one
+_NEW = ast.Call | ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant  # expressions with a new value, not an alias
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _NO_EFFECT = (
     _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal | ast.Break | ast.Continue

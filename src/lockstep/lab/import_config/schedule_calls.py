@@ -34,8 +34,9 @@ def of_cosine(script: Script, call: Call) -> Arguments:
 def per_process(
     script: Script, arguments: Arguments, nodes: Mapping[str, ast.expr | None], processes: int
 ) -> int | None:
-    """Count the steps of a schedule as updates: one that Accelerate prepares advances once per process in each, which
-    scripts make up for by `* accelerator.num_processes`. Returns a warm-up that is no whole number of updates."""
+    """Convert the steps of a prepared schedule to updates. Accelerate advances it by the number of processes in each
+    update, so scripts multiply its steps by `accelerator.num_processes`. Returns a warm-up that is no whole number of
+    updates, else None."""
     for name, node in nodes.items():
         sides = (node.left, node.right) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else ()
         steps = [each for each in sides if not ast.unparse(each).endswith(".num_processes")]

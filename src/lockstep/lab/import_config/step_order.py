@@ -100,7 +100,7 @@ def check(at: Any) -> None:
     back, step, zero = (kinds.index(kind) for kind in ("backward", "step", "zero"))
     where = f"line {lines['step']}: step()"
     if not (back < step and not back < zero < step):
-        at.draft.unclear(where, "gradients are not those of this batch: the order of calls")
+        at.draft.unclear(where, "by the order of calls, its gradients are not those of this batch")
     if "clip" in kinds:
         _check_clip(at, kinds, lines, depth, accelerate)
     if depth["zero"] != depth["step"] and not accelerate:
@@ -117,11 +117,12 @@ def check(at: Any) -> None:
 
 
 def _check_holders(at: Any, lines: dict[str, int]) -> None:
-    """All calls of a step are of one optimizer, and Accelerate computes the gradients if it divides or scales them."""
+    """Check that all calls of a step are of one optimizer, and that Accelerate runs backward() if it divides or scales
+    the loss."""
     models = {name for name in at.holders.values() if name in at.models()}
     if len({*at.holders.values()} - models) > 1:
         names = " and ".join(sorted({*at.holders.values()} - models))
-        at.draft.unclear(f"line {lines['step']}: step()", f"the calls of this step are of {names}")
+        at.draft.unclear(f"line {lines['step']}: step()", f"the calls of one step belong to {names}")
     accelerator = next((c for c in at.script.calls if c.name == "Accelerator"), None)
     if accelerator is None or at.by_accelerator:
         return
@@ -132,29 +133,29 @@ def _check_holders(at: Any, lines: dict[str, int]) -> None:
 
 
 def _check_clip(at: Any, kinds: list[str], lines: dict[str, int], depth: dict[str, int], accelerate: bool) -> None:
-    """Gradients are clipped once in a step, when they are whole."""
+    """Check that gradients are clipped once per step, after the last backward() and before the optimizer's step."""
     if not kinds.index("backward") < kinds.index("clip") < kinds.index("step"):
         why = "gradients are not clipped directly before it"
         at.draft.unclear(f"line {lines['step']}: step()", why, "optim.max_grad_norm")
     where = f"line {lines['clip']}: clipping"
     if accelerate and depth["clip"] == 0 and at.accumulates:
         why = "without `if accelerator.sync_gradients:` each batch's part of the gradients is clipped"
-        at.draft.unclear(where, f"{why}; in lockstep their sum is", "optim.max_grad_norm")
+        at.draft.unclear(where, f"{why}; lockstep clips their sum", "optim.max_grad_norm")
     elif not accelerate and depth["clip"] != depth["step"]:
-        why = "it is not under the condition that step() has: parts of the gradients are clipped, not their sum"
+        why = "it has another condition than step(), so parts of the gradients are clipped, not their sum"
         at.draft.unclear(where, why, "optim.max_grad_norm")
 
 
 def _check_scaler(at: Any, kinds: list[str], lines: dict[str, int], depth: dict[str, int]) -> None:
-    """Scaled losses are stepped by their scaler, which divides the gradients before they are clipped."""
+    """Check that a GradScaler scales the loss, unscales the gradients before they are clipped, and makes the step."""
     if not scalers(at.script):
         return
     step = f"line {lines['step']}: step()"
     if not at.scaled:
         where = f"line {lines['backward']}: backward()"
-        at.draft.unclear(where, "GradScaler does not scale this loss: scaler.scale(loss).backward()", "precision")
+        at.draft.unclear(where, "GradScaler does not scale this loss; use scaler.scale(loss).backward()", "precision")
     if "scaled step" not in [kind for kind, _, _ in at.events]:
-        why = "it steps with scaled gradients, and in steps that GradScaler would leave out: scaler.step(optimizer)"
+        why = "it uses scaled gradients, and skips no step that overflowed; use scaler.step(optimizer)"
         at.draft.unclear(step, why, "precision")
     if "clip" in kinds and "unscale" not in kinds:
         at.draft.unclear(step, "gradients are clipped before they are unscaled")
@@ -203,5 +204,5 @@ def note_epochs(at: Any, loader: Call | None) -> None:
         if argument is not None and names_in(argument) & counted and mine:
             return
     where = f"line {getattr(value, 'lineno', loader.line)}: {code_of(value or node)}"
-    why = "without set_epoch(epoch) of it, every epoch has the same order there; in lockstep each has its own"
+    why = "its set_epoch(epoch) is never called, so every epoch has the same order; in lockstep each has its own"
     at.draft.notes.append(f"{where}: {why}")

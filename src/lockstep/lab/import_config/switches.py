@@ -16,7 +16,7 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 _ROUNDS = "products of float32 are rounded to fewer bits there; lockstep leaves torch's own setting"
 _LEFT = "not carried over; lockstep leaves the library's own setting"
 _PATCHED = "it changes a library, and its effect on training is unknown"
-_TYPED = "weights and batches get this type; model.dtype and precision are those of a run"
+_TYPED = "it sets the dtype of weights and batches; in a run model.dtype and precision do"
 _ENVIRONMENT = "os.environ"
 _SETTERS = ("setattr", "delattr", "object.__setattr__")
 _ROOTS = (
@@ -35,7 +35,9 @@ def note(script: Script, draft: RunDraft) -> None:
         if name in ("set_default_dtype", "set_default_tensor_type"):
             draft.unclear(where, _TYPED, "model.dtype", "precision")
         elif origin.startswith(f"{_ENVIRONMENT}.ACCELERATE_"):
-            draft.unclear(where, "Accelerate takes a setting of the training from it", "precision", "micro_batches")
+            draft.unclear(
+                where, "Accelerate reads a setting of the training from this variable", "precision", "micro_batches"
+            )
         elif not _is_switch(origin):
             draft.unclear(where, _PATCHED)
         elif name in ("allow_tf32", "set_float32_matmul_precision", "NVIDIA_TF32_OVERRIDE", "fp32_precision"):
@@ -123,7 +125,7 @@ def _of_library(script: Script, target: ast.expr) -> str | None:
 
 
 def _origin(script: Script, node: ast.expr) -> str | None:
-    """Return the whole name of a part of an imported module, also of one that has a second name."""
+    """Return the full dotted name of an attribute of an imported module, also through an alias of one of its parts."""
     first = root_of(node)
     if first in script.imports:
         again = any(name == first for _, name in script.bindings)

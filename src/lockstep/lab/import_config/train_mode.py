@@ -122,8 +122,8 @@ class TrainMode:
         return frozenset({Mode(self._created(node.value))})
 
     def _created(self, node: Any, depth: int = 0) -> bool:
-        """Return whether a model is in training mode where it is created: `X.from_pretrained(name).to(device)` is not,
-        nor what a function of the script returns, or a wrapper is given, of that kind."""
+        """Return whether a model is in training mode when created. One of `X.from_pretrained(name).to(device)` is not,
+        also if a function of the script returns it or a wrapper gets it."""
         if isinstance(node, ast.Name) and depth < _DEPTH:
             return self._created(self.script.bound(node, last=True), depth + 1)
         if not isinstance(node, ast.Call) or depth >= _DEPTH:

@@ -337,5 +337,5 @@ def set_dtype(draft: RunDraft, dtype: str, origin: str) -> None:
         )
     elif name == "auto":
         draft.notes.append(
-            f"{origin} auto: weights are kept in float32 here (with an adapter in bfloat16): model.dtype"
+            f"{origin} auto: lockstep stores weights in float32, or in bfloat16 with an adapter (model.dtype)"
         )

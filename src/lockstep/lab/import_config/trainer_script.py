@@ -86,7 +86,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     makes = any(is_trainer(script, call.name) for call in script.calls)
     for call in (each for each in script.calls if each.name == "train" and each.receiver is not None):
         if not makes and kind_of(script, call.receiver) is None:
-            draft.unclear(str(call), "where its Trainer is made was not found")
+            draft.unclear(str(call), "the line that creates its Trainer was not found")
     if not any(call.name in ("train", "fit", "hyperparameter_search") for call in script.calls):
         draft.notes.append("the script never calls train(): whether it trains at all is decided elsewhere")
     _unread_effects(at)
@@ -98,7 +98,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     _settings(at, processes)
     own_tokenizer(at)
     if draft.task is None:
-        draft.unclear("the task", "it is unknown which one it is", "task.name")
+        draft.unclear("the task", "the script does not show it", "task.name")
 
 
 def _unread_effects(at: Reading) -> None:
@@ -143,7 +143,7 @@ def read_call(call: Call, at: Reading) -> None:
 
 
 def _changed_later(call: Call, at: Reading) -> None:
-    """Add a gap for each attribute that is set of what a call has made, after it was read: `config.r = 64`."""
+    """Add a gap for each attribute that the script sets on the object that a call creates: `config.r = 64`."""
     names = {
         ast.unparse(each.target)
         for each in at.script.assignments()
@@ -156,7 +156,7 @@ def _changed_later(call: Call, at: Reading) -> None:
         by_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "replace", "dataclasses.replace")
         holder = node.args[0] if isinstance(node, ast.Call) and by_call and node.args else node
         if (changed or by_call) and root_of(holder) in names:
-            at.draft.unclear(f"line {node.lineno}: {code_of(node)}", f"it changes what {call} has made")  # type: ignore[attr-defined]
+            at.draft.unclear(f"line {node.lineno}: {code_of(node)}", f"it changes the result of {call}")  # type: ignore[attr-defined]
 
 
 def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
@@ -384,12 +384,12 @@ def _pads_with(call: Call, at: Reading, collate: ast.expr) -> None:
     node = words.get("tokenizer", value.args[0] if value.args else None)
     if node is not None and kind_of(at.script, node) != "tokenizer":
         where = f"line {value.lineno}: {code_of(value)}"
-        at.draft.unclear(where, f"where {code_of(node)} is loaded was not found", "tokenizer.source")
+        at.draft.unclear(where, f"the line that loads {code_of(node)} was not found", "tokenizer.source")
 
 
 def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
-    """Check that a Trainer gets a tokenizer, an adapter and a model that are read where they are made, and functions of
-    evaluation that change nothing else."""
+    """Check that the calls that create a Trainer's tokenizer, adapter and model are read, and that its functions of
+    evaluation change nothing else."""
     for name in ("tokenizer", "processing_class", "peft_config", "model_init"):
         node = nodes.get(name)
         if node is None or at.script.known(node, 0) is None:
@@ -404,7 +404,7 @@ def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
             is_read = kind_of(at.script, node) == "tokenizer"
         if not is_read:
             key = {"peft_config": "model.adapter", "model_init": "model.source"}.get(name, "tokenizer.source")
-            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "where it is made was not found", key)
+            at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "the line that creates it was not found", key)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         function = function_of(at.script, nodes.get(name))
         if function is not None and (line := changes_outside(at.script, function)) is not None:
@@ -439,11 +439,14 @@ def _reference(call: Call, at: Reading, node: ast.expr | None) -> None:
     copied = isinstance(value, ast.Call) and at.script.origin_of(value.func) in _COPIES
     if copied or (source is not None and source == at.draft.keys.get("model.source")):
         return
-    where, why = f"line {call.line}: ref_model={code_of(node or value)}", "the reference is the model before training"
+    where, why = (
+        f"line {call.line}: ref_model={code_of(node or value)}",
+        "lockstep's reference is the model before training",
+    )
     if source is not None:
         at.draft.lacks(where, f"its weights are those of {source}; {why}")
     elif loads is None or not loads.node.args or code_of(loads.node.args[0]) not in at.models:
-        at.draft.unclear(where, f"whether it has the model's own weights; {why}", "task.loss")
+        at.draft.unclear(where, f"it may have other weights than the model; {why}", "task.loss")
 
 
 def _settings_of(call: Call, at: Reading, node: ast.expr) -> None:
@@ -454,7 +457,7 @@ def _settings_of(call: Call, at: Reading, node: ast.expr) -> None:
             at.draft.unclear(where, "its values are not those of the command line alone")
     elif kind_of(at.script, node) is None and not isinstance(node, ast.Constant):
         decides = not at.arguments or _is_other(at.script, node, "arguments")
-        at.draft.unclear(where, "where they are created was not found", decides=decides)
+        at.draft.unclear(where, "the line that creates them was not found", decides=decides)
 
 
 def _own(call: Call, at: Reading, name: str, node: ast.expr) -> None:
@@ -562,7 +565,7 @@ def remove_callback(call: Call, at: Reading) -> None:
     kind = node.func if isinstance(node, ast.Call) else node
     name = at.script.origin_of(kind).rpartition(".")[2] if kind is not None else ""
     if name not in _REPORTING and not loading.follows_training(call, at):
-        at.draft.unclear(str(call), "a callback is taken away that may decide the training", "evaluate.patience")
+        at.draft.unclear(str(call), "it removes a callback that may affect the training", "evaluate.patience")
 
 
 def seed(call: Call, at: Reading) -> None:

@@ -131,7 +131,8 @@ class TrainerStatements:
         self._quiet().decorators(line)
 
     def _contexts(self, line: ast.With | ast.Try) -> None:
-        """Check the contexts around a statement that trains, or makes what is: `with torch.autocast("cuda"):`."""
+        """Check the contexts around a statement that trains or creates a part of the training, such as
+        `with torch.autocast("cuda"):`."""
         calls = [each for each in ast.walk(line) if isinstance(each, ast.Call) and self._takes_part(each)]
         for item in getattr(line, "items", ()):
             node = item.context_expr
@@ -141,7 +142,7 @@ class TrainerStatements:
             if name in NAMES["trainer_contexts"] and not own:
                 continue
             if calls and not own:
-                self._unclear(line, f"the effect of {code_of(node)} on what is in it is unknown")
+                self._unclear(line, f"the effect of {code_of(node)} on the statements in it is unknown")
             self._leaf(ast.copy_location(ast.Expr(node), line))
         for item in getattr(line, "items", ()):
             if item.optional_vars is not None:
@@ -337,7 +338,7 @@ def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> 
         if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef):
             where = f"line {line.lineno}: {kind.name}.{line.name}"
             if line.name in NAMES["trainer_overrides"]:
-                why = "a loss, or a step, of the script's own: task.name=module takes a loss"
+                why = "it replaces the loss or the step; task.name=module takes a loss of your own"
                 draft.lacks(where, why, "task.loss")
             elif line.name == "__init__" and _is_plain_init(line):
                 continue
@@ -351,7 +352,7 @@ def subclass_of_trainer(script: Script, kind: ast.ClassDef, draft: RunDraft) -> 
 
 
 def _effect(script: Script, method: Any) -> ast.AST | None:
-    """Return the first statement of a method, one that Trainer calls beside training, that may change the training."""
+    """Return the first statement that may change training, in a method that Trainer calls for another purpose."""
     itself = method.args.args[0].arg if method.args.args else ""
     changes: list[ast.AST] = []
 

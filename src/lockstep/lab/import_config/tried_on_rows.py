@@ -102,7 +102,7 @@ def _encoded(rows: tuple[Any, ...]) -> tuple[_Tokens, list[TokenWindow]]:
 
 
 class _Columns(Ours):
-    """The columns of a batch of rows; one that is not named has `others`."""
+    """The columns of a batch of rows; any other column has the values `others`."""
 
     def __init__(self, columns: dict[str, Any], others: list[Any]) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> Fo
 
 
 def other_windows(script: Script, function: Scope, columns: tuple[str, str, str]) -> tuple[ast.AST | None, bool]:
-    """Return where a function of questions, contexts and answers (`columns`) differs, and whether answers that begin at
-    the last token of a window get another start."""
+    """Return the node where a function of questions, contexts and answers (`columns`) differs from lockstep (None:
+    nowhere), and whether answers that begin at the last token of a window get another start."""
     late = False
     for rows in (_ROWS, _WITHOUT):
         tokens, windows = _encoded(rows)
@@ -179,18 +179,18 @@ def other_windows(script: Script, function: Scope, columns: tuple[str, str, str]
 
 
 def _keeps(entries: dict[Any, Any], tokens: Ours) -> bool:
-    """Return whether what a model is given is what the tokenizer gave."""
+    """Return whether the model inputs in `entries` are the tokenizer's output, unchanged."""
     inputs = ("input_ids", "attention_mask", "token_type_ids")
     return "input_ids" in entries and all(entries[each] == tokens.entries[each] for each in inputs if each in entries)
 
 
 _WORDS = (("Anna", "lives", "in", "Reykjavik", "."), ("Oslo",), ("Herr", "Hallgrimsson", "visits", "Akureyri"))
-_TAGS = tuple(tuple(Ours() for _ in row) for row in _WORDS)  # each another, and none a number or a text that is known
+_TAGS = tuple(tuple(Ours() for _ in row) for row in _WORDS)  # distinct, and without a known number or text
 
 
 def other_tags(script: Script, function: Scope, words: str, mapping: Any) -> ast.AST | None:
-    """Return where a function of words and tags differs from: the first token of a word has its tag, others -100.
-    `mapping`: whether a name is a one-to-one mapping of labels."""
+    """Return the node where a function of words and tags differs from lockstep, which gives the first token of a word
+    its tag and the others -100; None if nowhere. `mapping`: whether a name is a one-to-one mapping of labels."""
     longest = 16
     which: list[list[int | None]] = []
     for row in _WORDS:

@@ -40,7 +40,8 @@ _MAKERS = (
 
 @dataclass
 class UnrelatedCalls:
-    """`takes_part`: whether a node names a model, a tokenizer, settings or a Trainer; `touches`: or rows."""
+    """Finds calls without a part in the training. `takes_part`: whether a node names a model, a tokenizer, settings or
+    a Trainer; `touches`: as `takes_part`, and also rows."""
 
     script: Script
     takes_part: Callable[[ast.AST], bool]
@@ -54,7 +55,7 @@ class UnrelatedCalls:
         self.wholes = {n.id: whole for target, whole in pairs for n in ast.walk(target) if isinstance(n, ast.Name)}
 
     def is_unrelated(self, call: ast.Call) -> bool:
-        """Return whether a call is one of such a library, or of a method of what one has made."""
+        """Return whether a call is of a function of such a library, or of a method of an object created by one."""
         arguments = [*call.args, *(word.value for word in call.keywords)]
         if any(map(self.takes_part, (call.func, *arguments))):
             return False
