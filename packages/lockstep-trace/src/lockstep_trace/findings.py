@@ -120,12 +120,12 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     observed.split_apart,
     observed.statements,
 )
-# Suspicions that the default output names under a heading of their own, with what else they could be. A code is here if
-# none of 179 correct scripts by people who had not read the rules raised it (six held-out sets), and if what else it
-# could be is rare or known to its author: a correct program that raises one has a line to read, and no accusation.
-# Codes of ordinary styles are not here, whatever was measured: losses that share parts, one seed on all ranks, Monte
-# Carlo dropout, noisy teachers, weights that are clipped, pruned or restored. A rule marks a single suspicion itself
-# (`Finding.likely`) where only a part of its cases is so.
+# Suspicions that the default output lists under a separate heading, with their other explanations. Two conditions: none
+# of 179 correct scripts by people who had not read the rules (six held-out sets) raised the code, and its other
+# explanations are rare or known to the script's author. So a correct program that raises one gets a line to read, not
+# an accusation. Excluded, whatever was measured, are codes of ordinary styles: losses that share parts, one seed on all
+# ranks, Monte Carlo dropout, noisy teachers, weights that are clipped, pruned or restored. If only some cases of a rule
+# are likely, the rule marks them itself (`Finding.likely`).
 LIKELY = (
     "accumulation-undivided",
     "adapter-frozen",

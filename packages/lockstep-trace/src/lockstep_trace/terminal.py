@@ -111,8 +111,8 @@ def summary(folder: Path, verbose: bool = False, checked: bool = False) -> list[
 
 
 def suspected(rows: Sequence[Finding], printed: Sequence[Finding]) -> list[str]:
-    """Return lines of the likely suspicions that were not printed: the evidence and other explanations, under a heading
-    that accuses nobody."""
+    """Return lines of the likely suspicions that were not printed yet: a neutral heading, then the evidence and other
+    explanations of each."""
     rows = [each for each in likely(rows) if each not in printed]
     return ["to look at; it may be intended:", *finding_lines(rows, levels=False)] if rows else []
 

@@ -81,28 +81,29 @@ KINDS = {
     ),
     "softmax over the batch": (
         "examples-mixed",
-        "a softmax is taken over the batch, of {0}: the outputs of an example depend on the others",
-        "take it over the classes or features: dim=-1",
-        "examples that are one set, as the instances of a bag",
-        "whether an example may be predicted alone",
+        "a softmax of shape {0} normalizes over the batch: each example's output depends on the other examples",
+        "normalize over the classes or features: dim=-1",
+        "examples that form one set, like the instances of a bag",
+        "whether each example is to be predicted independently",
     ),
     "batch": (
         "examples-mixed",
-        "a view makes {0} without moving the batch axis: rows of the result have parts of several examples",
+        "a view changes {0} without moving the batch axis: rows of the result mix several examples",
         "move axes with transpose or permute before view or reshape",
         "an axis that is as long as the batch by chance",
         "whether it happens with another batch size",
     ),
     "softmax": (
         "attention-axis",
-        "attention is normalized over {0}: the weights of a sum do not add to 1",
-        "take the softmax over the axis that the product sums over",
+        "attention weights are normalized over {0}: those of one query do not add to 1",
+        "apply the softmax over the axis that the product sums over",
         "weights that divide each position's contribution, as in slot attention",
         "whether each query's weights should add to 1",
     ),
     "padding reaches": (
         "padding-used",
-        "rows end in padding, and in half of it or more its embedding gets a gradient: outputs or loss depend on it",
+        "rows end in padding, and at least half of the padded positions get a gradient at their embedding: outputs or "
+        "loss depend on padding",
         "mask padding in attention, pooling and loss, read the last real position, or pack the sequences",
         "a symbol that the model should see",
         "whether a row's output may depend on how far it is padded",
@@ -131,10 +132,10 @@ KINDS = {
     ),
     "mean beside sum": (
         "mean-beside-sum",
-        "the loss adds a mean over the batch and a sum over it, of {0}: the sum weighs more the larger the batch is",
+        "the loss adds a mean over the batch and a sum over {0}: the sum's weight grows with the batch size",
         "give both terms one reduction, or divide the sum by the number of examples",
-        "weights that were tuned for this batch size",
-        "whether the balance should depend on the batch size",
+        "a weight that was tuned for this batch size",
+        "whether the weight of the sum should depend on the batch size",
     ),
     "masked mean": (
         "mean-over-padding",
@@ -146,24 +147,24 @@ KINDS = {
     ),
     "advantage with a gradient": (
         "weight-with-gradient",
-        "a constant minus a value, which a squared error trains, is a factor of the loss without .detach(): the other "
-        "factor's loss trains the value, too",
+        "the loss multiplies an advantage (a constant minus a predicted value) that is not detached: besides its own "
+        "squared error, this product trains the value, too",
         "detach it: advantage = (returns - value).detach()",
         "a value that both losses train on purpose",
         "which losses should train the value",
     ),
     "target with a gradient": (
         "target-with-gradient",
-        "an error compares an output with a constant plus a multiple of another output, and both have a gradient: "
-        "training moves the target, too",
+        "an error compares an output with a target (a constant plus a multiple of another output), and both have a "
+        "gradient: training moves the target, too",
         "compute the target under torch.no_grad(), or detach it",
         "residual gradients on purpose",
         "whether the target should move",
     ),
     "padding learned": (
         "padding-learned",
-        "rows end in padding, and all of it counts in the mean of cross entropy, with one class",
-        "leave it out: ignore_index, or -100 as its target",
+        "rows end in padding, and the cross entropy counts all padded positions, each with the same class",
+        "exclude them: ignore_index, or -100 as their target",
         "a model that should generate padding",
         "whether padding should be learned",
     ),
@@ -199,9 +200,9 @@ KINDS = {
     ),
     "noise in no": (
         "noise-not-in-input",
-        "targets are normal noise, and the input of their size is uncorrelated with them: nothing tells the model "
-        "which noise it is to predict",
-        "add the same noise to the input that the loss compares with",
+        "targets are normal noise, and the model's input of the same size is uncorrelated with them: the model cannot "
+        "know which noise to predict",
+        "add the noise that is the target to the model's input",
         "random numbers to measure speed",
         "where noise is drawn",
     ),
@@ -363,7 +364,7 @@ SOURCES = {
         "codes-of-split",
         "computed again from held-out rows: their numbers mean something else than in training",
         "fit on the training rows, and apply that to the others",
-        "rows of which each split has its own model",
+        "splits that each have a model of their own",
         "whether both splits have the same numbers",
     ),
     "two orders": (
@@ -415,7 +416,7 @@ def _fed(rank: Rank) -> set[tuple[int, ...]]:
 
 
 def answers(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report faults in what the first losses are given, if they recur in three steps or more.
+    """Report faults in the inputs of the first losses, if they recur in three steps or more.
 
     `classes-across-axes`: the logits are a view of a layer's output with as many classes as the layer has channels, but
     the class axis is not the channel axis, because the view cuts memory in another order. No correct program gives a

@@ -50,9 +50,9 @@ def notes_on(
 
 
 class Calls:
-    """Inputs and outputs of the calls since the last backward. `inputs`: tensors of the last call. `known`: an
-    axis of a parameter or of examples, or a part of it, may be as long as the batch. `wide`: a layer sees padding
-    behind a position, as is usual."""
+    """Inputs and outputs of the calls since the last backward. `inputs`: tensors of the last call. `known`: the batch
+    axis cannot be told by its length, because an axis of a parameter or an example, or a part of one, may be as long.
+    `wide`: a layer (a convolution, a bidirectional one) reads positions behind its own, so padding as well."""
 
     def __init__(
         self, models: Sequence[nn.Module], outputs: Sequence[Any], rows: int, inputs: Sequence[Tensor]
@@ -133,8 +133,8 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
 
 
 def _mask(end: Any) -> Iterator[Note]:
-    """Yield whether predictions and targets of a loss are both indexed by a mask of integers: targets of one number of
-    the mask are all equal. A table that is looked up is a parameter, and has no examples."""
+    """Yield whether predictions and targets of a loss are both indexed by an integer mask: then all targets where the
+    mask is 0 are equal, and all where it is 1. A lookup table is a parameter, not the output of a layer."""
     target, first = getattr(end, "_saved_target", None), next((n for n, _ in end.next_functions), None)
     node = next((n for n in _below(first, (*VIEWS, "LogSoftmax").__contains__) if name_of(n) == "Index"), None)
     if node is None or not isinstance(target, Tensor) or not is_plain_tensor(target):
@@ -371,8 +371,8 @@ def _of_layers(node: Any) -> bool:
 
 
 def _of_rows(node: Any, rows: int) -> bool:
-    """Return whether a sum is taken over elements of a layer's output, one row for each example: not over a matrix
-    that a product or mean of examples made, nor over weights that add to 1."""
+    """Return whether a sum is taken over a layer's output with one row for each example. Products and means over
+    examples do not count, nor do weights that add to 1."""
     waiting, ends = [n for n, _ in node.next_functions if n is not None], 0
     for _ in range(64):
         if not waiting:
@@ -498,7 +498,7 @@ def _is_bootstrapped(node: Any) -> bool:
 
 def notes_on_tokens(ids: Tensor, padding: Tensor, known: Tensor, ends: Sequence[Any]) -> Iterator[Note]:
     """Yield notes on classification losses that have a target for each token. `padding`: [B, T], False where none.
-    `known`: the model is told that it is padding; else equal symbols, as silence, may be data."""
+    `known`: a mask or length tells the model about it; otherwise equal symbols, such as silence, may be data."""
     for end in ends:
         target = getattr(end, "_saved_target", None)
         mean = getattr(end, "_saved_reduction", 0)

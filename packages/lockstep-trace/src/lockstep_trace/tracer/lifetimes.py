@@ -82,8 +82,8 @@ class LoadedWeights:
             self._write("fact", fact="load overwritten", argument=f"{len(over)} of {len(rows)}")
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
-        """Record layers that a loaded state lacks, that were frozen after loading it, are not trained, and are no copy
-        of others, beside loaded ones. What a model freezes when it is made is a fixed projection."""
+        """Record layers that a loaded state lacks and that were frozen after the load, if loaded ones are frozen, too.
+        Excluded are layers frozen when the model was created (fixed projections), and layers with a copy."""
         for root in models:
             named = {n: p for n, p in root.named_parameters() if p.dim() > 1 and n.endswith("weight")}
             frozen = {n for n, p in named.items() if not p.requires_grad}
@@ -98,7 +98,7 @@ class LoadedWeights:
 
 
 def _look(parameter: Any) -> tuple[Tensor, Tensor]:
-    """Return a sample of a parameter, and sums that a transposition or another order of its rows leaves as they are."""
+    """Return a sample of a parameter, and sums that do not change if it is transposed or its rows are reordered."""
     flat = parameter.detach().reshape(-1)
     return _sample(parameter), torch.stack([flat.double().sum(), flat.double().square().sum()])
 

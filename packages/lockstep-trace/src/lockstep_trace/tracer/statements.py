@@ -58,7 +58,7 @@ def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     own = {n.name for n in functions if any("property" in ast.unparse(d) for d in n.decorator_list)}
     unused = [n for n in functions if n in tree.body and len(re.findall(rf"\b{n.name}\b", every)) == 1]
-    trials = (ast.Try, ast.With)  # that a name is there may be tried; `no_grad` and others try nothing
+    trials = (ast.Try, ast.With)  # a script may test that a name exists in `try` or `with suppress(...)`
     skipped = {id(n) for f in unused for n in ast.walk(f)}
     skipped |= {id(n) for f in ast.walk(tree) if isinstance(f, trials) and _tries(f) for n in f.body}
     for loop in ast.walk(tree):
@@ -69,7 +69,7 @@ def _of(text: str, every: str) -> Iterator[tuple[str, ast.expr]]:
             value = each.value if isinstance(each, ast.Expr) and id(each) not in skipped else None
             kind = None if value is None else _kind(value, parameters, text)
             if value is None or kind is None or getattr(value, "attr", "") in own or ast.unparse(value) in calls:
-                continue  # calls: it is called beside
+                continue  # in `calls`: another statement of the block calls it
             yield kind, value
     yield from _suspects(tree, text)
 
@@ -163,7 +163,7 @@ def _orders(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[str, ast.expr
 
 
 def _replaced(row: ast.Assign | ast.Return) -> list[ast.expr]:
-    """Return what a statement returns beside each other, or puts in the place of the same name."""
+    """Return the values that a statement returns, or the entries of a name that it assigns to the same name."""
     values = row.value.elts if isinstance(row.value, ast.Tuple) else [v for v in [row.value] if v is not None]
     if isinstance(row, ast.Return):
         return values
@@ -174,7 +174,8 @@ def _replaced(row: ast.Assign | ast.Return) -> list[ast.expr]:
 
 
 def _given_as_logits(tree: ast.Module, text: str) -> set[str]:
-    """Return the models whose outputs a loss of logits is given, unless a model gives probabilities in evaluation."""
+    """Return the models whose outputs are passed to a loss that expects logits. Empty if a class returns probabilities
+    in evaluation mode."""
     nodes = list(ast.walk(tree))
     classes = [ast.unparse(n) for n in nodes if isinstance(n, ast.ClassDef)]
     if any("self.training" in each and SHARES.search(each) for each in classes):
