@@ -1,1 +1,1 @@
-"""Runs that nobody thought of: drawn, run, compared, shrunk and written down (tests/README.md)."""
+"""Randomly drawn runs: each is run and compared; a failing one is reduced and saved as a test (tests/README.md)."""

@@ -1,4 +1,4 @@
-"""`python -m crossed`: draws runs, judges each in a process of its own, and says what came of it.
+"""`python -m crossed`: draws runs, judges each in a separate process, and prints the verdicts.
 
 In: a seed and how many. Out: status 1 where a run broke a promise, its smallest form in `cases/`, and with --record a
 line of JSON for each run, which a later call goes on with.
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def _recorded(record: Path | None) -> set[tuple[int, int]]:
-    """Seeds and numbers of the runs that a record has."""
+    """Return (seed, number) of each run in a record."""
     lines = record.read_text().splitlines() if record and record.exists() else []
     return {(entry["seed"], entry["number"]) for entry in map(json.loads, lines)}
 

@@ -1,4 +1,4 @@
-"""Draws run files over the whole grammar: a value of each feature, steered towards pairs of values not yet seen.
+"""Draws run files over the whole grammar: one value per feature, preferring pairs of values that no case had yet.
 
 Plain seeded drawing, and not Hypothesis. A case takes seconds and starts processes, so that what counts is which cases
 are tried: each is the one of several draws with the most new pairs of features, which Hypothesis does not offer. A
@@ -58,7 +58,7 @@ TENSOR = [("fsdp2 tensor", 2), ("fsdp2 tensor", 4), ("fsdp2 tensor4", 4)]  # ran
 
 
 def _of_task(case: Case) -> list[str]:
-    """Options of a task, each by itself."""
+    """Return the possible options of a task, one per entry."""
     return {
         "classification": [
             "",
@@ -114,7 +114,7 @@ def _reading(case: Case) -> list[str]:
 
 
 def _usually(*values: Any, plainest: int = 3) -> Callable[[Case], list[Any]]:
-    """The first value `plainest` times as often as each of the others."""
+    """Return a function that lists the values, the first one `plainest` times, so that it is drawn more often."""
     return lambda case: [values[0]] * plainest + list(values[1:])
 
 
@@ -171,7 +171,7 @@ FEATURES: dict[str, Callable[[Case], list[Any]]] = {
 
 
 def plainest(case: Case) -> Case:
-    """The plainest value of each feature, of the task of a case."""
+    """Return the case with the plainest value of each feature, for the same task."""
     found: Case = {"task": case["task"]}
     for feature, values in FEATURES.items():
         if feature != "task":
@@ -200,7 +200,7 @@ _OF_MODELS = (
 
 
 def _goes(case: Case, feature: str, value: Any) -> bool:
-    """Whether a value goes with those that were drawn before it, as far as it is known."""
+    """Return whether a value is compatible with those drawn before it, as far as is known."""
     task, streamed = case.get("task", ""), case.get("reading", "").startswith("streamed")
     if feature == "reading" and value.startswith("streamed"):
         return task.startswith(_STREAMED) and not task.endswith(("multi_label", "regression"))
@@ -255,7 +255,7 @@ def _goes(case: Case, feature: str, value: Any) -> bool:
 
 
 def _also_goes(case: Case, value: str) -> bool:
-    """Whether one of `ALSO` goes with the case, as far as it is known."""
+    """Return whether an entry of `ALSO` is compatible with the case, as far as is known."""
     return {
         "warmup_fraction": case["schedule"] != "points" and not case["warmup"],
         "betas": case["optimizer"] in ("adamw", "adamw_8bit", "lion", "schedule_free"),
@@ -272,7 +272,7 @@ def _also_goes(case: Case, value: str) -> bool:
 
 
 def _can_run(case: Case, strategy: str, processes: int) -> bool:
-    """Whether a strategy takes the case, as far as it is known."""
+    """Return whether a strategy supports the case, as far as is known."""
     name = strategy.split()[0]
     deepspeed = "zero" in strategy
     if processes > case["cut"][1] or (case["quantization"] != "none" and name not in ("single", "allreduce", "ddp")):
@@ -296,7 +296,7 @@ Fixed = Mapping[str, Collection[str]]  # by feature the values that are drawn, a
 
 
 def one(draw: random.Random, free: bool, fixed: Fixed | None = None) -> Case:
-    """A case by itself. `free`: of anything with anything, else of what is not known to be refused."""
+    """Draw one case. `free`: combine any values; otherwise only values that are not known to be refused together."""
     case: Case = {}
     for feature, values in FEATURES.items():
         given = [each for each in values(case) if str(each) in (fixed or {}).get(feature, ())] or values(case)
@@ -305,7 +305,7 @@ def one(draw: random.Random, free: bool, fixed: Fixed | None = None) -> Case:
 
 
 def never_drawn(fixed: Fixed) -> list[str]:
-    """FEATURE=VALUE of which no case comes, as of a value that is misspelt."""
+    """Return the FEATURE=VALUE that no case can have, for example because the value is misspelt."""
     draw = random.Random(0)
     drawn = [one(draw, True, fixed) for _ in range(1000)]
     return [
@@ -316,7 +316,7 @@ def never_drawn(fixed: Fixed) -> list[str]:
 
 
 def pairs(case: Case) -> set[tuple[str, str]]:
-    """Pairs of a feature's value with another's, but for those of two plain ones, and for families."""
+    """Return the pairs of feature values in a case, without pairs of two plainest values and without families."""
     plain = plainest(case)
     named = [
         (f"{feature}={value}", value == plain[feature] and feature != "task")
@@ -327,7 +327,7 @@ def pairs(case: Case) -> set[tuple[str, str]]:
 
 
 def cases(seed: int, fixed: Fixed | None = None) -> Iterator[Case]:
-    """The cases of a seed, one after another, without end."""
+    """Yield the cases of a seed, without end."""
     seen: set[tuple[str, str]] = set()
     number = 0
     while True:

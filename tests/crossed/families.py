@@ -1,4 +1,4 @@
-"""Small configs of every family of models, by head, and folders of models and tokenizers that runs begin with.
+"""Small configs of every model family, by head, and folders of models and tokenizers from which runs start.
 
 In: a head and a family. Out: entries of `model.config`; a folder as `model.source` or `tokenizer.source` names it.
 """
@@ -45,7 +45,7 @@ CUT = {
 
 @functools.cache
 def known() -> dict[str, list[str]]:
-    """Head -> the families that one process trains (docs/reference/families.md), the plainest first."""
+    """Return head -> families that one process trains (docs/reference/families.md), the plainest first."""
     found: dict[str, list[str]] = {head: [plain] for head, plain in _HEADS.items()}
     for line in _RECORD.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -133,7 +133,7 @@ def make_tokenizer(folder: Path, recipe: dict[str, Any], texts: list[str]) -> No
 
 
 def make_model(folder: Path, head: str, family: str, entries: dict[str, Any], tokenizer: Path) -> None:
-    """A small model with weights of a fixed seed, saved as one that was trained elsewhere."""
+    """Save a small model with weights from a fixed seed, as if it had been trained elsewhere."""
     import torch
     import transformers
     from huggingface_hub.errors import StrictDataclassError

@@ -1,4 +1,4 @@
-"""Image families as small as they can be, images in every mode that has ever made trouble, and folders of models.
+"""Image families in their smallest size, images in every mode that has caused a failure, and folders of models.
 
 In: a family, or a recipe of rows. Out: entries of `model.config` and `task.processor`; bytes of files of images.
 """
@@ -87,7 +87,7 @@ FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")
 
 
 def size_of(draw: random.Random, shape: str, place: int) -> tuple[int, int]:
-    """Width and height, by the shape that texts would have."""
+    """Draw width and height. `shape`: as of texts, such as equal or very unequal lengths."""
     if shape == "equal":
         return 40, 48
     if shape == "one_token":
@@ -123,7 +123,7 @@ def image_of(draw: random.Random, shape: str, place: int) -> bytes | None:
 
 @functools.cache
 def _holds(kind: str, mode: str) -> bool:
-    """Whether Pillow writes this mode in this format."""
+    """Return whether Pillow can write this mode in this format."""
     from PIL import Image
 
     try:
@@ -134,7 +134,7 @@ def _holds(kind: str, mode: str) -> bool:
 
 
 def make_model(folder: Path, family: str, entries: dict[str, Any], processor: dict[str, Any]) -> None:
-    """A small backbone with weights of a fixed seed and its processor, saved as one that was trained elsewhere."""
+    """Save a small backbone with weights from a fixed seed, and its processor, as if it had been trained elsewhere."""
     import torch
     import transformers
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES

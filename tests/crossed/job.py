@@ -1,4 +1,4 @@
-"""From a drawn case to what is run: a run file, recipes of its files, and where it stops and goes on.
+"""Converts a drawn case to a job: a run file, recipes of its files, and the steps at which it stops and resumes.
 
 In: a case. Out: a `Job`, which YAML holds and `judge.py` runs, also after the drawing has changed.
 """
@@ -23,7 +23,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Job:
-    """A run file and what is done with it. Paths in it are relative to the folder it is run in."""
+    """A run file, and how it is run. Its paths are relative to the working directory of the run."""
 
     run: dict[str, Any]
     rows: dict[str, Any]  # as `rows.write` reads it
@@ -50,7 +50,7 @@ class Job:
         return replace(self, run={**self.run, "launch": self.run["launch"] | shared})
 
     def write(self, folder: Path) -> None:
-        """The run file, rows, tokenizer and model, in a folder."""
+        """Write run file, rows, tokenizer and model to a folder."""
         if self.code:
             (folder / "mine.py").write_text(self.code, encoding="utf-8")
         else:
@@ -68,7 +68,7 @@ class Job:
 
 
 def job_of(case: Case) -> Job:
-    """The job of a case."""
+    """Return the job of a case."""
     head, kind = TASKS[case["task"]]
     batch, micro_batches = case["cut"]
     entries = families.config_of(case["family"], case["dropout"], case["leaves"])
@@ -121,7 +121,7 @@ def job_of(case: Case) -> Job:
 
 
 def _of_module(case: Case) -> Job:
-    """The job of a user's module: everything except rows, tokenizer and model."""
+    """Return the job of a user's module, which has no rows, tokenizer or model files."""
     plain = job_of(case | {"task": "classification", "family": "bert", "reading": "files", "task option": ""})
     data: dict[str, Any] = {"files": {}, "limit": {"limit": 20}, "fraction": {"validation_fraction": 0.3}}[
         case["reading"]
@@ -195,7 +195,7 @@ _OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def _reading(case: Case, recipe: dict[str, Any]) -> dict[str, Any]:
-    """Keys of `data`; the recipe of the rows is completed."""
+    """Return the keys of `data`, and complete the recipe of the rows."""
     reading, text = case["reading"], (rows.KINDS[TASKS[case["task"]][1]] or ("lang",))[0]
     ending = "parquet" if case["task"] == "image_classification" else "jsonl"
     shards = {"stream": True, "stream_window": 5}
@@ -337,7 +337,7 @@ def _average(case: Case) -> dict[str, Any]:
 
 
 def _also(case: Case) -> dict[str, Any]:
-    """Keys of `ALSO`, dotted."""
+    """Return the dotted keys of the case's `ALSO` entries."""
     return {
         "epochs": {"epochs": 4, "steps": None},
         "warmup_fraction": {"optim.warmup_fraction": 0.4},
@@ -357,13 +357,13 @@ def _also(case: Case) -> dict[str, Any]:
 
 
 def _arithmetic(case: Case) -> dict[str, Any]:
-    """Keys of `strategy` that all ways of a job share."""
+    """Return the keys of `strategy` that all runs of a job share."""
     exact = {} if case["exact"] is True else {"exact": case["exact"]}
     return exact | ({"tensor_leaves": case["leaves"]} if case["leaves"] > 1 else {})
 
 
 def _way(way: tuple[str, int]) -> dict[str, Any]:
-    """Keys of a strategy and a number of processes."""
+    """Return the keys of a strategy and a number of processes."""
     (name, _, option), processes = way[0].partition(" "), way[1]
     keys: dict[str, Any] = {"strategy.name": name, "launch.processes": processes}
     if option == "tree":

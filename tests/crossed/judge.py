@@ -1,4 +1,4 @@
-"""Runs a job in every way it was drawn for, and says what differs from what lockstep promises.
+"""Runs a job in each drawn way (strategies, stops, kills), and reports deviations from lockstep's promises.
 
 In: a job, an empty folder. Out: a `Verdict`: refused with a reason, as promised, or a finding. The first promise that
 is broken is told, with what was seen.
@@ -217,7 +217,7 @@ def _each_example_once(job: Job, watched: Watched, which: str) -> None:
 
 
 def _all_rows(job: Job) -> bool:
-    """Whether it is known that each row of a split is an example of it."""
+    """Return whether each row of a split is known to become one example."""
     fewer = {"filter", "limit", "drop_missing", "validation_fraction", "test_fraction", "sources"}
     several = ("language_modeling", "masked_language_modeling")  # examples are blocks, or turns
     if job.rows.get("repeated") or job.code:
@@ -226,7 +226,7 @@ def _all_rows(job: Job) -> bool:
 
 
 def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: str) -> None:
-    """Each example that an evaluation is of is scored once, by one rank; the last one is of the whole split."""
+    """Check that each evaluation scores each of its examples once, on one rank, and that the last covers the split."""
     for each in watched.evaluations:
         verdict.examples += len(each["scored"])
         if not each["agree"]:
@@ -252,7 +252,7 @@ def _each_evaluated_once(job: Job, watched: Watched, verdict: Verdict, which: st
 
 
 def _same_bits(job: Job, folder: Path) -> None:
-    """Every line of metrics, scores, the last checkpoint and the export."""
+    """Compare all lines of metrics, the scores, the last checkpoint and the export bit for bit."""
     from support.checkpoints import digest
 
     alone, ways = (lines_of(folder / name / "metrics.jsonl") for name in ("alone", "ways"))

@@ -1,4 +1,4 @@
-"""Modules of a user's own, one a family: what people write, from perceptrons to sequences of unequal lengths.
+"""User modules for `task: module`, one per family: from perceptrons to sequences of unequal lengths.
 
 In: a name, and whether it drops something. Out: the code of `mine.py`, and keys of the task, which name its functions.
 """
@@ -192,12 +192,12 @@ class build(nn.Module):
 
 
 def code_of(family: str, dropout: bool) -> str:
-    """The text of `mine.py`."""
+    """Return the text of `mine.py`."""
     head = _HEAD.replace("{dropout}", "0.1" if dropout else "0.0").replace("{count}", str(COUNT))
     return head + FAMILIES[family][0]
 
 
 def task_of(family: str) -> dict[str, Any]:
-    """Keys of the task."""
+    """Return the keys of the task."""
     names = {"model": "build", "data": "data", "loss": "loss"} | {key: key for key in FAMILIES[family][1]}
     return {key: f"mine.{name}" for key, name in names.items()}

@@ -1,4 +1,4 @@
-"""Faults of one line, planted in the process that judges a job: controls, of which every one must be seen.
+"""One-line faults, injected into the process that judges a job: controls that the judge must all detect.
 
 Each function changes one thing in lockstep and is called before anything else; ranks are forked from there.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def late_rate() -> None:
-    """The rate of a step is that of the one after it."""
+    """Each step uses the learning rate of the next one."""
     from lockstep.training import loop
 
     right = loop.learning_rate
@@ -26,7 +26,7 @@ def dropout_of_a_rank() -> None:
 
 
 def leaves_from_left_to_right() -> None:
-    """One process adds leaves one after another, and several tensor ranks over the tree."""
+    """One process adds leaves from left to right, while tensor ranks add them as a tree."""
     from lockstep.strategies.exact.tensor_leaves import LeafRanks
 
     right = LeafRanks.sum
@@ -38,7 +38,7 @@ def leaves_from_left_to_right() -> None:
 
 
 def pieces_by_threads() -> None:
-    """A second thread has portable products computed in other pieces."""
+    """With a second thread, portable matrix products are split differently."""
     from lockstep.distributed import portable
 
     right = portable.install
@@ -66,14 +66,14 @@ def forgotten_moments() -> None:
 
 
 def forgotten_clip() -> None:
-    """Gradients are as long as they are."""
+    """Gradients are not clipped."""
     from lockstep.strategies.exact.update import Gradient
 
     Gradient.clip_ = lambda self, norm, limit: None  # type: ignore[method-assign]
 
 
 def unread_mask() -> None:
-    """Padding is read like text."""
+    """The model attends to padding."""
     from lockstep.tasks.classification import Classification
 
     right = Classification.collate
@@ -87,13 +87,13 @@ def unread_mask() -> None:
 
 
 def unscored_row() -> None:
-    """An evaluation scores an example twice, and another one not at all."""
+    """An evaluation scores one example twice and omits another."""
     import numpy
 
     from lockstep.training import evaluation
 
     class Numpy:
-        """numpy, but for the order of an evaluation."""
+        """numpy with another order of evaluation rows."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(numpy, name)

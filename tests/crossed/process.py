@@ -1,4 +1,4 @@
-"""A verdict from a process of its own, which is forked from one that has imported everything and ends with its job.
+"""Judges a job in a separate process, forked from one with all imports, which ends with the job.
 
 Libraries look at the variables of `strategy.exact: portable` when they are loaded, so jobs that ask for it are forked
 from a process that was started with these variables.
@@ -29,7 +29,7 @@ KEPT |= {"LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHE
 
 
 def judged(drawn: Case | Job, limit_s: float = 3600, plant: str = "") -> Verdict:
-    """The verdict of a job, run in a process of its own, forked from one that has imported everything. `plant`: a
+    """Return the verdict of a job, judged in a separate process, forked from one with all imports. `plant`: a
     fault of `plants.py`."""
     from support.harness import _context, server_environment
 

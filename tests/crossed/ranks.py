@@ -1,4 +1,4 @@
-"""Ranks of a job, forked from a process that has imported everything, and what they are watched doing.
+"""Runs the ranks of a job, forked from a process with all imports, and records what they do.
 
 In: a folder with a run file, a number of ranks, and when they stop. Out: the status of each rank, the examples of each
 step and of each evaluation, and what the ranks wrote into OUTPUT.
@@ -151,7 +151,7 @@ def _trained(meet: str, overrides: list[str], stop: int, how: str, keep: bool, s
 
 @contextlib.contextmanager
 def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
-    """Listen to what this rank does. Nothing of what it computes is changed."""
+    """Record the events of this rank, without changing what it computes."""
     from lockstep.track.report import report
     from lockstep.training import evaluation, export_check
     from lockstep.training.data_loader import StepLoader
@@ -186,7 +186,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
             seen["evaluations"].append({"split": split, "asked": asked, "scored": scored, "replica": replica})
 
     def of_export(*given: Any) -> Any:
-        """The scores of a few examples, beside which the export is held, are no evaluation of a split."""
+        """Ignore the scores of a few examples that check the export: they are no evaluation of a split."""
         before = len(seen["evaluations"])
         numbers = checked(*given)
         del seen["evaluations"][before:]
@@ -206,7 +206,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
 
 
 def _keeping(folder: Path) -> None:
-    """Write down what a job on one process trains, as `lockstep.proof.against_plain` reads it."""
+    """Record what a job on one process trains, in the form that `lockstep.proof.against_plain` reads."""
     from lockstep.training import train_job
 
     train = train_job.train
@@ -251,7 +251,7 @@ def _keep_steps(session: Any, folder: Path) -> None:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl, without speeds and what else depends on the machine."""
+    """Return the lines of metrics.jsonl without speeds and other values that depend on the machine."""
     found = []
     for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Rows of every task in every shape that has ever made trouble, written to files as a run file reads them.
+"""Rows of every task, in every shape that has caused a failure, written to files that a run file can read.
 
 In: a recipe: kind of rows, shape of their texts, how they are read, a seed. Out: files in a folder, the same for the
 same recipe.
@@ -61,7 +61,7 @@ FLAT = ("labelled", "paired", "numbers", "texts", "prompts", "pairs", "scored", 
 
 
 def words_of(draw: random.Random, shape: str, place: int) -> list[str]:
-    """The words of one text."""
+    """Draw the words of one text."""
     if shape == "equal":
         return draw.choices(SAME_LENGTH, k=5)
     if shape == "one_token":
@@ -76,14 +76,14 @@ def words_of(draw: random.Random, shape: str, place: int) -> list[str]:
 
 
 def text_of(draw: random.Random, shape: str, place: int) -> str | None:
-    """One text; of the shape `blank` one in five holds nothing, in several ways."""
+    """Draw one text. With the shape `blank` one in five is empty: None, "", or blanks."""
     if shape == "blank" and draw.random() < 0.2:
         return draw.choice(("", "  ", "\t\n", "\u00a0", None))
     return " ".join(words_of(draw, shape, place))
 
 
 def row_of(kind: str, shape: str, labels: str, draw: random.Random, place: int) -> dict[str, Any]:
-    """One row of a kind."""
+    """Draw one row of a kind."""
     text = text_of(draw, shape, place)
     words = words_of(draw, shape, place)
     few = ["yes", "no", "perhaps"]
@@ -187,7 +187,7 @@ def _csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _images(path: Path, rows: list[dict[str, Any]]) -> None:
-    """In parquet, as the Hub has them: bytes beside the name of a file."""
+    """Write images to parquet as on the Hub: bytes and a file name per image."""
     pairs = [None if row["image"] is None else {"bytes": row["image"], "path": "image"} for row in rows]
     _parquet(path, [row | {"image": pair} for row, pair in zip(rows, pairs, strict=True)])
 

@@ -1,4 +1,4 @@
-"""Makes a failing case as plain as it can be while it fails in the same way, and writes it down as a test.
+"""Reduces a failing case to the fewest special features with which it still fails alike, and saves it as a test.
 
 In: a case that broke a promise. Out: the smallest case, and a file in `cases/`, which `test_crossed.py` runs.
 """
@@ -16,8 +16,8 @@ CASES = Path(__file__).parent / "cases"
 
 
 def shrink(case: draw.Case, verdict: Verdict, judged: Callable[[draw.Case], Verdict]) -> tuple[draw.Case, Verdict]:
-    """Make each feature that is not needed the plainest one: half of them at a time, then fewer, then one by one.
-    `judged`: runs a case. Returns the case that is left, and its verdict."""
+    """Set features that the failure does not need to their plainest values: half of them at a time, finally one by one.
+    `judged`: runs a case. Returns the reduced case and its verdict."""
     size = len(case) // 4
     while True:
         smaller, plain = False, draw.plainest(case)
@@ -34,13 +34,13 @@ def shrink(case: draw.Case, verdict: Verdict, judged: Callable[[draw.Case], Verd
 
 
 def special(case: draw.Case) -> draw.Case:
-    """The features of a case that are not the plainest, with its task and family."""
+    """Return the features of a case that differ from the plainest ones, with its task and family."""
     plain = draw.plainest(case)
     return {name: value for name, value in case.items() if name in ("task", "family") or value != plain[name]}
 
 
 def written(case: draw.Case, verdict: Verdict, name: str, folder: Path = CASES) -> Path:
-    """The file of a case: its job as YAML, with what it broke when it was drawn."""
+    """Write a case to a file: its job as YAML, and the promise that it broke. Returns the path."""
     seen = " ".join(verdict.seen.split())[-300:]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.yaml"

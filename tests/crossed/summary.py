@@ -1,4 +1,4 @@
-"""`python -m crossed.summary RECORD...`: what a record of drawn runs comes to, as Markdown.
+"""`python -m crossed.summary RECORD...`: summarizes a record of drawn runs as Markdown.
 
 In: files that `python -m crossed --record` wrote. Out: how many were as promised, refused and not; by feature; pairs of
 features; why runs were refused; what was not as promised.
@@ -41,19 +41,19 @@ def main() -> None:
 
 
 def _case(features: dict[str, Any]) -> draw.Case:
-    """The case that a record's features are of, which has the plainest ones beside."""
+    """Return the whole case of a record, whose other features are the plainest ones."""
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in features.items()}
     return draw.plainest(given) | given
 
 
 def _plain(told: str) -> str:
-    """A comparison without its numbers."""
+    """Return the description of a comparison without its numbers."""
     steps, _, why = told.partition("; ")
     return f"compared{f' in part: {why}' if why else ''}" if steps[:1].isdigit() else f"not compared: {told or '?'}"
 
 
 def _features(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
-    """Trained, refused and not as promised, by value of each feature; families by how many there were."""
+    """Print how many cases were trained, refused or not as promised, by feature value; families by number of cases."""
     found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     for line, case in zip(lines, cases, strict=True):
         for feature, value in case.items():
@@ -84,7 +84,7 @@ def _pairs(lines: list[dict[str, Any]], cases: list[draw.Case]) -> None:
 
 
 def _reasons(lines: list[dict[str, Any]]) -> None:
-    """Why runs were refused, by key and the beginning of the reason; what was not as promised."""
+    """Print the reasons of refusals, by key and first words, and the broken promises."""
     reasons: Counter[str] = Counter()
     for line in lines:
         if line["outcome"] == "refused":

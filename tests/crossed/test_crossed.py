@@ -1,4 +1,4 @@
-"""Runs that were drawn, of one seed, and the smallest forms of those that once broke a promise (tests/README.md)."""
+"""Runs drawn from one seed, and the reduced forms of those that once broke a promise (tests/README.md)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 
 
 def test_the_plainest_run_is_as_promised() -> None:
-    """The control of those faults."""
+    """Control: without an injected fault, the plainest run keeps all promises."""
     verdict = judged(draw.plainest({"task": "classification"}) | {"warmup": 2})
     assert (verdict.outcome, verdict.bits, verdict.plain) == ("promised", True, "5 steps"), verdict.seen
 
