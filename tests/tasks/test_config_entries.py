@@ -159,7 +159,7 @@ def test_an_entry_that_changes_nothing_is_named(
 
 def test_an_entry_that_the_class_changes_is_named() -> None:
     said = config_checks.notes(run_of("hrm_text", {"num_hidden_layers": 2}).model, "causal")
-    assert said == ["model.config.num_hidden_layers: 2 became 16, as the config of hrm_text has it"]
+    assert said == ["model.config.num_hidden_layers: the config of hrm_text changes 2 to 16"]
 
 
 def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

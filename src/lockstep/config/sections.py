@@ -182,7 +182,7 @@ class DataSection(Streaming, Section):
         0.0,
         ge=0,
         lt=1,
-        description="share of train to split off as test before that, in the same way, if no test split is given",
+        description="share of train to split off as test, before validation and likewise, if no test split is given",
     )
     split_column: str | None = Field(
         None, description="column with the split of a row: train, validation (valid, val, dev) or test"

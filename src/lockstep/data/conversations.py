@@ -411,7 +411,7 @@ def _marked(
             raise RunError(
                 "LS2400",
                 f"task.messages: row {number}, message {place} (assistant): the chat template marks trained text by "
-                "{% generation %}, but nothing in this turn; correct the template, or give another task.chat_template",
+                "{% generation %}, but none in this turn; correct it, or give another task.chat_template",
             )
         turns.append(RenderedText(whole, spans, marked=True))
     return turns

@@ -443,7 +443,7 @@ class MixedShards(MixedOrder):
         counts = np.zeros_like(self.sizes)
         ends = np.cumsum(self.sizes).tolist()
         for source in range(len(ends) - 1, 0, -1):
-            rest = place * ends[source - 1] // ends[source]  # of the sources before
+            rest = place * ends[source - 1] // ends[source]  # examples of the sources before this one
             counts[source], place = place - rest, rest
         counts[0] = place
         return counts

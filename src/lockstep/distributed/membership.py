@@ -47,7 +47,7 @@ class MemberAddress:
 
     host: str  # of the store
     port: int
-    room: str  # key prefix of this incarnation of the job
+    namespace: str  # key prefix of this incarnation of the job
     me: str
     joining: bool = False  # whether it replaces a lost member, and is in no generation yet
     soon_s: float = SOON_S  # for launchers to notice a failure that a rank noticed
@@ -69,9 +69,9 @@ class Roster:
     """The list of members, written by launchers. In a job on several machines each launcher has one; the store accepts
     each generation from only one of them."""
 
-    def __init__(self, store: Any, room: str, key: str, members: Sequence[str] | None = None) -> None:
+    def __init__(self, store: Any, namespace: str, key: str, members: Sequence[str] | None = None) -> None:
         """`members`: post the first generation with these; None: another machine posts it."""
-        self.store = Sealed(dist.PrefixStore(room, store), room, key)
+        self.store = Sealed(dist.PrefixStore(namespace, store), namespace, key)
         self.newest = Generation(-1, ())
         if members is not None:
             self.post(members)
@@ -140,8 +140,8 @@ class Membership:
         place = self.place
         self._limit_s = limit_s
         self._connection = rendezvous.connect_store(place.host, place.port, limit_s, limit_s)
-        rank_store = dist.PrefixStore(place.room, self._connection)
-        self._store = Sealed(rank_store, place.room, network.secret_from_environment())
+        rank_store = dist.PrefixStore(place.namespace, self._connection)
+        self._store = Sealed(rank_store, place.namespace, network.secret_from_environment())
         if not place.joining:
             self.take(_generation(self._store, 0))
 
@@ -215,7 +215,7 @@ class Membership:
         """Open a connection to the store for forming this generation's group; `cut` closes it, too."""
         place = self.place
         connection = rendezvous.connect_store(place.host, place.port, self._limit_s, self._limit_s)
-        return dist.PrefixStore(f"{place.room}/group-{self.generation.number}", connection)
+        return dist.PrefixStore(f"{place.namespace}/group-{self.generation.number}", connection)
 
     # -- aborting collectives ----------------------------------------------------------------------------------------
 

@@ -82,15 +82,15 @@ def connect_store(host: str, port: int, limit_s: float, timeout_s: float) -> TCP
 
 
 class Sealed:
-    """A store with signed values. `room`: namespace that distinguishes equal keys of different jobs. Counters (`add`)
-    are not signed. Errors: `RendezvousStateError` for values not written with the job's secret."""
+    """A store with signed values. `namespace`: distinguishes equal keys of different jobs. Counters (`add`) are not
+    signed. Errors: `RendezvousStateError` for values not written with the job's secret."""
 
-    def __init__(self, store: Any, room: str, key: str) -> None:
-        self._store, self._room, self._secret = store, room, key
+    def __init__(self, store: Any, namespace: str, key: str) -> None:
+        self._store, self._namespace, self._secret = store, namespace, key
 
     def within(self, prefix: str) -> Sealed:
         """Return a view with prefixed keys."""
-        return Sealed(dist.PrefixStore(prefix, self._store), f"{self._room}/{prefix}", self._secret)
+        return Sealed(dist.PrefixStore(prefix, self._store), f"{self._namespace}/{prefix}", self._secret)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, self._seal(key, value))
@@ -119,12 +119,12 @@ class Sealed:
 
     def _seal(self, key: str, value: str | bytes) -> bytes:
         return network.seal(
-            self._secret, f"{self._room}/{key}", value.encode() if isinstance(value, str) else bytes(value)
+            self._secret, f"{self._namespace}/{key}", value.encode() if isinstance(value, str) else bytes(value)
         )
 
     def _open(self, key: str, message: bytes) -> bytes:
         try:
-            return network.unseal(self._secret, f"{self._room}/{key}", message)
+            return network.unseal(self._secret, f"{self._namespace}/{key}", message)
         except network.ForgedError as caught:
             raise RendezvousStateError(str(caught)) from None
 

@@ -58,7 +58,7 @@ class Torchrun(Launcher):
             600.0, description="torchrun: seconds to wait until enough machines have joined"
         )
         last_call_timeout_s: Seconds = Field(
-            30.0, description="torchrun: seconds to wait for further machines once the fewest have joined"
+            30.0, description="torchrun: seconds to wait for further machines once the minimum has joined"
         )
         keep_alive_timeout_s: Seconds = Field(
             15.0, description="torchrun: seconds without a heartbeat after which a machine counts as failed"

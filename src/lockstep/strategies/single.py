@@ -194,7 +194,7 @@ class ReplicatedStrategy(Strategy):
         return loss.detach()
 
     def inputs_of(self, micro: MicroBatch) -> Mapping[str, Tensor]:
-        """Return the model's inputs for a micro-batch; they also tell it to run its compiled code, if any."""
+        """Return the model's inputs for a micro-batch. With a compiled model, they also select its compiled code."""
         return micro.inputs if self.region is None else self.region.inputs(micro)
 
     def on_grad_ready(self, position: int, parameter: Tensor) -> None:

@@ -45,7 +45,7 @@ class QuestionAnsweringOptions(Section):
     )
     unanswerable: bool = Field(
         False,
-        description="questions may have no answer (SQuAD 2), and so may predictions; false: every question has one",
+        description="questions and predictions may have no answer (SQuAD 2); false: every question has one",
     )
     stride: int = Field(128, ge=0, description="tokens shared by two adjacent windows of a long context")
     answer_tokens: int = Field(30, ge=1, description="most tokens of an answer")

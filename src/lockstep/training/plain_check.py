@@ -367,7 +367,8 @@ def largest_differences(a: PlainNumbers, b: PlainNumbers) -> PlainTolerance:
 def all_of(
     of: str, own: PlainNumbers, plain: PlainNumbers, within: PlainTolerance
 ) -> tuple[list[PlainDifference], list[PlainDifference]]:
-    """Compare two computations of the same examples: (differences of the whole, differences per weight)."""
+    """Compare two computations of the same examples. Returns the comparisons of losses and whole gradients, and those
+    of each weight's gradient, whether or not they are within the tolerance `within`."""
     whole = max(plain.norm, 1e-30)
     numbers = [
         ("the number of targets", own.targets, plain.targets, 1e-9),
@@ -520,7 +521,7 @@ def _numbers(model: nn.Module, loss: Callable[[], Tensor | None], targets: float
         for (name, weight), slope in zip(weights.items(), gradients, strict=True)
         if slope is not None
     }
-    measured = torch.stack([*sums.values()]).tolist() if sums else []  # read at once: a GPU is waited for once
+    measured = torch.stack([*sums.values()]).tolist() if sums else []  # one transfer: the host waits for a GPU once
     gradient = {
         name: (math.sqrt(squared), product / (math.sqrt(size) or 1.0))
         for name, (squared, product, size) in zip(sums, measured, strict=True)

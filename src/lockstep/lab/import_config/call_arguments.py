@@ -45,7 +45,7 @@ def row_of(origin: str) -> Row | None:
 
 
 def row_of_trainer(call: Call, kind: Kind | None) -> Row | None:
-    """Return the row of a call in a script with a Trainer. `kind`: of what a method is called on."""
+    """Return the row of a call in a script with a Trainer. `kind`: kind of the object whose method is called."""
     names = (f"{kind}.{call.name}", call.origin, call.name)
     return next((TRAINERS[name] for name in names if name in TRAINERS), None)
 

@@ -54,13 +54,13 @@ class _Reader:
     elsewhere: set[str] = field(default_factory=set)  # names that an inner function changes
     outside: set[str] = field(default_factory=set)  # attributes that functions set, except the one that is read
     at_loop: dict[int, dict[str, tuple[int, str, int]]] = field(default_factory=dict)  # id of a loop -> `whole` there
-    products: dict[str, tuple[int, str]] = field(default_factory=dict)  # code -> (number, code) whose product it is
+    products: dict[str, tuple[int, str]] = field(default_factory=dict)  # code of a product -> its factors: number, code
     batches: dict[str, tuple[str, int]] = field(
         default_factory=dict
     )  # code of a number of steps -> loader, batches a step
     whole: dict[str, tuple[int, str, int]] = field(
         default_factory=dict
-    )  # code of all steps -> epochs, and of `batches`
+    )  # code of the total number of steps -> epochs, loader, batches per step
 
     def __post_init__(self) -> None:
         for function in (each for each in ast.walk(self.script.tree) if isinstance(each, _Inner)):

@@ -1,9 +1,9 @@
 """DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR -> `optim.schedule`.
 
 In: the section `scheduler` of DeepSpeed's settings, and the known keys of the run file. Out: its learning rates.
-DeepSpeed sets the rate after each update, counting from there. So the first two updates have the lowest rate, and every
-other rate comes one step later than in transformers and lockstep. Linear schedules become points with the same rates. A
-cosine, or a schedule with an unknown number, is reported as different.
+DeepSpeed sets the rate after each update, and its schedule begins after the first one. So the first two updates have
+the lowest rate, and every other rate comes one step later than in transformers and lockstep. Linear schedules become
+points with the same rates. A cosine, or a schedule with an unknown number, is reported as different.
 """
 
 from __future__ import annotations

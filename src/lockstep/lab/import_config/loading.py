@@ -406,4 +406,4 @@ def without(why: str, *keys: str) -> Callable[[Call, Reading], None]:
     return lambda call, at: at.draft.lacks(str(call), why, *keys)
 
 
-scratch = without("a model from scratch: model.type, with model.config", "model.type")  # `from_config`
+scratch = without("a model from scratch: model.type, with model.config", "model.type")  # handler of `from_config`

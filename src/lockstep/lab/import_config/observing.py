@@ -25,7 +25,8 @@ def first_effect(script: Script, kind: ast.ClassDef, method: Any) -> ast.AST | N
 
 
 def sets_part(kind: ast.ClassDef, node: ast.AST, itself: str) -> bool:
-    """Return whether a node sets an attribute of the module that it trains with, or one that is a method's."""
+    """Return whether a node replaces a method of the module, or sets an attribute that affects training. `itself`: name
+    of the module in its method."""
     if not isinstance(node, ast.Attribute) or ast.unparse(node.value) != itself:
         return False
     if node.attr in ("__dict__", "__class__"):

@@ -231,7 +231,7 @@ class TrainerStatements:
         return name.id in self.touched or kind_of(self.script, name) is not None
 
     def _called(self, line: ast.stmt) -> None:
-        """Check functions that contain a part of the training, as if their statements stood here."""
+        """Check the statements of each called function that uses a part of the training."""
         for call in ast.walk(line):
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
                 continue

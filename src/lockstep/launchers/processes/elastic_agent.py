@@ -173,8 +173,8 @@ class Agent(LocalElasticAgent):
     machines."""
 
     goes_on = False  # whether this formation continues without failed ranks
-    _room = "", 0  # (room that this machine joins, number of machines that formed the job)
-    _in = _dead = ""  # room of this machine's ranks; abandoned room
+    _running_job = "", 0  # (namespace of the running job that this machine joins, number of machines that formed it)
+    _namespace = _abandoned = ""  # of this machine's ranks; of a job that all machines have to re-form
 
     def __init__(
         self, spec: WorkerSpec, rendezvous: ElasticRendezvous, plan: LaunchPlan, say: Callable[[str], None]
@@ -263,10 +263,10 @@ class Agent(LocalElasticAgent):
     def come_in(self, worker_group: WorkerGroup) -> bool:
         """Join a running job without re-forming it; return False if there is none."""
         store = self.rendezvous
-        self._room = self._running() if store.continues and store.most > 1 else ("", 0)
-        if not self._room[0]:
+        self._running_job = self._running() if store.continues and store.most > 1 else ("", 0)
+        if not self._running_job[0]:
             return False
-        self._in, count = self._room[0], worker_group.spec.local_world_size
+        self._namespace, count = self._running_job[0], worker_group.spec.local_world_size
         worker_group.workers = [Worker(local, local, local, count, count) for local in range(count)]
         group: Any = worker_group
         group.group_rank, group.group_world_size = 0, 1
@@ -276,25 +276,25 @@ class Agent(LocalElasticAgent):
         return True
 
     def _running(self) -> tuple[str, int]:
-        """Return (room, number of machines that formed it) of a running job that continues after failures; no room if
-        the machines have to form the job. Waits a while for a job that has just formed to announce itself."""
+        """Return (namespace, number of machines that formed it) of a running job that continues after failures; ("", 0)
+        if the machines have to form the job. Waits a while for a job that has just formed to announce itself."""
         store, until = self.rendezvous, time.monotonic() + ANNOUNCED_S
         while True:
-            number, room, count = store.announced()
-            if room and room != self._dead:
+            number, namespace, count = store.announced()
+            if namespace and namespace != self._abandoned:
                 with store.reading():
-                    roll = store.roll(room, network.secret_from_environment(), None)
+                    roll = store.roll(namespace, network.secret_from_environment(), None)
                     if roll.given_up is None and lives(roll.store, count, max(store.limits.lost, ANNOUNCED_S)):
                         store.formed_by_others()
-                        return room, count
-                    self._dead = room
+                        return namespace, count
+                    self._abandoned = namespace
             if not store.formed_by_others() or number == store.round or time.monotonic() > until:
                 return "", 0
             time.sleep(0.1)
 
-    def leave_room(self) -> None:
-        """Mark the present room as abandoned: all machines re-form the job."""
-        self._dead = self._in
+    def abandon_job(self) -> None:
+        """Mark the running job as abandoned: all machines re-form it."""
+        self._abandoned = self._namespace
 
     def formed(self) -> None:
         """After the rendezvous, determine whether all machines continue after rank failures."""
@@ -305,24 +305,24 @@ class Agent(LocalElasticAgent):
                 "note: launch.on_rank_failure: continue is not set on every machine, so a failed rank ends the others"
             )
         if store.most > 1:
-            self._in = f"lockstep-ranks-{store.get_run_id()}-{store.round}"
+            self._namespace = f"lockstep-ranks-{store.get_run_id()}-{store.round}"
         if store.most > 1 and store.place == 0:
-            store.announce(self._in if self.goes_on else "")
+            store.announce(self._namespace if self.goes_on else "")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if not self.goes_on:
             return super()._start_workers(worker_group)
         spec, store, workers = worker_group.spec, self.rendezvous, worker_group.workers
         key = dict(spec.args[1][-1]).get(network.SECRET_VARIABLE, network.secret_from_environment())
-        entered, count = self._room
-        room = self._in or f"lockstep-ranks-{uuid.uuid4().hex}"
+        entered, count = self._running_job
+        namespace = self._namespace or f"lockstep-ranks-{uuid.uuid4().hex}"
         soon_s = max(SOON_S, store.limits.lost + MARGIN_S) if store.most > 1 else SOON_S
 
         def place(name: str, joining: bool) -> MemberAddress:
-            return MemberAddress(store.at, store.port, room, name, joining, soon_s)
+            return MemberAddress(store.at, store.port, namespace, name, joining, soon_s)
 
         posts = not entered and store.place == 0
-        roll = store.roll(room, key, [str(rank) for rank in range(workers[0].world_size)] if posts else None)
+        roll = store.roll(namespace, key, [str(rank) for rank in range(workers[0].world_size)] if posts else None)
         assert callable(spec.entrypoint)
         arguments = (
             spec.entrypoint,
@@ -395,7 +395,7 @@ class Agent(LocalElasticAgent):
             )
 
     def _missed(self, hosts: list[str]) -> None:
-        """Report failed machines without which the others continue."""
+        """Report that machines failed and that the others continue."""
         error(
             coded(
                 "LS7312",
@@ -576,7 +576,7 @@ class Agent(LocalElasticAgent):
         if worker_group.state == WorkerState.HEALTHY:  # a machine has joined
             self.say("another machine joined: saving a checkpoint and re-forming the job")
             self.rendezvous.grow()
-            self.leave_room()
+            self.abandon_job()
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

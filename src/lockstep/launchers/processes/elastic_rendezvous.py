@@ -385,25 +385,25 @@ class ElasticRendezvous:
             self.shutdown()
         raise RunError.read(text)
 
-    def roll(self, room: str, key: str, members: list[str] | None) -> Roster:
+    def roll(self, namespace: str, key: str, members: list[str] | None) -> Roster:
         """Return a roster of ranks in this store."""
-        return Roster(self._store, room, key, members)
+        return Roster(self._store, namespace, key, members)
 
     @property
     def round(self) -> int:
         """The number of this formation (round)."""
         return int(self._state().round)
 
-    def announce(self, room: str) -> None:
-        """Publish the room in which new machines may join this formation without re-forming it; empty: they may not."""
-        self._call(lambda: self._job.set("room", json.dumps([self.round, room, len(self.nodes)])))
+    def announce(self, namespace: str) -> None:
+        """Publish the namespace in which new machines may join this formation as it is; empty: they may not."""
+        self._call(lambda: self._job.set("namespace", json.dumps([self.round, namespace, len(self.nodes)])))
 
     def announced(self) -> tuple[int, str, int]:
-        """Return the last announcement: (number of the formation, its room, number of its machines)."""
-        if not self._call(lambda: self._job.check(["room"])):
+        """Return the last announcement: (number of the formation, its namespace, number of its machines)."""
+        if not self._call(lambda: self._job.check(["namespace"])):
             return -1, "", 0
-        number, room, count = self._call(lambda: json.loads(self._job.get("room")))
-        return int(number), str(room), int(count)
+        number, namespace, count = self._call(lambda: json.loads(self._job.get("namespace")))
+        return int(number), str(namespace), int(count)
 
     def formed_by_others(self) -> bool:
         """Return whether a formation without this machine exists, which it may join from now on."""

@@ -211,7 +211,7 @@ class _Before:
         self.memory, self.copy = self.tensor.detach(), self.tensor.detach().clone()
 
     def restore(self) -> bool:
-        """Restore it. Returns whether it had changed."""
+        """Restore the tensor. Returns whether it had changed."""
         parameter = self.last in self.module._parameters
         now = getattr(self.module, self.last)
         if now is not None and same_bits(now, self.copy) and (not parameter or now is self.tensor):

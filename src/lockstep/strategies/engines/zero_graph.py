@@ -157,8 +157,8 @@ class SavedByName(torch.autograd.graph.saved_tensors_hooks):
         return weight.data.as_strided(size, stride, offset)
 
     def _gather(self, weight: Any) -> None:
-        """Make sure that a weight is gathered, even if DeepSpeed has not yet noticed its module's backward, or has
-        freed the weight: autograd lays out a gradient like its weight."""
+        """Gather a weight, unless it is gathered already. DeepSpeed may not have noticed its module's backward yet, or
+        may have freed the weight, but autograd needs it: a gradient gets the memory layout of its weight."""
         if weight in self._arriving:  # prefetched
             self._arriving.pop(weight).wait()
         if weight.ds_status.name == "NOT_AVAILABLE":

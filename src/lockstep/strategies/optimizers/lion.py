@@ -26,7 +26,7 @@ class Lion(Optimizer):
 
     class Options(Section):
         betas: tuple[Decay, Decay] = Field(
-            (0.9, 0.99), description="weight of the mean gradient in the update's sign, and its decay"
+            (0.9, 0.99), description="weight of the momentum in the update's sign, and decay of the momentum"
         )
 
     @override

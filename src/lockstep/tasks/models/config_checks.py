@@ -73,9 +73,7 @@ def notes(section: ModelSection, head: str | None) -> list[str]:
     for path, value in entries.items():
         actual = _at(config, path)
         if isinstance(value, bool | int | float) and isinstance(actual, bool | int | float) and actual != value:
-            messages.append(
-                f"model.config.{path}: {value} became {actual}, as the config of {config.model_type} has it"
-            )
+            messages.append(f"model.config.{path}: the config of {config.model_type} changes {value} to {actual}")
     if any(_is_tried(path, value) for path, value in entries.items()):
         without = section.model_copy(update={"adapter": {}})
         trial = padding.kept_trial(without, head, config, inert, section.config)

@@ -141,14 +141,14 @@ def check_whole(folder: Any, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def check_export(section: ModelSection, head: str) -> None:
-    """`check_whole` for an export that is the run's `model.source`. Errors: `RunError`."""
+    """Check an export that is the run's `model.source`, as `check_whole` does. Errors: `RunError`."""
     if (built := _build(section, head)) is not None:
         _check_export(built)
 
 
 def check_edited(folder: Path) -> None:
-    """`check_export` for an export whose config was edited, with the model class that the config names, if transformers
-    has it. Errors: `RunError`."""
+    """Check an export whose config was edited, with the model class that the config names, if transformers has it.
+    Errors: `RunError`."""
     import transformers
 
     _refuse_other_type(folder)

@@ -317,7 +317,8 @@ def _no_mean(trial: _Trial, observed: str) -> RunError:
 
 
 def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: list[ContrastGroup]) -> None:
-    """Refuse a mean that is not over examples (or targets), as revealed by perturbed weights. Errors: `RunError`."""
+    """Check, with perturbed weights, that the loss and metrics are means over examples (or targets). Errors:
+    `RunError`."""
     for strength in (1.0, 0.1, 0.0):  # weaker if the loss is not finite; finally unperturbed
         model = dataset.model(trial.run).eval()
         measured = []

@@ -32,7 +32,7 @@ Key = tuple[int, int, str]  # updates made, generation that the shares were cut 
 
 @dataclass
 class Version:
-    """Shares of the state after some step that this rank holds."""
+    """The training state after one step, as far as this rank holds shares of it."""
 
     key: Key
     shares: dict[int, dict[TensorSlice, Tensor]]  # share number -> slices

@@ -39,7 +39,7 @@ class Resharder:
             self.options = dict(session.strategy.run.strategy.options)
         self._formed = 0  # generation that this rank's part is sharded for
         self._versions: list[Version] = []  # during regrouping, every version that this rank holds
-        self._live: Version | None = None  # during regrouping, its present part
+        self._live: Version | None = None  # during regrouping, the part after the last update
         self._before: Version | None = None  # its previous part, until all ranks train with the new one
 
     def after_step(self, state: TrainState) -> None:

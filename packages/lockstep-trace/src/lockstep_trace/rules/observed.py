@@ -127,7 +127,7 @@ KINDS = {
         "mask-as-index",
         "{0} rows are indexed by {0} integers that are all 0 or 1: each takes row 0 or 1, and no row is selected",
         "a mask selects rows if it is of booleans: mask.bool()",
-        "two rows that are looked up in a table of this length",
+        "a table of this length in which rows 0 and 1 are looked up",
         "whether the integers are a mask",
     ),
     "mean beside sum": (

@@ -200,7 +200,7 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
     if not is_plain_tensor(ids) or ids.dim() != 2 or ids.shape[1] < 3 or len(ids) < 4:
         return
     if ids.shape[0] == ids.shape[1]:
-        return  # may be distances between positions (T5's relative bias), whose far ones are alike
+        return  # may be a matrix of relative positions (T5's bias), where distant ones share an index
     value = ids[:, -1].mode().values
     same = ids == value
     run = same.flip(1).long().cumprod(1).flip(1).bool()
