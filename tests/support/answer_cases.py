@@ -148,7 +148,7 @@ def a_generator_with_its_discriminator(wrong: bool) -> None:
 
 
 def adversaries(holds: bool, ascends: bool) -> None:
-    """`ascends`: the discriminator is to be deceived by another loss, which it takes part in on purpose."""
+    """Two adversaries. `ascends`: another loss also trains the discriminator on purpose, to be deceived."""
     maker, judge = nn.Linear(4, 12), nn.Linear(12, 1)
     nn.init.constant_(maker.bias, 2.0)
     own = sgd(nn.ModuleList([maker, judge]) if holds else maker, 0.01)
@@ -222,7 +222,7 @@ ANSWERS: dict[Callable[[bool], None], str] = {
 
 
 class Adapted(nn.Module):
-    """By the names of peft."""
+    """A layer with low-rank matrices named as in peft."""
 
     def __init__(self, trains: bool) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ ANSWERS_SUSPECTED: dict[Callable[[bool], None], str] = {
 
 
 def classes_that_are_split_off_or_places() -> None:
-    """Several outputs of one layer; choices that are rows; places of a heat map or a row, as many as channels."""
+    """Correct: several outputs of one layer; rows as classes; positions of a heat map or a row, as many as channels."""
     many, choice, places = nn.Linear(12, 15), nn.Linear(12, 1), nn.Conv2d(1, 16, 3, padding=1)
     points = nn.Linear(12, 7)
 
@@ -289,7 +289,7 @@ def pairs_of_embeddings() -> None:
 
 
 def decoders_that_move_or_sum_up_their_targets() -> None:
-    """The shift is made of embeddings; an autoencoder sums up what its decoder is to repeat."""
+    """Correct: embeddings are shifted; an autoencoder summarizes the text that its decoder repeats."""
     shifting, summing = Decoder(shifts=True), Decoder(memory=True)
 
     def loss_of(i: int) -> Tensor:
@@ -304,7 +304,7 @@ def decoders_that_move_or_sum_up_their_targets() -> None:
 
 
 def decoders_of_tokens_that_are_given() -> None:
-    """A streaming codec, a denoiser, and a tagger that leaves nearly all tokens as they are, all of them causal."""
+    """Correct: a streaming codec, a denoiser, and a tagger that changes few tokens, all causal."""
     for model, changes in ((Decoder(narrow=True), 9), (Decoder(noise=2.0), 9), (Decoder(), 3)):
 
         def loss_of(i: int, model: nn.Module = model, changes: int = changes) -> Tensor:
@@ -317,7 +317,7 @@ def decoders_of_tokens_that_are_given() -> None:
 
 
 def features_like_the_target() -> None:
-    """A noisy vote for the class; a class that the input is to be drawn for; columns that are to be restored."""
+    """Correct: a noisy vote for the class; a class-conditional generator; columns to be reconstructed."""
     model, made = nn.Linear(13, 3), nn.Linear(15, 12)
 
     def loss_of(i: int) -> Tensor:
@@ -342,7 +342,7 @@ def schedules_that_go_on_by_hand() -> None:
 
 
 def a_schedule_that_restarts_in_each_cycle() -> None:
-    """The optimizer's momentum is carried from cycle to cycle in memory, the schedule is not."""
+    """Correct: the optimizer keeps its momentum from cycle to cycle, while the schedule restarts."""
     model, state = net(), None
     for _ in range(3):
         optimizer = sgd(model)
@@ -356,12 +356,12 @@ def a_schedule_that_restarts_in_each_cycle() -> None:
 
 
 def two_losses_that_share_a_judge() -> None:
-    """Both optimizers train it towards the same end."""
+    """Correct: both optimizers train the judge, with gradients that agree."""
     adversaries(True, ascends=True)
 
 
 def a_part_that_is_unlearned_by_an_optimizer_of_its_own() -> None:
-    """Rows are unlearned by steps of all weights, between steps on rows that are kept, also of all weights."""
+    """Correct: one optimizer unlearns rows, another trains on the remaining rows; both hold all weights."""
     model = net()
     keeps, forgets = sgd(model, 0.01), sgd(model, 0.001)
     for x, y in batches(2):
@@ -372,7 +372,7 @@ def a_part_that_is_unlearned_by_an_optimizer_of_its_own() -> None:
 
 
 def losses_with_weights_of_their_own() -> None:
-    """A weight of 1/4 for a loss, or for some, with four batches in a step."""
+    """Correct: a loss weight of 1/4, for one or several losses, with four batches in a step."""
     model = net()
     optimizer = sgd(model)
     for i, (x, y) in enumerate([*batches(3), *batches(3)]):
@@ -384,7 +384,7 @@ def losses_with_weights_of_their_own() -> None:
 
 
 def gradients_of_functions_and_sparse_inputs() -> None:
-    """What the tracer cannot read is left out."""
+    """Correct: gradients of functions and sparse inputs, which the tracer cannot read and skips."""
     model, other = nn.Linear(12, 3), nn.Linear(96, 3)
 
     def loss_of(_: int) -> Tensor:

@@ -14,7 +14,7 @@ from support.traced_cases import X, batches, net, sgd, step
 
 
 def squares_of_all_pairs(wrong: bool) -> None:
-    """A value loss with a further term. Control: pairs that are weighted."""
+    """A value loss that broadcasts, plus another term. Control: weighted pairs."""
     model = nn.Linear(12, 1)
     optimizer = sgd(model, 1e-3)
     for x, _ in batches():
@@ -37,7 +37,7 @@ def probabilities_in_kl_div(wrong: bool) -> None:
 
 
 def an_average_instead_of_the_weights(wrong: bool) -> None:
-    """Weights are swapped for evaluations. Control: a copy is put back."""
+    """Averaged weights replace the trained ones for evaluations. Control: a copy of the trained ones is restored."""
     model = net()
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = sgd(model)
@@ -65,7 +65,7 @@ class Normed(nn.Module):
 
 
 def frozen_norms(wrong: bool, after_a_pass: bool = False) -> None:
-    """Control: they are frozen again after each `train()`."""
+    """Control: the norms are frozen again after each `train()`."""
     model = Normed()
     model.body[1].requires_grad_(False)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -105,7 +105,7 @@ def numbers_in_a_list(wrong: bool) -> None:
 
 
 def a_state_that_is_not_loaded(wrong: bool) -> None:
-    """A run that goes on from a checkpoint, with a schedule for all of it."""
+    """A run that resumes from a checkpoint, with a schedule for the whole training."""
     states: dict[str, object] = {}
     for part in range(2):
         model = net()
@@ -138,7 +138,7 @@ def a_schedule_of_micro_batches(wrong: bool) -> None:
 
 
 def steps_in_hooks(wrong: bool) -> None:
-    """Control: hooks that run when the gradient is there."""
+    """Control: hooks that run after the gradient is accumulated."""
     model = net()
 
     def attach(parameter: nn.Parameter) -> None:
@@ -160,7 +160,7 @@ def steps_in_hooks(wrong: bool) -> None:
 
 
 class Language(nn.Module):
-    """Takes a mask and labels, and shifts these."""
+    """A language model that takes a mask and labels, and shifts the labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Language(nn.Module):
 
 
 def ends_that_also_pad(wrong: bool) -> None:
-    """Control: labels by the mask."""
+    """Control: labels are ignored where the mask is 0."""
     model = Language()
     optimizer = sgd(model)
     for ids in torch.randint(1, 9, (24, 7)).split(6):
@@ -214,7 +214,7 @@ def distances_of_all_pairs() -> None:
 
 
 def statistics_that_adapt() -> None:
-    """Under frozen weights, and a body that is scored by itself before training."""
+    """Correct: statistics adapt under frozen weights; a body is scored alone before training."""
     model = Normed()
     model.body.requires_grad_(False)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
@@ -227,7 +227,7 @@ def statistics_that_adapt() -> None:
 
 
 def numbers_updated_by_hand() -> None:
-    """In a list, through `.data`, which torch does not count."""
+    """Correct: numbers in a list, updated through `.data`, whose writes torch does not count."""
     model = Weighted(True)
     optimizer = sgd(model)
     for x, y in batches():
@@ -238,7 +238,7 @@ def numbers_updated_by_hand() -> None:
 
 
 def numbers_learned_later() -> None:
-    """Their optimizer steps after a warm-up."""
+    """Correct: the optimizer of these numbers begins after a warm-up."""
     model = Weighted(True)
     optimizer, later = sgd(model), torch.optim.Adam(model.scales)
     for i, (x, y) in enumerate(batches(3)):
@@ -277,7 +277,7 @@ def a_second_phase() -> None:
 
 
 def a_schedule_of_epochs_and_steps() -> None:
-    """Rates per micro-batch, of a schedule that counts them."""
+    """Correct: a schedule that counts micro-batches and is stepped with each."""
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)

@@ -17,7 +17,7 @@ from support.traced_cases import batches, net, sgd, step
 
 
 class Computed(nn.Module):
-    """Parts, and a function of them and of inputs."""
+    """A module made of parts and of a function of the parts and the inputs."""
 
     def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def factors_of_zero(wrong: bool) -> None:
 
 
 def a_norm_of_what_is_left_out(wrong: bool) -> None:
-    """The body gets gradients in both; the right program clears them."""
+    """The excluded body gets gradients in both programs; the right one clears them."""
     model = net()
     optimizer = sgd(model[3])
     for x, y in batches():
@@ -144,7 +144,7 @@ def a_norm_of_what_is_left_out(wrong: bool) -> None:
 
 
 def a_class_that_is_copied(wrong: bool) -> None:
-    """Before or after the rows are divided."""
+    """A class is copied before (wrong) or after the rows are split."""
     rows = TensorDataset(torch.randn(72, 12), torch.arange(72) % 3)
     copies = [*range(72), *list(range(0, 72, 3)) * 4]
     data: Any = Subset(rows, copies) if wrong else rows

@@ -14,7 +14,7 @@ from support.traced_cases import X, batches, net, sgd, step
 
 
 class MadeInForward(nn.Module):
-    """A layer that is made at the first forward, and kept or not."""
+    """A layer that is created in the first forward and kept, or created again in each."""
 
     def __init__(self, kept: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def constant_weights(wrong: bool) -> None:
 
 
 def backward_twice(wrong: bool) -> None:
-    """Right: the first one is looked at, and cleared."""
+    """Right: the first gradient is inspected and cleared."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches(1):
@@ -97,7 +97,7 @@ def one_rate_for_all_groups(wrong: bool) -> None:
 
 
 def a_part_replaced_after_its_last_gradient(wrong: bool) -> None:
-    """The old part keeps a gradient of before."""
+    """The replaced part keeps its last gradient."""
     model = net()
     first = sgd(model)
     for x, y in batches(1):

@@ -18,7 +18,7 @@ from support.traced_cases import DATA, X, Y, batches, net, sgd, step
 
 
 class Dropping(nn.Module):
-    """Dropout by functions: `way` of giving it the mode."""
+    """Functional dropout. `way`: how it gets the mode."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def old_probabilities_of_new_weights(wrong: bool, epochs: int = 2) -> None:
 
 
 def a_function_of_all_pairs(wrong: bool, weights: Tensor | None = None) -> None:
-    """A Huber-like loss by hand, of targets that a loader gives with their inputs."""
+    """A hand-written Huber-like loss of all pairs, with targets from a loader."""
     model = nn.Linear(12, 1)
     optimizer = sgd(model, 1e-3)
     for x, y in DataLoader(TensorDataset(X, X[:, 0] + X[:, 1]), 12):
@@ -216,12 +216,12 @@ def pairs_that_are_weighted() -> None:
 
 
 def ratios_of_one_epoch() -> None:
-    """On-policy: each example is used once, so that its ratio is 1."""
+    """Correct: on-policy training uses each example once, so its ratio is 1."""
     old_probabilities_of_new_weights(True, 1)
 
 
 def averages_that_are_right() -> None:
-    """A decay that begins small, an exact copy, and one that is updated every fourth step."""
+    """Correct: an average whose decay begins small, an exact copy, and a copy updated every fourth step."""
     for kind in ("warm", "copy", "seldom"):
         model, average = net(), net().requires_grad_(False)
         optimizer = sgd(model)
@@ -235,7 +235,7 @@ def averages_that_are_right() -> None:
 
 
 def rows_that_are_frames() -> None:
-    """Rows in their order, over which a layer runs on purpose."""
+    """Correct: ordered rows, over which a layer runs on purpose."""
     model = Recurrent(False)
     optimizer = sgd(model)
     for x, y in DataLoader(DATA, 12):

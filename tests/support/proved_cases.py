@@ -219,13 +219,13 @@ LIKELY: dict[Callable[[bool], None], str] = {
 
 
 def cosines_that_go_up_and_down() -> None:
-    """In periods that are not the number of epochs, which is 4: of an epoch, and of three steps."""
+    """Correct: cosine periods of one epoch and of three steps, while the run has 4 epochs."""
     for length in (8, 3):
         a_cosine_of_epochs(True, length)
 
 
 def surgery_on_gradients() -> None:
-    """The gradients of two tasks are read, cleared and put together."""
+    """Correct: the gradients of two tasks are read, cleared and combined."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches():
@@ -240,7 +240,7 @@ def surgery_on_gradients() -> None:
 
 
 def a_look_at_other_examples() -> None:
-    """The loss is weighted by the norm of a gradient over held-out examples, which is cleared."""
+    """Correct: the loss is weighted by the norm of a gradient over held-out examples, which is then cleared."""
     model = net()
     optimizer = sgd(model)
     for (x, y), (u, v) in zip(batches(), batches(), strict=True):
@@ -253,7 +253,7 @@ def a_look_at_other_examples() -> None:
 
 
 def ascents_and_descents() -> None:
-    """Sharpness-aware: the first gradient moves the weights, and is cleared."""
+    """Correct: sharpness-aware minimization; the first gradient perturbs the weights and is cleared."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches():
@@ -276,7 +276,7 @@ def step_of_moved(model: nn.Module, optimizer: torch.optim.SGD, moves: list[Tens
 
 
 def two_optimizers_after_one_backward() -> None:
-    """The second one's gradients are clipped after the first one's step."""
+    """Correct: the second optimizer's gradients are clipped after the first one's step."""
     body, head = nn.Linear(12, 8), nn.Linear(8, 3)
     first, second = sgd(body), sgd(head)
     for x, y in batches():
@@ -290,7 +290,7 @@ def two_optimizers_after_one_backward() -> None:
 
 
 def matched_in_the_batch() -> None:
-    """Classes are places in the batch: other ones for each example when it comes again."""
+    """Correct: classes are positions in the batch, so an example has another class on each visit."""
     model = nn.Linear(12, 12)
     optimizer = sgd(model)
     for x, _ in batches():
@@ -311,7 +311,7 @@ def similarities_both_ways() -> None:
 
 
 def a_prefix_that_sees_itself() -> None:
-    """The prefix has no targets, and is seen from everywhere."""
+    """Correct: all positions attend to the prefix, which has no targets."""
     layer, embedding, head = nn.Linear(8, 24), nn.Embedding(20, 8), nn.Linear(8, 20)
     model = nn.ModuleDict({"layer": layer, "embedding": embedding, "head": head})
     seen = torch.ones(8, 8).tril().bool()
@@ -333,7 +333,7 @@ def a_prefix_that_sees_itself() -> None:
 
 
 def a_mask_by_small_numbers() -> None:
-    """Scores of later tokens are lowered by 40 alone."""
+    """Correct: a causal mask that lowers the scores of later tokens by only 40."""
     embedding, layer, head = nn.Embedding(20, 8), nn.Linear(8, 24), nn.Linear(8, 20)
     model = nn.ModuleDict({"embedding": embedding, "layer": layer, "head": head})
     later = torch.ones(8, 8).triu(1) * -40.0
@@ -352,7 +352,7 @@ def a_mask_by_small_numbers() -> None:
 
 
 def a_checkpoint_that_may_not_fit() -> None:
-    """What was missing is looked at."""
+    """Correct: the script inspects the missing keys after the load."""
     model = net()
     result = model.load_state_dict({"other": torch.zeros(3)}, strict=False)
     assert result.missing_keys
@@ -362,7 +362,7 @@ def a_checkpoint_that_may_not_fit() -> None:
 
 
 def one_checkpoint_for_two_parts() -> None:
-    """Each part takes what is its own: one of them has nothing in it."""
+    """Correct: each part loads its own keys of one checkpoint, which has none for one part."""
     model, state = net(), {f"body.{name}": value for name, value in net().state_dict().items()}
     body, head = nn.Sequential(), nn.Linear(3, 3)
     body.add_module("body", model)

@@ -46,7 +46,7 @@ def noise_on_dark_pixels() -> None:
 
 
 def a_head_that_begins_at_zero_under_signs() -> None:
-    """Rows of equal signs stay equal for some steps of an optimizer that looks at signs."""
+    """Rows whose gradients have equal signs stay equal for some steps of an optimizer that uses only signs."""
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 3))
     nn.init.zeros_(model[2].weight)  # type: ignore[arg-type]
     optimizer = torch.optim.Rprop(model.parameters(), lr=1e-3)
@@ -68,7 +68,7 @@ def a_layer_that_is_perturbed() -> None:
 
 
 class Averaged(nn.Module):
-    """Averages several draws in evaluation, without a word on it."""
+    """A model that averages several random draws in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def two_views_of_each_example() -> None:
 
 
 def a_bandit_of_contexts() -> None:
-    """Each context is acted on anew, and used once with each action."""
+    """Each context gets a new action, and is used once with each action."""
     model = net()
     optimizer = sgd(model, 0.01)
     for _ in range(2):
@@ -128,7 +128,7 @@ def a_bandit_of_contexts() -> None:
 
 
 class Forked(nn.Module):
-    """Draws from a generator of its own, as layers that are divided over ranks do."""
+    """A layer that draws under `fork_rng`, like layers that are split over ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def dropout_of_its_own_generator() -> None:
 
 
 def noise_of_a_generator_of_images() -> None:
-    """Dropout is the noise of a translation of images, at test time too."""
+    """Image translation whose noise is dropout, in evaluation as well."""
     model = Dropping("not given")
     optimizer = sgd(model)
     for x, _ in batches(1):
@@ -233,7 +233,7 @@ def tokens_that_are_hidden_at_random() -> None:
 
 
 def a_long_schedule_of_a_short_run() -> None:
-    """A schedule of a round number of epochs, which is that of the trial's steps by chance."""
+    """A schedule over a round number of epochs that happens to equal the trial's number of steps."""
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
@@ -244,7 +244,7 @@ def a_long_schedule_of_a_short_run() -> None:
 
 
 def a_distance_of_distributions() -> None:
-    """A generator of numbers, whose outputs belong to no example."""
+    """A generator trained by a distance of distributions: no output belongs to an example."""
     model = nn.Linear(12, 1)
     optimizer = sgd(model, 1e-3)
     for _, y in DataLoader(TensorDataset(X, X[:, 0]), 12):

@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cloud(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """AWS as moto plays it: a bucket, and whoever asks is somebody."""
+    """AWS simulated by moto: a bucket, and credentials that are always accepted."""
     boto3, moto = needs("boto3"), needs("moto")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")

@@ -125,7 +125,7 @@ def a_mask_of_another_number(wrong: bool) -> None:
 
 
 def averages_that_stay(wrong: bool) -> None:
-    """The control: averages are swapped in for each evaluation, and out again, through `.data` as libraries do."""
+    """Control: averages replace the weights for each evaluation and are removed again, by `.data`, as in libraries."""
     model = net()
     optimizer = sgd(model)
     average = [p.detach().clone() for p in model.parameters()]
@@ -144,7 +144,7 @@ def averages_that_stay(wrong: bool) -> None:
 
 
 def an_average_that_is_loaded(wrong: bool) -> None:
-    """The control: weights are loaded after each evaluation, as the best ones are."""
+    """Control: the best weights are loaded after each evaluation."""
     model, average = net(), net()
     optimizer = sgd(model)
     for _ in range(3):
@@ -160,7 +160,7 @@ def an_average_that_is_loaded(wrong: bool) -> None:
 
 
 def weights_from_elsewhere(wrong: bool) -> None:
-    """The control: weights are clipped after each step."""
+    """Control: weights are clipped after each step."""
     model, other = net(), net()
     optimizer = sgd(model)
     for i, (x, y) in enumerate(batches()):
@@ -173,7 +173,7 @@ def weights_from_elsewhere(wrong: bool) -> None:
 
 
 def steps_that_are_undone(wrong: bool) -> None:
-    """The control: weights are kept anew before each step, and restored after one that was not good."""
+    """Control: weights are saved before each step, and restored after a bad one."""
     model = net()
     optimizer = sgd(model)
     kept = [p.detach().clone() for p in model.parameters()]
@@ -187,7 +187,7 @@ def steps_that_are_undone(wrong: bool) -> None:
 
 
 def an_optimizer_in_each_epoch(wrong: bool) -> None:
-    """The control: its state is loaded."""
+    """Control: each new optimizer loads the state of the one before."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(3):
@@ -201,7 +201,7 @@ def an_optimizer_in_each_epoch(wrong: bool) -> None:
 
 
 class Listed(nn.Module):
-    """Layers in a list of Python, or in one that registers them."""
+    """Layers in a Python list, or in an `nn.ModuleList`, which registers them."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def layers_in_a_list(wrong: bool) -> None:
 
 
 def a_decay_in_each_step(wrong: bool) -> None:
-    """A factor that is meant for epochs."""
+    """A decay factor meant for epochs, applied in each step."""
     model = net()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.3)

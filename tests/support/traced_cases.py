@@ -339,7 +339,7 @@ def a_schedule_of_another_optimizer(wrong: bool) -> None:
 
 
 class Wrapper:
-    """An optimizer of a library's own, around one of torch."""
+    """A library's optimizer that wraps one of torch."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.base, self.param_groups = [optimizer], optimizer.param_groups
@@ -646,7 +646,7 @@ class Scaled(nn.Module):
 
 
 def a_scale_updated_by_hand(anew: bool = False) -> None:
-    """In no optimizer; `-=` on a module's attribute registers the parameter again."""
+    """A scale in no optimizer; `-=` on a module's attribute registers the parameter again."""
     model = Scaled()
     optimizer = sgd(model.inner)
     if anew:
@@ -659,7 +659,7 @@ def a_scale_updated_by_hand(anew: bool = False) -> None:
 
 
 def a_new_scale_updated_by_hand() -> None:
-    """So, and made after the optimizer."""
+    """A scale updated by hand that is created after the optimizer."""
     a_scale_updated_by_hand(True)
 
 

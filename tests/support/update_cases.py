@@ -99,7 +99,7 @@ UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {
 
 
 def two_losses_of_a_head() -> None:
-    """The head is trained by both losses, the body by the first one."""
+    """Correct: both losses train the head, and only the first one the body."""
     body, head = nn.Linear(12, 8), nn.Linear(8, 3)
     one, other = sgd(body, 0.01), sgd(head, 0.01)
     for x, y in batches():
@@ -112,7 +112,7 @@ def two_losses_of_a_head() -> None:
 
 
 def rare_steps_of_a_part() -> None:
-    """One optimizer accumulates over two steps of the other one; and zeros written through .data."""
+    """Correct: one optimizer accumulates over two steps of the other; gradients are zeroed through `.data`."""
     body, head = nn.Linear(12, 8), nn.Linear(8, 3)
     one, other = sgd(body, 0.01), sgd(head, 0.01)
     for i, (x, y) in enumerate(batches()):
@@ -139,7 +139,7 @@ def a_critic_cleared_through_data() -> None:
 
 
 def backwards_after_the_last_step() -> None:
-    """Gradients for their own sake, the last of which is not finite; and a run that ends at a number that is none."""
+    """Correct: gradients computed only for inspection, the last one not finite; and a run that ends at a NaN."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches():
@@ -185,7 +185,7 @@ def parts_of_one_buffer() -> None:
 
 
 def halves_that_are_added() -> None:
-    """Two parameters of one memory, whose gradients the script adds; and updates that add up."""
+    """Correct: two parameters that share memory: the script adds their gradients, or their updates add up (SGD)."""
     for by_hand in (True, False):
         model = Tied(True)
         optimizer = torch.optim.Adam(model.parameters(), 0.01) if by_hand else sgd(model, 0.01)
@@ -199,7 +199,7 @@ def halves_that_are_added() -> None:
 
 
 def gradients_of_inputs_after_training() -> None:
-    """Those of the weights, which nobody reads, overflow."""
+    """Correct: after training only gradients of inputs are read; those of the weights overflow."""
     model = net()
     optimizer = sgd(model)
     for x, y in batches(1):
@@ -210,7 +210,7 @@ def gradients_of_inputs_after_training() -> None:
 
 
 def an_optimizer_for_each_view() -> None:
-    """Two optimizers of one memory take turns."""
+    """Correct: two optimizers of parameters that share memory alternate."""
     model = Tied(True)
     optimizers = [sgd(model.one, 0.01), sgd(model.other, 0.01)]
     for x, y in batches():
