@@ -237,7 +237,7 @@ def test_a_damaged_best_one_is_named_and_the_next_is_taken(
     assert end_of(folder / "out")[0]["step"] == last  # the only other checkpoint kept
 
 
-def test_a_finished_run_exports_the_other_model_when_it_is_asked_for(
+def test_a_finished_run_exports_the_other_model_on_request(
     early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(early, tmp_path / "copy", symlinks=True))

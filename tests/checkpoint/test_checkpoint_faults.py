@@ -71,7 +71,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     found.open.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, gate: Gate) -> None:
+def test_training_continues_while_a_checkpoint_is_written(tmp_path: Path, gate: Gate) -> None:
     job = Job(run_in(tmp_path / "out"))
     state = job.step()
     job.save()

@@ -215,7 +215,7 @@ def test_the_best_one_is_fetched_for_the_export(tmp_path: Path, store: Store) ->
     assert digest(other.strategy.state.state_dict()) == best
 
 
-def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, store: Store) -> None:
+def test_names_outside_of_the_folder_are_refused(tmp_path: Path, store: Store) -> None:
     trained = job(tmp_path / "out")
     trained.saved()
     copied(trained)

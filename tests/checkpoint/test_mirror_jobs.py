@@ -37,7 +37,7 @@ def files_in(folder: Path) -> str:
     )
 
 
-def test_a_job_killed_in_an_upload_resumes_elsewhere(
+def test_a_job_killed_during_an_upload_resumes_on_another_machine(
     tmp_path: Path, cache: Path, store: Store, untouched: Path
 ) -> None:
     """Two ranks save shards; on another machine, with an empty folder, one process resumes."""

@@ -80,7 +80,7 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "export/model.safetensors").read_bytes()).hexdigest()
 
 
-def test_an_evicted_pod_stops_both_and_they_go_on_to_the_bits_of_one_process(tmp_path: Path, cache: Path) -> None:
+def test_an_evicted_pod_stops_both_and_they_resume_to_the_bits_of_one_process(tmp_path: Path, cache: Path) -> None:
     write(tmp_path / "local", **RUN | {"launch": {"name": "local", "processes": 1, "device": "cpu", "threads": 1}})
     finish(tmp_path / "local", cache)
     with hosts(2, tmp_path, cache) as made:

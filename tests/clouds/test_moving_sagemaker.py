@@ -131,7 +131,7 @@ def test_older_containers_and_other_ways_of_working_together_are_listed() -> Non
         assert part in left(found)
 
 
-def test_what_is_not_sagemaker_s_is_none_and_several_are_refused() -> None:
+def test_other_scripts_have_no_estimator_and_several_estimators_are_refused() -> None:
     assert arguments(Script(Path("launch.py"), "from lightning import PyTorch\nPyTorch(role=1)")) is None
     assert arguments(Script(Path("launch.py"), "import sagemaker\nsagemaker.Session()")) is None
     with raises("LS7398", "2", "3"):

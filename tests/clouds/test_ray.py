@@ -30,7 +30,7 @@ def plan(**launch: Any) -> Any:
     return Ray().plan(load(None, [], TINY | {"launch": LAUNCH | launch}))
 
 
-def test_the_plan_names_what_ray_is_asked_for() -> None:
+def test_the_plan_names_the_arguments_of_ray() -> None:
     made = plan(workers=4, cpus=2, placement="SPREAD", max_restarts=3)
     assert made.processes == 4
     assert "ScalingConfig(num_workers=4, use_gpu=False, resources_per_worker={'CPU': 2}" in made.notes[0]
@@ -142,7 +142,7 @@ class TestRun:
         assert bits(told.folder) == bits(untouched)
         assert ranks(told.folder) == []
 
-    def test_sigterm_saves_and_the_same_command_goes_on(self, told: Told) -> None:
+    def test_sigterm_saves_and_the_same_command_resumes(self, told: Told) -> None:
         assert told.stopped[0] == 75, told.stopped
         assert 5 <= resumed(told)[0] < 24  # the ranks agree on a step
 

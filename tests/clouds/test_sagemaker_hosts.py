@@ -73,7 +73,7 @@ def stopped(made: Hosts) -> int:
 
 
 @pytest.mark.parametrize("how", ["failed", *(pytest.param(how, marks=pytest.mark.long) for how in ("back", "stopped"))])
-def test_two_hosts_go_on_elsewhere_with_the_bits_of_one_process(
+def test_two_replaced_hosts_resume_with_the_bits_of_one_process(
     how: str, tmp_path: Path, cache: Path, local: str
 ) -> None:
     with hosts(2, tmp_path, cache) as made:

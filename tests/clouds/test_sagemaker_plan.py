@@ -64,7 +64,7 @@ def test_fields_that_lockstep_sets(extra: dict[str, Any], values: list[str]) -> 
         ({"instance": "ml.g5.xlarg"}, "did you mean ml.g5.xlarge"),
     ],
 )
-def test_what_aws_does_not_know_is_told_by_plan(launch: dict[str, Any], said: str) -> None:
+def test_plan_refuses_requests_that_aws_would_reject(launch: dict[str, Any], said: str) -> None:
     with pytest.raises(RunError, match=said):
         request(run_of(**launch))
 
@@ -94,7 +94,7 @@ def test_what_lockstep_cannot_run_on(launch: dict[str, Any], said: tuple[str, ..
         {"instance": "ml.g4dn.xlarge"},
     ],
 )
-def test_what_it_may_run_on(launch: dict[str, Any]) -> None:
+def test_instances_that_are_accepted(launch: dict[str, Any]) -> None:
     request(run_of(**launch))
 
 

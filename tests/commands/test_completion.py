@@ -34,7 +34,9 @@ def test_a_shell_that_there_is_no_script_for(capsys: pytest.CaptureFixture[str])
         assert mentions(capsys.readouterr().err, "LS8430", "bash, zsh, fish")
 
 
-def test_shtab_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_names_the_extra_if_shtab_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(plugins, "lacking", list)
     assert main(["--completion", "bash"]) == 2
     assert "pip install 'lockstep-train[completion]'" in capsys.readouterr().err

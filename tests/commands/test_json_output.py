@@ -52,7 +52,7 @@ def test_each_command_that_prints_a_table_has_it() -> None:
 
 
 @pytest.mark.processes
-def test_nothing_else_comes_to_standard_output() -> None:
+def test_standard_output_has_only_the_json_object() -> None:
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True)
     assert done.returncode == 1
     answer = Answer.model_validate_json(done.stdout)

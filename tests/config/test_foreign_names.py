@@ -145,7 +145,9 @@ def test_a_text_may_stand_for_a_section(tmp_path: Path) -> None:
     assert "to:\n  - wandb\n" in short.dump()
 
 
-def test_a_path_that_stands_for_a_section_lies_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_as_short_form_of_a_section_is_relative_to_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "texts.csv").write_text("text,label\nx,1\n")
     (tmp_path / "run.yaml").write_text("data: texts.csv\nmodel: {type: gpt2}\n")
     monkeypatch.chdir("/")

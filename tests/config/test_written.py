@@ -161,7 +161,7 @@ def test_the_control_a_written_key_is_refused() -> None:
     assert accused("note: launch.processes_per_gpu has no effect on CPUs", set())
 
 
-def test_data_of_ones_own_are_read_beside_the_quick_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_data_replace_those_of_the_quick_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     run = load(None, ["data.train=train.csv"], QUICK_START)
@@ -179,7 +179,7 @@ def test_files_beside_the_built_in_data_are_refused(
     assert mentions(capfd.readouterr().err, "LS2420", "data.train", "builtin/emotion")
 
 
-def test_a_length_that_nobody_wrote_is_lowered_with_a_note_and_one_that_was_is_refused(
+def test_a_default_length_is_lowered_with_a_note_and_a_written_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     prepare(tmp_path)

@@ -57,7 +57,7 @@ def runs(folder: Path) -> list[Run]:
     return made
 
 
-def test_every_message_about_a_key_says_when_nobody_wrote_it(tmp_path: Path) -> None:
+def test_messages_about_unwritten_keys_call_them_defaults_or_missing(tmp_path: Path) -> None:
     loaded, found = runs(tmp_path), messages()
     assert len(found) > 300
     assert len(loaded) > 20

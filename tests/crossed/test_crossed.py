@@ -54,7 +54,7 @@ def test_the_plainest_run_is_as_promised() -> None:
     assert (verdict.outcome, verdict.bits, verdict.plain) == ("promised", True, "5 steps"), verdict.seen
 
 
-def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Path) -> None:
+def test_a_failing_case_is_reduced_to_the_features_it_needs(tmp_path: Path) -> None:
     """A case with 15 features that are not the plainest shrinks to an optimizer with a schedule."""
 
     def fails(case: draw.Case) -> Verdict:

@@ -102,7 +102,7 @@ def test_texts_without_labels_are_the_same_lines(name: str, tmp_path: Path) -> N
     assert whole(path, "line") == streamed(path, "line")
 
 
-def test_rows_are_the_same_whatever_the_chunks_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_the_chunk_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": f"{i} ü", "label": f"{i % 3}x"} for i in range(25)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" * (1 + i % 3) for i, row in enumerate(rows)))
     (tmp_path / "b.txt").write_text("".join(f"{row['text']};{row['label']}\r\n" for row in rows), newline="")

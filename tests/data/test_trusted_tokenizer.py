@@ -59,6 +59,6 @@ def test_other_code_is_another_tokenizer(source: Path) -> None:
     assert tokenizer.load(str(after), True).mark == 8  # type: ignore[attr-defined]
 
 
-def test_one_that_is_not_trusted_is_refused(source: Path) -> None:
+def test_an_untrusted_tokenizer_is_refused(source: Path) -> None:
     with raises("LS2303", "tokenizer.source"):
         prepared(source, False)

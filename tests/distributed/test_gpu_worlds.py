@@ -158,7 +158,7 @@ POD = {"image": "lockstep", "pvc": "disk"}
         ("ray", {"workers": 8}, 8, "use_gpu=True, resources_per_worker={'CPU': 1, 'GPU': 1}"),
     ],
 )
-def test_a_process_a_gpu_and_all_of_them_are_asked_for(
+def test_plans_request_one_process_per_gpu_and_all_gpus(
     name: str, launch: dict[str, Any], processes: int, said: str, tmp_path: Path
 ) -> None:
     plan = find("launchers", name)().plan(job(tmp_path, name, **launch))

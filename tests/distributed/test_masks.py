@@ -61,7 +61,7 @@ def test_the_share_of_kept_elements(p: float) -> None:
         assert abs(both - p * p) <= 10 * (p * (1 - p) / count) ** 0.5 + 1e-9
 
 
-def test_a_generator_of_ones_own() -> None:
+def test_a_separate_generator_draws_the_same_numbers() -> None:
     one, other = (torch.empty(100).bernoulli_(0.5, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(one, other)
 

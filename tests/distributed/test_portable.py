@@ -110,7 +110,7 @@ def test_portable_is_part_of_the_arithmetic() -> None:
 
 
 @pytest.mark.slow
-def test_operations_with_other_bits_elsewhere_are_refused_before_a_process_starts() -> None:
+def test_operations_that_are_not_portable_are_refused_before_a_process_starts() -> None:
     run = load(None, {"strategy.name": "ddp", "strategy.exact": "portable", "model.compile": True}, TINY)
     with raises("LS5140", "model.compile"):
         resolve(run, Machine(), 2, Scope.OPTIONS)

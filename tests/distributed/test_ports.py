@@ -92,7 +92,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
-def test_a_machine_that_comes_with_another_secret_is_told_so(
+def test_a_machine_with_another_secret_is_refused_by_name(
     theirs: str, mine: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = rendezvous(key=theirs)
@@ -116,7 +116,7 @@ def said_of_another(world: World, secrets: tuple[str, str]) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("theirs", "mine", "why"), WAYS)
-def test_ranks_with_different_secrets_are_told_so(theirs: str, mine: str, why: str) -> None:
+def test_ranks_with_different_secrets_report_it(theirs: str, mine: str, why: str) -> None:
     """Ranks with different secrets, started without lockstep's launcher, each report it before any object is sent."""
     first, second = run_on(2, said_of_another, (theirs, mine), joined=False)
     assert mentions(second, "LS7041", "rank 1 of 2 on ", f"rank 0: {why}")
@@ -177,7 +177,7 @@ def test_an_invalid_machine_is_reported(told: Any) -> None:
         _parsed(Node, json.dumps(told).encode())
 
 
-def test_whatever_torch_elastic_makes_of_what_was_written_is_one_error() -> None:
+def test_all_errors_of_torch_elastic_about_inconsistent_data_become_one() -> None:
     first = rendezvous(key="")
     for wrong in (KeyError("a"), ValueError("b"), AttributeError("c"), TypeError("d"), OverflowError("e")):
         with pytest.raises(RendezvousStateError, match="wrote inconsistent data"), first.reading():

@@ -126,7 +126,7 @@ def test_the_export_is_the_model_that_was_measured(untouched: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
-def test_a_stop_on_request_is_75_and_the_same_command_goes_on(
+def test_a_requested_stop_has_status_75_and_the_same_command_resumes(
     number: signal.Signals, processes: int, tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     job.write()
@@ -157,7 +157,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, cache: Path) -> Non
 
 
 @pytest.mark.processes
-def test_a_killed_rank_is_named_and_the_job_restarts_by_itself(
+def test_a_killed_rank_is_named_and_the_job_restarts_automatically(
     tmp_path: Path, job: CommandJob, untouched: Path
 ) -> None:
     job.write()

@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.processes
 @pytest.mark.parametrize("processes", [1, 2])
-def test_stop_after_is_75_and_the_same_command_goes_on(processes: int, job: CommandJob, untouched: Path) -> None:
+def test_max_time_has_status_75_and_the_same_command_resumes(processes: int, job: CommandJob, untouched: Path) -> None:
     job.write()
     option = f"launch.processes={processes}"
     process = job.start(option, "max_time=0.001s")

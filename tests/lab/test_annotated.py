@@ -183,7 +183,7 @@ def test_init_recognises_it(name: str, here: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_it_writes_trains(here: Path, cache: Path) -> None:
+def test_written_run_files_train(here: Path, cache: Path) -> None:
     """All runs share one process, to import torch once."""
     names = [
         name
@@ -309,7 +309,7 @@ def test_saved_data_sets_are_what_was_saved(here: Path) -> None:
     assert len(rows(source="one")) == 60
 
 
-def test_a_message_by_itself_is_a_list_of_one() -> None:
+def test_a_single_message_becomes_a_list_of_one() -> None:
     plain = [{"role": "assistant", "content": "b"}]
     for turn in ({"from": "gpt", "value": "b"}, plain[0]):
         alone = datasets.Dataset.from_list([{"c": turn}])

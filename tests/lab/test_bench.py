@@ -82,7 +82,7 @@ def asked(folder: Path, **values: Any) -> Bench:
     )
 
 
-def test_the_batch_grows_with_the_processes_if_asked(tmp_path: Path) -> None:
+def test_weak_scaling_grows_the_batch_with_the_processes(tmp_path: Path) -> None:
     rows = rows_of(asked(tmp_path, weak=True, processes=[1, 3]), None, {}, TINY)
     assert [(row.run.batch_size, row.run.micro_batches) for row in rows if row.run] == [(22, 8), (66, 24)]
     rows = rows_of(asked(tmp_path, over={"micro_batches": [4, 8]}, processes=[1]), None, {}, TINY)
@@ -173,7 +173,7 @@ def test_options_that_help_are_measured_together_and_written(
     assert not [row for row in rows if row["keys"].get("model.compile", True) is False]
 
 
-def test_an_option_that_gains_less_than_the_run_file_differs_from_itself_helps_nobody(
+def test_an_option_within_the_noise_of_the_run_file_is_not_recommended(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # the run file's first measurement, in the first round, met something else on the machine

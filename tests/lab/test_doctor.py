@@ -114,7 +114,7 @@ def test_a_torch_that_hangs_or_dies_is_a_line(code: str, wanted: str, monkeypatc
 
 @pytest.mark.processes
 @pytest.mark.parametrize("section", ["machine", "memory", "packages", "network", "file_system", "tokens", "caches"])
-def test_a_probe_that_fails_is_a_problem_and_the_others_go_on(
+def test_a_failed_probe_is_a_problem_and_the_others_continue(
     section: str, quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -257,7 +257,7 @@ def test_ranks_that_do_not_meet(
 
 
 @pytest.mark.processes
-def test_whether_this_machine_computes_portably_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_support_for_portable_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = machine_info.portable_facts(200)
     assert len(facts["fingerprint"]) == 16
     monkeypatch.setattr(machine_info, "_PORTABLE", "raise SystemExit('no AVX2')")
@@ -293,7 +293,7 @@ def test_a_machine_on_which_ranks_cannot_meet_is_a_problem(monkeypatch: pytest.M
     assert mentions(problem, "LS7532", "processes: 192.0.2.1", "cannot be reached")
 
 
-def test_facts_are_told_in_words_with_their_units() -> None:
+def test_facts_are_formatted_with_words_and_units() -> None:
     facts = {"cores_of_machine": 2, "total_gb": 23.5, "write_mb_s": 172, "GLOO_SOCKET_IFNAME": "eth0"}
     assert doctor.rows_of("machine", facts) == [
         ("cores of machine", "2"),

@@ -67,7 +67,7 @@ def test_a_run_from_its_first_to_its_last_event(tmp_path: Path) -> None:
     assert (end.kind, end.steps, end.facts) == ("end", 20, {"status": "done"})
 
 
-def test_what_was_there_before_is_passed_over_and_what_is_trained_again_told_again(tmp_path: Path) -> None:
+def test_earlier_events_are_skipped_and_repeated_steps_reported_again(tmp_path: Path) -> None:
     """A resume rewrites metrics.jsonl without the lines of repeated steps."""
     add(tmp_path, "events", {"time": 1.0, "event": "start", "step": 0})
     add(tmp_path, "metrics", train_line(1), train_line(10), train_line(20))

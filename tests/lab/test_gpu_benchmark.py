@@ -113,7 +113,7 @@ def test_a_process_that_takes_too_long_leaves_none_behind(tmp_path: Path) -> Non
     assert not state.exists() or state.read_text().split()[2] == "Z"
 
 
-def test_memory_is_told_as_peers_tell_it(tmp_path: Path) -> None:
+def test_memory_has_the_units_of_the_other_libraries(tmp_path: Path) -> None:
     """lockstep records memory in units of 10^9 bytes, torch's is counted in units of 2^30."""
     assert gpu._held(tmp_path) is None
     rows = [{"step": 1, "memory_gb/rank0": 9.0}, {"gpu_memory_gb/rank0": 2.147483648, "gpu_memory_gb/rank1": 1.0}]

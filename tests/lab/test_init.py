@@ -91,7 +91,7 @@ def test_the_task_is_guessed_from_the_columns(case: str, here: Path) -> None:
     assert {key: value for key, value in run.task.model_dump().items() if key in wanted} == wanted
 
 
-def test_a_task_of_your_own_says_what_its_columns_are_called(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_task_defines_its_column_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(here)
     (here / "mine_stars.py").write_text(example("tasks/rating.py"))
     jsonl(here / "data", [{"id": i, "review": f"a film {i}", "rating": i % 5} for i in range(60)])
@@ -139,7 +139,7 @@ def test_keys_that_are_given_are_in_the_file(here: Path) -> None:
     assert (run.model.config["n_layer"], run.model.config["n_embd"]) == (1, 128)
 
 
-def test_a_text_stands_for_a_section(here: Path) -> None:
+def test_a_text_sets_the_main_key_of_a_section(here: Path) -> None:
     jsonl(here / "data", EMOTION)
     run = written("data=data", "task=classification", "strategy=single")
     assert (run.data.source, run.task.options["label"], run.strategy.name) == ("data", "mood", "single")
@@ -189,14 +189,14 @@ def test_micro_batches_are_a_power_of_two_with_room_to_grow(processes: int) -> N
     assert 2 * here.processes <= found["micro_batches"] <= found["batch_size"]
 
 
-def test_t5_is_asked_in_its_own_words(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t5_gets_its_prefix(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(questions.MachineInfo, "look", staticmethod(lambda: SERVER))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     jsonl(here / "data", COLUMNS["two languages"][0])
     assert written("--data", "data").task.options["prefix"] == "translate English to German: "
 
 
-def test_a_person_is_asked(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_asks_for_data_task_and_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(here / "data", EMOTION)
     asked = answering(monkeypatch, "data", "", "")
     assert main(["init"]) == 0
@@ -222,7 +222,7 @@ def test_answers_that_end(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 @pytest.mark.processes
-def test_what_it_writes_trains(here: Path, cache: Path) -> None:
+def test_written_run_files_train(here: Path, cache: Path) -> None:
     """The file of each task trains unchanged except for fewer steps; all runs share one process, to import torch
     once."""
     cases = {"classes": "a text and a label", "tags": "tags", "sides": "two languages", "answers": "instructions"}

@@ -276,7 +276,7 @@ def test_paths_are_written_from_the_folder_of_the_file(here: Path, monkeypatch: 
 
 
 @pytest.mark.processes
-def test_what_it_writes_trains_from_any_folder(here: Path, cache: Path) -> None:
+def test_written_run_files_train_from_any_folder(here: Path, cache: Path) -> None:
     """The cases are a table without a header, folders of labels and files side by side; all share one process, to
     import torch once."""
     (here / "table.csv").write_text("".join(f"words {i},{i % 2}\n" for i in range(60)))
@@ -303,7 +303,9 @@ def test_what_it_writes_trains_from_any_folder(here: Path, cache: Path) -> None:
 # -- questions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_person_is_asked_again(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_invalid_answers_are_asked_again(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     jsonl(here / "data", [{"title": f"a {i}", "body": f"long text {i}", "kind": i % 3} for i in range(60)])
     wrong_then_right = ["nowhere.csv", "data", "poetry", "classification", "kinds", "kind", "no/such/model", "scratch"]
     asked = answering(monkeypatch, *wrong_then_right[:4], "bodi", "body", *wrong_then_right[6:])
@@ -324,7 +326,7 @@ def test_a_person_names_columns_and_leaves_rows_out(here: Path, monkeypatch: pyt
     assert (run.data.columns, run.data.drop_missing) == (["what", "kind"], True)
 
 
-def test_what_no_model_mends_is_not_asked_again(
+def test_an_error_that_no_other_model_fixes_is_not_asked_again(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     jsonl(here / "data", [*EMOTION, {"id": 0, "text": None, "mood": "joy"}])

@@ -162,7 +162,7 @@ def test_optimizers_and_schedules_of_trainer(theirs: dict, ours: dict, here: Pat
 
 
 @pytest.mark.parametrize("optim", ["sgd", "lion_32bit", "adamw_torch"])
-def test_what_trainers_optimizers_are_where_nothing_is_said(optim: str, here: Path) -> None:
+def test_defaults_of_trainers_optimizers(optim: str, here: Path) -> None:
     """The defaults are compared with the optimizer that transformers creates."""
     import torch
     from transformers import Trainer, TrainingArguments
@@ -222,7 +222,7 @@ def test_what_a_file_decides_is_not_left_out_in_silence(
     assert wanted in said
 
 
-def test_schedules_and_optimizers_of_deepspeed_where_nothing_is_said(here: Path) -> None:
+def test_defaults_of_deepspeed_schedules_and_optimizers(here: Path) -> None:
     params = {"total_num_steps": 5000, "warmup_type": "linear"}
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupCosineLR"}}
     config["scheduler"]["params"] = params  # type: ignore[index]
@@ -237,7 +237,7 @@ def test_schedules_and_optimizers_of_deepspeed_where_nothing_is_said(here: Path)
     assert (run.optim.learning_rate, run.optim.weight_decay, run.optim.momentum) == (1e-3, 0.0, 0.0)
 
 
-def test_what_axolotl_and_llama_factory_do_where_nothing_is_said(here: Path) -> None:
+def test_defaults_of_axolotl_and_llama_factory(here: Path) -> None:
     usual = {"base_model": "a/b", "micro_batch_size": 2, "datasets": [{"path": "c/d", "type": "completion"}]}
     for more, warm_up in (
         ({}, (0, 0.03)),

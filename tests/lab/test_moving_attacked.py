@@ -40,7 +40,7 @@ def test_another_reference_model_is_refused_although_a_model_is_given(
     assert "loss_type: ['sigmoid', 'sft'] (task.loss is" in printed  # it was a TypeError
 
 
-def test_statements_that_may_set_any_name_anew_are_refused(tmp_path: Path) -> None:
+def test_statements_that_may_rebind_any_name_are_refused(tmp_path: Path) -> None:
     def rebound(text: str) -> list[str]:
         return [each.partition(": ")[0] for each in project_files.rebound(Script(tmp_path / "train.py", text))]
 
@@ -119,9 +119,7 @@ def test_heads_decorators_and_second_functions_are_statements_too(
         assert f": {code}" in printed, code
 
 
-def test_what_stands_around_a_loop_that_is_not_read_is_refused_too(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_statements_around_an_unread_loop_are_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = "batches = iter(train)\nfor epoch in range(3):\n    for k in range(4):\n        batch = next(batches)"
     start = ACCELERATE.index("for epoch in range(3):\n    for batch in train:")
     text = ACCELERATE[:start] + ACCELERATE[start:].replace(
@@ -134,7 +132,7 @@ def test_what_stands_around_a_loop_that_is_not_read_is_refused_too(
     assert "open('more.py').read() (" not in printed
 
 
-def test_frozen_weights_averages_and_ranges_are_told_as_what_they_are(
+def test_frozen_weights_averages_and_ranges_are_named_with_their_keys(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = "optimizer = torch"
@@ -173,7 +171,7 @@ def test_a_recipe_of_torchtune_is_not_taken_for_arguments_of_trainer(
     assert "# shuffle: False has no counterpart" in printed
 
 
-def test_a_gap_is_told_once() -> None:
+def test_a_gap_is_listed_once() -> None:
     draft = RunDraft()
     draft.lacks("line 3: x", "one reason", "model.freeze")
     draft.unclear("line 3: x", "another", "model.freeze")
@@ -474,7 +472,7 @@ SNAPSHOT = """
 """
 
 
-def test_a_snapshot_that_a_script_goes_on_from_is_told() -> None:
+def test_resuming_from_an_own_snapshot_is_noted() -> None:
     text = changed(("    for epoch in range(args.epochs):\n", SNAPSHOT[1:]), text=f"import os\n{DDP}")
     assert "if os.path.exists('a.pt'): ... is left out" in in_loop(text)
     assert "not understood" not in in_loop(text)

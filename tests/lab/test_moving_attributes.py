@@ -156,7 +156,7 @@ def test_which_tokens_trl_learns(
     assert run.task.options.get("packing") is ("packing" in more)
 
 
-def test_columns_that_are_not_known_are_all_that_is_said(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_columns_are_the_only_gap(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused("train.py", SFT.replace("MORE", "assistant_only_loss=True"), capsys)
     assert mentions(said, "LS8209", "the columns")
     assert "conversations alone" not in said

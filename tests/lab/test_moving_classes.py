@@ -237,9 +237,7 @@ def test_lines_are_those_of_the_script(here: Path, capsys: pytest.CaptureFixture
     assert f"line {number}: loss = loss + penalty(self.model)" in refused("train.py", text, capsys)
 
 
-def test_a_method_of_a_class_of_the_scripts_own_is_looked_at_by_what_it_does(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_methods_of_own_classes_are_judged_by_their_statements(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kind = (
         "class Meter:\n    def __init__(self):\n        self.sum = 0\n\n    def update(self, value):\n        BODY\n\n"
     )

@@ -157,7 +157,7 @@ OF_LOADERS = (
 )
 
 
-def test_the_loader_that_a_loop_goes_through_is_the_one_that_was_read() -> None:
+def test_a_loop_over_another_loader_is_refused() -> None:
     assert not _deciding(ACCELERATE)
     for pair in OF_LOADERS:
         assert _deciding(changed(pair, text=ACCELERATE)), pair

@@ -55,7 +55,7 @@ def test_messages_on_the_command_line_replace_the_columns_of_instructions(
     assert "data/rows.json has no column 'talk'" in refused("lf.yaml", text, capsys, "task.messages=talk")
 
 
-def test_an_input_that_is_empty_in_every_row_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_input_column_without_text_is_ignored(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """LLaMA-Factory then uses the instruction alone as the prompt."""
     text = factory(here, {"file_name": "rows.json"}).replace("template: qwen\n", "")
     rows = [{"instruction": f"say {n}", "input": "", "output": "b"} for n in range(8)]

@@ -117,7 +117,7 @@ def test_a_condition_that_is_not_the_last_batch(condition: str, here: Path, caps
 
 
 @pytest.mark.parametrize("divided", [False, True])
-def test_accelerate_s_schedule_goes_on_with_its_steps(divided: bool) -> None:
+def test_accelerate_advances_a_schedule_with_its_steps(divided: bool) -> None:
     """Verifies the next test's premise: over 3 epochs of 40 batches, 4 per step, a schedule that counts batches
     completes a quarter, and one that counts steps completes."""
     accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
@@ -146,7 +146,7 @@ TOTAL = "num_training_steps=len(train) * 3 // 4"
         ("len(train)", "length is 1 epoch of batches"),
     ],
 )
-def test_a_schedule_that_ends_elsewhere_than_the_run(
+def test_a_schedule_of_another_length_than_the_run(
     total: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")

@@ -131,9 +131,7 @@ def test_the_precision_of_a_context(here: Path, capsys: pytest.CaptureFixture[st
     assert "its scope is unknown" in refused("points.py", DDP.replace("def main", f"{score}def main"), capsys)
 
 
-def test_another_model_in_evaluation_mode_is_not_the_one_that_is_trained(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_the_trained_model_in_evaluation_mode_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = DDP.replace("    for epoch", "    judge = Net(8)\n    judge.eval()\n    for epoch")
     assert moved("points.py", text).task.options["model"] == "points.Net"
     (here / "moved.yaml").unlink()

@@ -46,7 +46,7 @@ def test_a_plain_loop_becomes_a_module(
         ("Points(600)", "Points(n)"),
     ],
 )
-def test_a_loop_whose_functions_have_no_names_is_said_to_be_one(
+def test_a_loop_without_importable_functions_is_named(
     old: str, new: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = refused("points.py", DDP.replace(old, new), capsys)
@@ -350,7 +350,7 @@ def test_options_of_accelerate_launch_are_not_lost(here: Path, capsys: pytest.Ca
 
 
 @pytest.mark.processes  # DeepSpeed starts some when it is imported
-def test_deepspeed_clips_by_itself_where_a_loop_does_not(here: Path) -> None:
+def test_deepspeed_clips_by_default_where_a_loop_does_not(here: Path) -> None:
     """A config of DeepSpeed without gradient_clipping clips at 1.0, by way of Accelerate too."""
     (here / "train.py").write_text(CLIPLESS)
     (here / "ds.yaml").write_text(
@@ -430,7 +430,7 @@ def test_options_of_other_examples(here: Path) -> None:
     )
 
 
-def test_a_command_whose_script_is_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_whose_script_is_missing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "torchrun --nproc_per_node 2 train.py --learning_rate 2e-5 --output_dir o\n"
     assert "the script is missing" in refused("run.sh", text, capsys)
     assert mentions(refused("b.sh", "python a.py\npython b.py\n", capsys), "LS8190", "1", "2")

@@ -96,7 +96,7 @@ def test_parsed_settings_that_are_set_again(here: Path, capsys: pytest.CaptureFi
     assert "ids numbers the labels; lockstep numbers them in sorted order" in capsys.readouterr().out
 
 
-def test_a_total_that_is_counted_or_changed_elsewhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_total_of_another_loader_or_changed_later(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = replaced(ACCELERATE, ("len(train) * 3 // 4", "len(dev) * 3 // 4"))
     assert "counted in batches of dev, which is not the loader" in refused("loop.py", text, capsys)
     loop = "total = 3 * len(data)\nHERE\ndone = 0\nfor epoch in range(3):\n    for batch in data:\n        step()\n"

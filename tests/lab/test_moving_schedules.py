@@ -101,7 +101,9 @@ def test_names_that_a_run_file_takes_from_transformers_have_its_rates() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["int", "round", "math.ceil"])
-def test_a_share_that_is_not_rounded_up_is_told(rounding: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warmup_share_that_is_not_rounded_up_is_noted(
+    rounding: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = ACCELERATE.replace("num_warmup_steps=100", f"num_warmup_steps={rounding}(0.13 * len(train) * 3 // 4)")
     text = text.replace("schedule = get", "total = len(train) * 3 // 4\nschedule = get").replace(
         "len(train) * 3 // 4)", "total)"
@@ -215,9 +217,7 @@ def test_straight_lines_of_deepspeed_are_the_same_rates(
 
 @pytest.mark.parametrize("least", [{}, {"cos_min_ratio": 0.1}])
 @pytest.mark.parametrize("warmup", [1, 2, 9])
-def test_the_cosine_of_deepspeed_is_a_step_late_in_the_warm_up_which_is_told(
-    warmup: int, least: dict, here: Path
-) -> None:
+def test_the_late_warmup_of_deepspeeds_cosine_is_noted(warmup: int, least: dict, here: Path) -> None:
     params = {"warmup_num_steps": warmup, "total_num_steps": STEPS, "warmup_type": "linear"} | least
     theirs, run = of_deepspeed("WarmupCosineLR", params), moved_from_deepspeed("WarmupCosineLR", params)
     ours, end = here_is(run), max(2, warmup)
@@ -275,9 +275,7 @@ def test_other_rates_of_deepspeed_are_refused(
     assert mentions(refused("ds.json", json.dumps(config), capsys), "LS8209", wanted)
 
 
-def test_the_end_of_a_cosine_that_is_not_the_end_of_the_run_is_told(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cosine_that_ends_before_or_after_the_run_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     params = {"warmup_num_steps": 5, "total_num_steps": 100, "warmup_type": "linear"}
     (here / "ds.json").write_text(json.dumps({"scheduler": {"type": "WarmupCosineLR", "params": params}}))
     given = {"learning_rate": RATE, "deepspeed": "ds.json", "output_dir": "o", "max_steps": STEPS}

@@ -328,5 +328,5 @@ def test_trls_yaml(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["KTOConfig", "ORPOConfig", "GRPOConfig"])
-def test_a_way_of_learning_that_there_is_none_of(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_trl_trainers_are_refused(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mentions(refused("a.py", f"from trl import {name}\n{name}('o')\n", capsys, "--partial"), "LS8250", str(name))

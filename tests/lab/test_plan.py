@@ -159,7 +159,7 @@ def test_plan_refuses_what_train_refuses(
     assert said in refusals[0]
 
 
-def test_what_the_hub_alone_knows_is_said_to_be_unknown(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_facts_that_need_the_hub_are_unknown_offline(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, status in ([], 1), (["--offline"], 0):  # HF_HUB_OFFLINE is set
         assert main(["plan", "run.yaml", "data.source=somebody/texts", *words]) == status
         said = capsys.readouterr()

@@ -90,7 +90,7 @@ def test_what_a_job_refuses_is_an_exception(tmp_path: Path) -> None:
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_an_interrupt_writes_a_checkpoint_and_goes_on(tmp_path: Path, cache: Path) -> None:
+def test_an_interrupt_writes_a_checkpoint_and_the_run_resumes(tmp_path: Path, cache: Path) -> None:
     process = start([sys.executable, "-c", TRAIN], tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 12, "step 12", process)
     process.send_signal(signal.SIGINT)

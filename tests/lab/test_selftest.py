@@ -29,7 +29,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.processes
-def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
+def test_the_selftest_reports_each_kind_of_result(tmp_path: Path, cache: Path) -> None:
     """The self-test and its jobs are forked, because importing would take longer than all else."""
     own = (f"support.misbehaving.{name}" for name in ("Refuses", "Lacks", "Breaks"))
     names = ["allreduce", "support.buggy.OneNotReduced", *own]
@@ -60,7 +60,7 @@ def test_each_strategy_is_told_as_it_is(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.processes
-def test_one_that_hangs_is_ended(
+def test_a_hanging_job_of_the_selftest_is_ended(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job, limit = doctor._job, 0.5

@@ -25,7 +25,7 @@ NOTHING: dict[str, Any] = {"over": [], "metric": None, "split": None, "parallel"
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, cache: Path) -> None:
+def test_a_stopped_sweep_resumes(tmp_path: Path, cache: Path) -> None:
     write(tmp_path, launch={"device": "cpu", "threads": 1, "processes": 1})
     sweep = [*LOCKSTEP, "sweep", "run.yaml", "--over", "optim.learning_rate=1e-3,5e-3", "--metric", "accuracy"]
     folder = tmp_path / "out-sweep"

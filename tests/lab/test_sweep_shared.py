@@ -124,7 +124,7 @@ def test_eight_trials_that_share_seventy_percent_cost_three_runs(
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_sweep_that_is_killed_goes_on(tmp_path: Path, cache: Path) -> None:
+def test_a_killed_sweep_resumes(tmp_path: Path, cache: Path) -> None:
     """The sweep is killed while the first trial trains, and stopped while one trains that began with its steps."""
     rate = RATE | {"decay_steps": 20, "warmup_steps": 0}
     words = swept(tmp_path, {"steps": 60, "optim": rate}, "--over", "optim.min_lr_ratio=0,0.1,0.2")

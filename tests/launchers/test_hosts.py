@@ -123,7 +123,7 @@ def accelerated(made: Hosts, host: int, *words: str) -> Job:
 
 @pytest.mark.processes
 @pytest.mark.long  # starts torchrun; its hosts are tested above
-def test_accelerate_on_two_hosts_is_stopped_and_goes_on(two: Hosts, alone: str, note: Callable[..., None]) -> None:
+def test_accelerate_on_two_hosts_stops_and_resumes(two: Hosts, alone: str, note: Callable[..., None]) -> None:
     pytest.importorskip("accelerate")
     hold(8, *(folders := own(two)))
     jobs = [accelerated(two, host, HELD) for host in range(2)]

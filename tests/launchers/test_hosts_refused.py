@@ -94,7 +94,7 @@ def test_too_few_machines(two: Hosts) -> None:
     )
 
 
-def test_an_address_that_nobody_answers(two: Hosts) -> None:
+def test_an_address_without_an_answer(two: Hosts) -> None:
     write(two.folder(1))
     nobody = f"{two.net}.99:{PORT}"
     job = torchrun(two, 1, "launch.join_timeout_s=4", f"launch.rendezvous={nobody}")

@@ -177,7 +177,7 @@ def test_a_requested_stop_gives_up_no_rank(store: Any, clock: Clock) -> None:
     assert told == ["over"] * 2
 
 
-def test_a_rank_without_a_state_cannot_go_on(store: Any, clock: Clock) -> None:
+def test_a_rank_without_state_ends_the_job(store: Any, clock: Clock) -> None:
     job = Job(store, 2)
     store.delete_key("room/ready/0")
     job.machines[1].processes[0].exitcode = -9
@@ -216,7 +216,7 @@ def test_all_machines_leave_together(store: Any, clock: Clock) -> None:
     assert told == ["over"] * 2
 
 
-def test_a_machine_whose_rank_was_lost_at_the_end_is_told_and_waited_for(store: Any, clock: Clock) -> None:
+def test_a_machine_that_lost_its_rank_at_the_end_waits_for_the_others(store: Any, clock: Clock) -> None:
     job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = -9

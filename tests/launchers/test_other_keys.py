@@ -73,7 +73,7 @@ def asked(tracker: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("tracker", "key"), [(name, key) for name, keys in TRACKERS.items() for key in keys])
-def test_a_tracker_is_asked_for_what_its_key_says(tracker: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_tracker_key_changes_its_argument(tracker: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`trackio.private` takes effect only with a Space."""
     beside = {"space": "u/s"} if key == "private" else {}
     without = asked(tracker, beside, monkeypatch)
@@ -83,7 +83,7 @@ def test_a_tracker_is_asked_for_what_its_key_says(tracker: str, key: str, monkey
     assert len({*changed}) == (2 if key in ("uri", "space") else 1)  # where artifacts are; whether a Space is private
 
 
-def test_what_trackers_are_asked_is_all_of_their_keys() -> None:
+def test_the_table_has_all_keys_of_trackers() -> None:
     for name, keys in TRACKERS.items():
         kind: Any = plugins.find("track", name)
         assert {*kind.Options.model_fields} == {*keys}

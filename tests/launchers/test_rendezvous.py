@@ -116,7 +116,7 @@ def test_a_machine_that_left_is_not_awaited_or_readmitted(threads: ThreadPoolExe
 
 
 @pytest.mark.parametrize("text", ["[1]", "2", "[", '{"a": 1}', None])
-def test_a_stranger_who_writes_who_has_left_is_told_apart_from_a_store_that_is_gone(text: str | None) -> None:
+def test_forged_values_are_distinguished_from_a_lost_store(text: str | None) -> None:
     first = machine("a")
     kept: Any = first._backend._store
     # the latter is not signed with the job's secret

@@ -303,7 +303,7 @@ def test_two_machines_meet_in_an_order_and_leave_together() -> None:
     first.shutdown()
 
 
-def test_events_that_nobody_records_ask_no_server_for_the_machine_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unrecorded_events_look_up_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr("socket.getfqdn", lambda name="": asked.append(name) or name)
     rendezvous: Any = met(0, True)
@@ -361,7 +361,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes t
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_torchrun_on_one_machine_stops_and_resumes(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     command = [*LOCKSTEP, "train", "run.yaml", "launch.name=torchrun", f"launch.rendezvous=127.0.0.1:{free_port()}"]
     process = start(command, tmp_path, cache)
@@ -380,7 +380,7 @@ def test_torchrun_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: P
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_accelerate_on_one_machine_is_stopped_and_goes_on(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_accelerate_on_one_machine_stops_and_resumes(tmp_path: Path, cache: Path, untouched: Path) -> None:
     pytest.importorskip("accelerate")
     write(tmp_path)
     command = [*LOCKSTEP, "train", "run.yaml", "launch.name=accelerate"]

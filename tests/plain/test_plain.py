@@ -135,7 +135,7 @@ def test_an_fsmt_learns_its_targets_from_their_end_token(folder: Path, monkeypat
     assert against_plain.train_beside_plain(run).differences
 
 
-def test_a_decoder_by_itself_has_a_logit_for_each_token(folder: Path) -> None:
+def test_a_decoder_alone_has_a_logit_for_each_token(folder: Path) -> None:
     """Marian configures its decoder's vocabulary in a separate entry, whose default is 58,101."""
     run = run_of("prompts", folder, f"model={json.dumps(MARIAN)}")
     found = against_plain.train_beside_plain(run)
@@ -367,7 +367,7 @@ def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
     assert float(outputs.aux_loss) > 0.1  # so that omitting it would show
 
 
-def test_what_is_not_covered_is_said(tmp_path: Path) -> None:
+def test_uncovered_options_are_named(tmp_path: Path) -> None:
     found = against_plain.train_beside_plain(tiny("optim.name=lion", output=str(tmp_path)))
     assert (found.differences, len(found.steps)) == ([], 1)
     assert str(found.uncovered).startswith("optim.name")

@@ -329,7 +329,7 @@ def checked(run: Run) -> tuple[str, str]:
         world.close()
 
 
-def test_a_model_that_computes_no_number_is_said_to() -> None:
+def test_a_model_with_nan_outputs_is_named() -> None:
     """No option is blamed: plain transformers computes no number either (for example some Gemma 3n)."""
     run = tiny(*ONE)
     world = World(run)

@@ -121,7 +121,7 @@ def compared(
     return against_plain.compare_with_plain(run, Path()).differences  # type: ignore[arg-type]
 
 
-def test_four_draws_show_what_rounding_comes_to_with_muon(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_perturbations_measure_the_rounding_of_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = record(1 + 1e-4, 1 + 1e-4)
     assert not compared(monkeypatch, "muon", "fp32", ours, 5e-5)
     assert compared(monkeypatch, "muon", "fp32", ours, 5e-6)  # controls: more than ten times a perturbation's effect,

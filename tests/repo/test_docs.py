@@ -133,7 +133,7 @@ def _agents() -> ModuleType:
     return script("agents")
 
 
-def test_what_agents_are_told_is_what_contributing_says() -> None:
+def test_agents_md_is_generated_from_contributing() -> None:
     text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
     assert text == _agents().agents(), "python docs/agents.py writes it"
     assert len(text.split()) < 1500

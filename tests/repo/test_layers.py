@@ -337,7 +337,7 @@ def test_the_loop_can_be_read_at_a_glance() -> None:
     assert [line for line in code if "train_step(batch" in line]
 
 
-def test_nobody_patches_a_method() -> None:
+def test_no_module_patches_a_method_of_a_step() -> None:
     """`StepObserver` is the way to observe a step."""
     for file in (f for f in FILES if f.startswith(("training/", "strategies/"))):
         for node in ast.walk(ast.parse((ROOT / file).read_text())):

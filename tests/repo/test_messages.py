@@ -169,7 +169,7 @@ def test_every_error_that_the_user_reads_has_a_code() -> None:
     assert found == []
 
 
-def test_a_code_stands_at_the_end_of_the_first_line() -> None:
+def test_a_code_is_at_the_end_of_the_first_line() -> None:
     error = CodedError("LS1000", "no such key\n  a row")
     assert str(error) == "no such key [LS1000]\n  a row"
     assert (error.code, error.message) == ("LS1000", "no such key\n  a row")

@@ -39,14 +39,14 @@ def test_each_can_be_planted_where_it_belongs() -> None:
     assert not wrong, "the source has changed: " + "; ".join(wrong)
 
 
-def test_each_says_what_it_does_and_which_tests_concern_it() -> None:
+def test_each_fault_has_a_description_and_its_tests() -> None:
     near = mutations.listed()["near"]
     assert near.keys() == {fault.file for fault in FAULTS}
     assert all(fault.does.endswith((".", ").")) for fault in FAULTS)
     assert all(mutations.file_of(name.partition("::")[0]) for names in near.values() for name in names)
 
 
-def test_the_control_text_that_is_gone_or_stands_twice_is_told() -> None:
+def test_a_fault_whose_text_is_missing_or_occurs_twice_is_an_error() -> None:
     fault = mutations.Fault("some", "some.py", "a = 1", "a = 2", "Something.")
     for text in ("b = 1\n", "a = 1\na = 1\n"):
         with pytest.raises(ValueError, match="and not once"):

@@ -33,7 +33,7 @@ def test_every_command_is_run_or_its_page_says_why_not() -> None:
 
 
 @pytest.mark.parametrize(("page", "level"), RUN)
-def test_a_page_s_commands_print_what_it_shows(page: Path, level: str, tmp_path: Path, cache: Path) -> None:
+def test_the_commands_of_a_page_print_its_outputs(page: Path, level: str, tmp_path: Path, cache: Path) -> None:
     for module in modules_of(page):
         pytest.importorskip(module)
     page_commands.run(page, tmp_path, cache, level)

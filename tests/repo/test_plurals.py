@@ -28,7 +28,7 @@ def test_a_number_has_its_noun(count: float | str, noun: str, text: str) -> None
     assert quantity(count, noun) == text
 
 
-def test_nobody_is_left_to_choose_the_plural() -> None:
+def test_no_message_leaves_the_plural_to_the_reader() -> None:
     files = [
         *(file for room in ("src", "packages", "docs") for file in (ROOT / room).rglob("*")),
         ROOT / "README.md",

@@ -96,7 +96,7 @@ class Norm(nn.Module):
         return inputs * inputs.square().mean() * self.weight
 
 
-def test_no_node_stands_before_an_input_that_is_used_twice() -> None:
+def test_an_input_that_is_used_twice_gets_no_node() -> None:
     """A node would add the input's two gradients before a third one, where torch adds one after another."""
     model: Any = nn.Sequential(Norm(), nn.Linear(4, 4))
     for module in model:

@@ -41,8 +41,8 @@ KERNEL = {
     # the command: its files, stop and resume, kill and restart
     "jobs/test_command.py::test_the_files_of_a_run",
     "jobs/test_command.py::test_the_metrics_of_a_run",
-    "jobs/test_command.py::test_a_stop_on_request_is_75_and_the_same_command_goes_on[2-1]",
-    "jobs/test_command.py::test_a_killed_rank_is_named_and_the_job_restarts_by_itself",
+    "jobs/test_command.py::test_a_requested_stop_has_status_75_and_the_same_command_resumes[2-1]",
+    "jobs/test_command.py::test_a_killed_rank_is_named_and_the_job_restarts_automatically",
 }
 FILES = {name.partition("::")[0] for name in KERNEL}
 

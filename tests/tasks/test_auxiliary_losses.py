@@ -87,7 +87,7 @@ def tried(run: Run, head: str, config: Any) -> bool:
         return False
 
 
-def test_the_term_that_mixtral_adds_is_the_one_that_is_refused() -> None:
+def test_mixtrals_router_loss_is_the_refused_term() -> None:
     """Plain transformers: the loss of labels is the cross entropy and the coefficient times the loss of the routers."""
     config = transformers.MixtralConfig(**ROUTED | ASKED, router_aux_loss_coef=0.5, vocab_size=60)
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_a_config_that_cannot_be_tried_is_judged_by_its_entry(monkeypatch: pytes
         assert (said is not None and "output_router_logits: true" in said) == refused
 
 
-def test_what_a_classifier_learns_is_said_by_the_task() -> None:
+def test_the_task_sets_the_problem_type_of_a_classifier() -> None:
     with raises("LS3110"):
         models.check(run_of("bert", BERT | {"problem_type": "regression"}))
 

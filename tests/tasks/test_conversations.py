@@ -195,7 +195,7 @@ def test_keys_of_messages_and_tools_reach_the_template(tmp_path: Path) -> None:
         task_of(chats(tmp_path, rows, chat_template=CALLS, tools="functions"))
 
 
-def test_a_conversation_in_which_nobody_answers_is_no_example(tmp_path: Path) -> None:
+def test_a_conversation_without_an_answer_counts_as_missing(tmp_path: Path) -> None:
     rows = [{"messages": said("a", "b")}] * 4 + [
         {"messages": said("a")},
         {"messages": [{"role": "user", "content": None}]},
@@ -210,7 +210,7 @@ def test_a_conversation_in_which_nobody_answers_is_no_example(tmp_path: Path) ->
 # -- what a block does not hold --------------------------------------------------------------------------------------
 
 
-def test_what_is_cut_is_counted_and_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_truncated_conversations_are_counted_and_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`< user > a < assistant > b ...`: 7 tokens, and the words of the answer between."""
     rows = [{"messages": said("a", " ".join(["b"] * count))} for count in (1, 10, 11, 15)]
     rows.append({"messages": said(" ".join(["a"] * 20), "b")})

@@ -79,7 +79,7 @@ def test_the_loss_is_the_formula(negative: str, negatives: int | None, tmp_path:
     assert task.count_targets(task.splits["train"], np.arange(5)) == int((batch.targets >= 0).sum()) == 5
 
 
-def test_a_text_is_not_told_apart_from_itself(tmp_path: Path) -> None:
+def test_a_text_is_no_negative_of_itself(tmp_path: Path) -> None:
     """A text in two rows, and another text of the same anchor, are not negatives."""
     told = [("a", "x"), ("b", "x"), ("a", "y"), ("c", "z"), ("d", "c")]
     for split in ("train", "validation"):
@@ -130,7 +130,7 @@ def test_rows_meet_by_chance_and_none_is_alone(rows: int, tmp_path: Path) -> Non
     assert min(sizes) >= min(2, rows)
 
 
-def test_what_cannot_be_told_apart_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_micro_batches_without_negatives_are_refused_before_reading(tmp_path: Path) -> None:
     with raises("LS1119", "batch_size", "8"):
         make(tmp_path, "pairs", PAIRS, "batch_size=8")
     make(tmp_path, "pairs", "task={name: embedding, negative: negative}", "batch_size=8")  # each has its own

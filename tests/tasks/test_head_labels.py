@@ -134,7 +134,7 @@ def test_names_of_integers_are_looked_up(tmp_path: Path) -> None:
     assert values_of_labels(run.model_dump(mode="json"), texts(0, 1, 2)) == [1, 2, 0]
 
 
-def test_integers_without_names_are_outputs_and_that_is_said(tmp_path: Path) -> None:
+def test_integers_without_names_are_output_indices_with_a_note(tmp_path: Path) -> None:
     source(tmp_path, MODEL)
     run = run_on(tmp_path, texts(0, 1, 2))
     task: Any = prepared(run)
@@ -150,7 +150,9 @@ def test_integers_without_names_are_outputs_and_that_is_said(tmp_path: Path) -> 
     (("a", "b"), "a new head is drawn", False),
     (("negative", "neutral", "positive", "mixed"), "a new head is drawn", False),
 ])  # fmt: skip
-def test_other_labels_are_told(labels: tuple[str, ...], said: str, kept: bool, tmp_path: Path) -> None:
+def test_labels_that_differ_from_the_models_are_noted(
+    labels: tuple[str, ...], said: str, kept: bool, tmp_path: Path
+) -> None:
     source(tmp_path, MODEL)
     task: Any = prepared(run_on(tmp_path, texts(*labels)))
     assert task.labels == sorted(labels)
@@ -201,7 +203,7 @@ def test_tags_that_are_numbers_are_the_models_outputs(tmp_path: Path) -> None:
     assert "use those in the data" in notes(prepared(run, TokenClassification))
 
 
-def test_another_kind_of_problem_is_told(tmp_path: Path) -> None:
+def test_another_problem_type_is_noted(tmp_path: Path) -> None:
     source(tmp_path, MODEL, problem_type="multi_label_classification")
     assert "multi_label_classification" in notes(prepared(run_on(tmp_path, texts(*MODEL))))
     rows = [{"text": f"bad {n}", "label": n / 2} for n in range(6)]

@@ -290,7 +290,7 @@ def test_an_adapter_trains_the_head_besides(folders: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.processes
-def test_a_run_goes_on_with_the_same_bits(folders: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_same_bits(folders: Path, tmp_path: Path) -> None:
     """From the checkpoint after step 2, the running statistics of batch norm among its tensors."""
     run = job(folders, tmp_path / "out", model=RESNET, task={"name": "image_classification", "processor": SMALL})
     whole = trained(run)

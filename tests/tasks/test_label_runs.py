@@ -121,7 +121,7 @@ def test_a_wrong_function_is_refused_before_any_process_starts(
 
 
 @pytest.mark.parametrize("kind", ["weights", "two", "lists", "number", "numbers"])
-def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path) -> None:
+def test_functions_are_tried_on_dummy_predictions_of_the_real_shape(kind: str, folder: Path) -> None:
     """The dummy predictions have the real shape and type, and contain every label."""
     run = make(folder, kind, "strategy.name=single", "metrics=support.own_scores.order")
     own_scores.SEEN.clear()

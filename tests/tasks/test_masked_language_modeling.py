@@ -185,7 +185,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_training_goes_on_from_an_export_and_fills_in_masks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_export_trains_further_and_fills_in_masks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = ("launch.processes=1", "strategy.name=single", "steps=30", "micro_batches=2", "evaluate.every=15")
     run = make(tmp_path, "masked", *one, count=200)
     path = tmp_path / "run.yaml"

@@ -96,7 +96,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any], Wanted]] = {
 
 @pytest.mark.parametrize("case", LOSSES)
 @pytest.mark.parametrize("cut", [[40], [1, 2, 37], [10, 10, 10, 10]])
-def test_a_step_is_divided_once_whatever_it_is_cut_into(case: str, cut: list[int]) -> None:
+def test_a_step_is_divided_once_for_any_micro_batches(case: str, cut: list[int]) -> None:
     """Loss and gradient are those of torch's own mean over the whole step."""
     kind, options, wanted = LOSSES[case]
     objective, (logits, targets) = made(**options), drawn(kind)
@@ -290,7 +290,7 @@ def test_a_chosen_threshold_decides_the_same_of_answers_and_of_scores(kind: str)
 
 
 @pytest.mark.parametrize("kind", ["one", "several", "numbers"])
-def test_logits_that_are_no_numbers_make_scores_that_are_none(kind: str) -> None:
+def test_nan_logits_give_nan_scores(kind: str) -> None:
     objective = made(multi_label=kind == "several", regression=kind == "numbers")
     logits, targets = drawn(kind)
     logits[3] = float("nan")

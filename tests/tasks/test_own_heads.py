@@ -131,7 +131,7 @@ def told(world: World, run: Run) -> str:
 
 
 @pytest.mark.processes
-def test_weights_that_are_not_compared_are_told(tmp_path: Path) -> None:
+def test_weights_that_are_not_compared_are_named(tmp_path: Path) -> None:
     own_heads.save(tmp_path / "model", "gpt2")
     (text,) = run_on(1, told, run_of(tmp_path, "gpt2"), joined=False)
     assert "match plain transformers" in text

@@ -98,7 +98,7 @@ def tables(both: Both) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_function_that_counts_as_the_task_does_comes_to_the_same(kind: str, alone: dict) -> None:
+def test_own_metrics_equal_the_tasks_metrics(kind: str, alone: dict) -> None:
     found, names = alone[kind], KINDS[kind][1]
     assert found["rows"] == found["examples"] > 4
     for own, name in names.items():
@@ -125,7 +125,7 @@ def test_any_number_of_processes_gives_the_same(name: str, ranks: int, folder: P
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functions_are_tried_on_what_they_will_be_given(kind: str, folder: Path) -> None:
+def test_functions_are_tried_on_dummy_predictions_of_the_real_shape(kind: str, folder: Path) -> None:
     """The dummy arrays have the real type and shape, and the trial is before any process starts."""
     run = run_of(folder, kind, "strategy.name=single")
     own_scores.SEEN.clear()

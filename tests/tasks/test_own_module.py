@@ -45,7 +45,7 @@ def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, module_fol
         ("outputs.missing", "task.loss: TOY.loss failed: AttributeError: 'Tensor' object has no attribute 'missing' "),
     ],
 )
-def test_a_loss_that_cannot_be_told_is_refused(loss: str, said: str, module_folder: Path) -> None:
+def test_a_loss_that_is_neither_sum_nor_mean_is_refused(loss: str, said: str, module_folder: Path) -> None:
     run = job(module_folder, TOY.replace("LOSS", loss))
     with pytest.raises(RunError) as caught:
         found_of(run)
@@ -79,7 +79,7 @@ def test_a_loss_that_would_have_to_be_trained_is_refused(module_folder: Path) ->
     assert found_of(job(module_folder, frozen))["loss"] == "mean"
 
 
-def test_a_sum_that_hangs_on_the_other_examples_is_told(module_folder: Path) -> None:
+def test_a_sum_that_depends_on_other_examples_is_noted(module_folder: Path) -> None:
     loss = "((outputs - outputs.mean(0)) ** 2).sum()"
     assert "not the sum of both" in found_of(job(module_folder, TOY.replace("LOSS", loss)))["doubts"][0]
 
@@ -280,7 +280,7 @@ def test_weights_of_a_class_that_no_item_of_the_trial_has_are_seen(module_folder
 
 
 @pytest.mark.parametrize("state", ["self.dice.random()", "next(self.count)"])
-def test_items_that_are_others_the_second_time_are_told(state: str, module_folder: Path) -> None:
+def test_items_that_change_when_read_again_are_noted(state: str, module_folder: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()").partition("def data")[0] + UNSTEADY.replace("STATE", state)
     assert "differs when it is read again" in found_of(job(module_folder, code))["doubts"][0]
     assert (

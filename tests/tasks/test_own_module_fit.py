@@ -87,7 +87,7 @@ def test_the_import_of_a_script_stops_where_it_starts_a_job(tmp_path: Path, monk
         plugins.attribute("mine_stops.after")
 
 
-def test_the_output_folder_is_one_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_writes_to_the_requested_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_output.py").write_text(MEAN)

@@ -82,7 +82,7 @@ def test_other_engines_have_the_bits_of_one(name: str, module_folder: Path) -> N
     assert same(trained(module_folder, NET, name, 2), trained(module_folder, NET, "single", 1))
 
 
-def test_a_stopped_run_goes_on_under_other_strategies(module_folder: Path) -> None:
+def test_a_stopped_run_resumes_under_other_strategies(module_folder: Path) -> None:
     alone, folder = trained(module_folder, NET, "single", 1), str(module_folder / "resumed")
     for name, ranks in (("fsdp2", 2), ("allreduce", 3)):
         trained(module_folder, NET, name, ranks, output=folder, max_time="0.001s")

@@ -124,7 +124,7 @@ def test_a_mistake_that_shows_at_the_end_costs_no_training(mistake: str, here: P
     assert not list(run.folder.glob(".*"))
 
 
-def test_a_metric_that_the_task_does_not_have_is_told_before_training(here: Path) -> None:
+def test_an_unknown_metric_is_refused_before_training(here: Path) -> None:
     run = job(here, RATING, strategy={"name": "single"}, evaluate={"every": 2}, checkpoint={"best": "bleu"})
     with pytest.raises(AssertionError, match="'bleu' is not a metric of this task"):
         run_on(1, works, run, joined=False)

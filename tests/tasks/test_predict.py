@@ -141,7 +141,9 @@ def test_a_model_of_texts_answers_conversations_by_a_template(
 
 
 @pytest.mark.parametrize("command", ["evaluate", "predict"])
-def test_what_is_no_finished_run_is_told(command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_folders_without_a_finished_run_are_refused(
+    command: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, str(tmp_path)]) == 2
     assert mentions(capfd.readouterr().err, "LS1123")
     (tmp_path / "run.yaml").write_text(make(tmp_path, "documents").dump())
@@ -149,7 +151,7 @@ def test_what_is_no_finished_run_is_told(command: str, tmp_path: Path, capfd: py
     assert mentions(capfd.readouterr().err, "LS5051")
 
 
-def test_keys_can_be_set_anew(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_and_predict_override_keys(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(outputs["translation"]), "task.bleu=false", "data.limit=5"]) == 0
     found = numbers(capfd.readouterr().out)
     assert found["examples"] == [5]

@@ -90,7 +90,7 @@ def test_files_of_every_kind_are_read(output: Path, tmp_path: Path, capfd: pytes
     assert len(capfd.readouterr().out.splitlines()) == 5
 
 
-def test_what_cannot_be_asked_is_refused(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_inputs_are_refused(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.csv").write_text("body,id\nx,1\n")
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": 5}\n')
     (tmp_path / "c.pdf").write_text("x")
@@ -145,7 +145,7 @@ def test_rows_of_pairs() -> None:
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_asked_and_scored(output: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_predict_and_evaluate_use_a_checkpoint(output: Path, capfd: pytest.CaptureFixture[str]) -> None:
     last = list(predictions(output / "checkpoints" / "step-000004", TEXTS[:3], []))
     assert (
         last
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_asked_and_scored(output: Path, capfd: pytest.CaptureFix
     assert mentions(capfd.readouterr().err, "LS5010", "step-000009", "no such folder", "has step-000001, step-000002,")
 
 
-def test_a_damaged_checkpoint_is_not_asked(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     copy = Path(shutil.copytree(output, tmp_path / "out", symlinks=True))
     shard = next((copy / "checkpoints/step-000003").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())

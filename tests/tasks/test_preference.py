@@ -108,9 +108,7 @@ def test_the_reference_is_the_model_before_training(folder: Path) -> None:
     world.close()
 
 
-def test_the_reference_is_computed_in_batches_of_the_size_that_is_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reference_batch_size_sets_the_batches_of_the_reference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, sizes = find("tasks", "preference"), list[int]()
     scores = kind.reference_scores
 
@@ -152,7 +150,7 @@ def trained(folder: Path, name: str, *overrides: str) -> tuple[int, Path]:
     return main(["train", str(folder / f"{name}.yaml")]), folder / name
 
 
-def test_a_run_that_goes_on_has_the_reference_of_its_start(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_keeps_its_reference(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From its file, and where that is gone or of other data, by asking the untrained model again."""
     status, whole = trained(folder, "whole")
     assert status == 0

@@ -33,7 +33,7 @@ def test_a_trainer_is_traced_from_its_first_step_to_its_last(tmp_path: Path) -> 
     assert read(tmp_path / "t").steps(0) == [0, 1, 2]
 
 
-def test_events_of_later_versions_do_nothing_and_other_names_are_none(tmp_path: Path) -> None:
+def test_events_of_later_versions_are_ignored(tmp_path: Path) -> None:
     callback = lockstep_trace.Callback(tmp_path)
     assert callback.on_something_new(SimpleNamespace(), None, None, model=1) is None
     assert not hasattr(callback, "state")

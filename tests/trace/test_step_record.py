@@ -140,7 +140,7 @@ def test_records_are_compared_step_by_step() -> None:
     assert compare_records([StepRecord(1, weights="w")], [StepRecord(1, optimizer="o")]) == []
 
 
-def test_numbers_without_a_json_form_and_signs_of_zero_are_told_apart() -> None:
+def test_nan_infinity_and_signs_of_zero_are_distinguished() -> None:
     nan, inf, zero, minus = (StepRecord.of_numbers(1, loss, 1.0) for loss in (math.nan, math.inf, 0.0, -0.0))
     assert record_differences(nan, nan) == []
     assert (

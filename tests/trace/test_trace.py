@@ -31,7 +31,7 @@ from support.traced_cases import Averaging
 ROOM = Path(lockstep_trace.__file__).parent
 
 
-def test_an_example_has_one_hash_whatever_it_is_padded_to() -> None:
+def test_the_hash_of_an_example_does_not_depend_on_padding() -> None:
     ids = torch.tensor([[5, 6, 7], [8, 9, 50256]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
     right = inputs.call_inputs((), {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([1, -100])})

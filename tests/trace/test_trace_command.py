@@ -80,7 +80,7 @@ def test_a_script_keeps_its_weights_status_and_output(tmp_path: Path) -> None:
     assert "is not a trace" in err
 
 
-def test_a_killed_process_leaves_what_it_wrote(tmp_path: Path) -> None:
+def test_the_records_of_a_killed_process_remain(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import lockstep_trace, torch, time, pathlib\n"
         "model = torch.nn.Linear(4, 1)\n"

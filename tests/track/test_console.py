@@ -100,7 +100,7 @@ def test_the_bar_says_what_is_going_on() -> None:
 
 
 @pytest.mark.parametrize("dumb", [False, True])
-def test_elsewhere_there_are_plain_lines(dumb: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_lines_are_plain(dumb: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     told, out = console(terminal=dumb)
     story(told)
@@ -182,7 +182,7 @@ def test_other_ranks_are_silent() -> None:
 
 
 @pytest.mark.processes
-def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
+def test_output_to_a_closed_pipe_is_still_logged(tmp_path: Path) -> None:
     """After a window was closed, or under `| head`, later output is in the log."""
     say = (
         "from pathlib import Path; from lockstep.track.console import Console\n"
@@ -195,7 +195,7 @@ def test_nobody_needs_to_read_on(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text().endswith("line 4999\n")
 
 
-def test_what_is_said_is_in_the_log_also_when_quiet(tmp_path: Path) -> None:
+def test_the_log_is_complete_under_quiet(tmp_path: Path) -> None:
     told = Console(True, tmp_path / "log.txt", "quiet")
     told.rich = RichConsole(file=io.StringIO())
     story(told)

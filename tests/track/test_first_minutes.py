@@ -41,7 +41,7 @@ def test_a_terminal_shows_a_line_that_moves_and_vanishes() -> None:
     assert text.index("\x1b[?25h") < text.index("made"), "and was there all the time: a killed process restores nothing"
 
 
-def test_elsewhere_there_is_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(busy, "PAUSES_S", (0.01,))
     told, out = console(terminal=False)
     with told.busy(lambda: "tokenising, 3,000 of 12,000 examples"):
@@ -128,7 +128,7 @@ def test_the_best_is_by_the_metric_that_the_run_names(by: str | None, step: int 
     assert bool(best.text) is (step is not None)
 
 
-def test_on_a_narrow_terminal_lines_go_on_below_their_beginning() -> None:
+def test_on_a_narrow_terminal_lines_wrap_with_an_indent() -> None:
     for terminal, lines in (
         (True, ["data       some words that are", "           too many for a line"]),
         (False, ["data       some words that are too many for a line"]),
@@ -184,7 +184,7 @@ class Model:
     parameter_count, trained_count = 1_000_000, 1_000_000
 
 
-def test_what_is_trained_is_told_where_it_is_not_all() -> None:
+def test_the_number_of_trained_parameters_is_shown_if_not_all() -> None:
     assert parameters(Model()) == "1.00M parameters"  # type: ignore[arg-type]
     with_adapter = Model()
     with_adapter.trained_count = 20_000
@@ -276,7 +276,7 @@ def test_a_table_that_is_too_wide_breaks_the_names_of_its_columns_and_cuts_none(
 
 
 @pytest.mark.processes
-def test_what_runs_is_said_once_where_the_ranks_share_the_terminal(job: CommandJob) -> None:
+def test_the_run_is_announced_once_if_ranks_share_the_terminal(job: CommandJob) -> None:
     """Under tcp and accelerate a rank is this process, or one of its children."""
     meet = ("launch.name=tcp", f"launch.init_method=tcp://127.0.0.1:{free_port()}", "launch.rank=0")
     job.write()

@@ -35,7 +35,7 @@ def test_a_straggler_is_named_with_its_host(tmp_path: Path) -> None:
     assert "Rank 2 is slower than the others (Where the time went)." in said  # beside the verdict
 
 
-def test_few_steps_or_two_ranks_accuse_nobody(tmp_path: Path) -> None:
+def test_few_steps_or_two_ranks_name_no_straggler(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "short", steps=40, slow=1.5)))
     assert "is a straggler" not in said
     assert "30 timed steps are too few to tell a straggler from chance" in said
@@ -65,7 +65,7 @@ def test_ranks_that_only_wait_are_no_stragglers(tmp_path: Path) -> None:
     assert "No straggler" in said
 
 
-def test_where_waiting_cannot_be_told_from_work_the_page_says_so(tmp_path: Path) -> None:
+def test_the_page_names_strategies_that_hide_stragglers(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "blind", slow=3.0)
     events = (folder / "events.jsonl").read_text()
     inside = '"waits_inside": ["forward", "backward", "reduction"]'
@@ -81,7 +81,7 @@ def test_prices_of_padding_and_communication(tmp_path: Path) -> None:
     assert "communication 16.7% of the time" in said  # 0.2 s of 1.2 s
 
 
-def test_what_was_run_is_told(tmp_path: Path) -> None:
+def test_the_page_has_hosts_versions_and_commit(tmp_path: Path) -> None:
     said = text_of(write_report(folder_of(tmp_path / "run")))
     for text in ("one: ranks 0 to 1; two: rank 2", "torch 2.13", "0123456789ab on main, 2 changed files", "abababab"):
         assert text in said, text
@@ -158,7 +158,7 @@ def test_a_comparison_tells_what_differs(tmp_path: Path) -> None:
     assert 'href="../a/report.html"' in page.read_text()
 
 
-def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     folders = [folder_of(tmp_path / "x" / "out"), folder_of(tmp_path / "y" / "out")]
     said = text_of(write_comparison(folders, tmp_path / "all.html"))
     assert "x/out" in said

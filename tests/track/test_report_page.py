@@ -111,7 +111,7 @@ def test_what_is_smoothed_is_also_drawn_as_it_is() -> None:
     assert "faint" not in few
 
 
-def test_the_best_step_is_ringed_and_told(tmp_path: Path) -> None:
+def test_the_best_step_is_ringed_and_named(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 50, "split": "validation", "loss": 9.0, "accuracy": 0.9}) + "\n")
@@ -160,7 +160,7 @@ def test_no_two_levels_are_written_alike(ends: tuple[float, float]) -> None:
     assert len(set(levels)) == len(levels) > 2
 
 
-def test_checks_are_told_with_what_they_found(tmp_path: Path) -> None:
+def test_checks_are_listed_with_their_results(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "out")
     assert [(name, fine) for name, fine, _ in panels.checks(read(folder))] == [("loss and gradients", True)]
     events = (folder / "events.jsonl").read_text().splitlines()
@@ -177,7 +177,7 @@ def test_checks_are_told_with_what_they_found(tmp_path: Path) -> None:
     assert "other losses" in text_of(write_report(folder))
 
 
-def test_what_was_found_stands_on_top(tmp_path: Path) -> None:
+def test_findings_are_at_the_top(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "out")
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
 
@@ -353,7 +353,7 @@ def test_rates_are_drawn_beside_those_that_are_planned(tmp_path: Path) -> None:
     assert read(folder).planned_rates == []
 
 
-def test_what_a_task_draws_stands_among_its_predictions() -> None:
+def test_plots_of_a_task_are_among_its_predictions() -> None:
     plot = {"title": "recall", "x": "texts looked at", "lines": {"recall": [[1, 0.2], [10, 0.7]]}}
     (panel,) = panels.panels({"validation": {"plots": [plot]}, "test": {"confusion": {}}})
     assert panel["split"] == "validation"

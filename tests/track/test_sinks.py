@@ -155,7 +155,7 @@ def test_a_model_card_stays_yaml_when_a_password_is_a_word_of_it(monkeypatch: py
     assert yaml.safe_load(block)["hub"]["tags"] == ["***"]
 
 
-def test_tracebacks_of_errors_that_nobody_caught(
+def test_tracebacks_of_uncaught_errors_are_redacted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)

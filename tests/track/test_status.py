@@ -97,7 +97,7 @@ def test_a_run_in_another_terminal(
 @pytest.mark.processes
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_a_run_that_was_killed_is_not_said_to_run(
+def test_a_killed_run_is_not_shown_as_running(
     tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job.write(strategy={"name": "support.waiting_strategy.Held"})
@@ -146,7 +146,7 @@ def test_a_record_survives_writing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"launcher": 3}', '{"process": 7}'])
-def test_what_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+def test_an_unreadable_job_record_is_ignored_and_kept(text: str, tmp_path: Path) -> None:
     (tmp_path / "launch.json").write_text(text)
     assert job_record.read(tmp_path) is None
     job_record.note(tmp_path, status=0)
@@ -162,7 +162,7 @@ def test_a_number_that_was_given_to_another_process() -> None:
 
 
 @pytest.mark.processes
-def test_a_dead_process_that_nobody_has_looked_at_is_dead() -> None:
+def test_a_zombie_process_counts_as_dead() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     born = job_record.born(child.pid)
     process = Process(Process.this().host, child.pid, born or "")

@@ -234,7 +234,7 @@ def test_following_a_log_ends_with_its_reader(job: CommandJob) -> None:
         ("| true", {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}),
     ],
 )
-def test_a_run_ends_well_whatever_its_streams_are(redirected: str, variables: dict[str, str], job: CommandJob) -> None:
+def test_a_run_succeeds_with_any_standard_streams(redirected: str, variables: dict[str, str], job: CommandJob) -> None:
     job.write(steps=4, evaluate={"every": 2}, checkpoint={"every": 4})
     command = f"{shlex.join(LOCKSTEP)} train run.yaml {redirected}; exit ${{PIPESTATUS[0]}}"
     process = start_anew(["bash", "-c", command], job.folder, job.cache, **lean(), **variables)

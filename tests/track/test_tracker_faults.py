@@ -55,7 +55,7 @@ HOW = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("how", HOW)
-def test_a_tracker_that_fails_is_named_once_and_training_goes_on(how: str, tmp_path: Path, job: CommandJob) -> None:
+def test_a_failed_tracker_is_named_once_and_training_continues(how: str, tmp_path: Path, job: CommandJob) -> None:
     (tmp_path / "mine.py").write_text(FAILING.replace("        pass\n", f"        {HOW[how]}\n"))
     track = {"to": ["mine.Broken", "tensorboard"], "every": 1, "close_timeout_s": 1}
     job.write(track=track, steps=8, evaluate={"every": 4}, launch={"device": "cpu", "threads": 1, "processes": 1})

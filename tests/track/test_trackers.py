@@ -243,7 +243,7 @@ def test_a_checkpoint_holds_the_id_before_the_tracker_is_connected(
     assert opened == [ids[name]] * 2
 
 
-def test_a_run_that_ends_before_its_first_checkpoint_goes_on_in_the_same_runs(
+def test_a_run_without_a_checkpoint_continues_the_same_tracker_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start with other keys, data or code, or after the end, is a new tracker run."""
@@ -282,7 +282,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_goes_on_in_the_same_runs(
 
 
 @pytest.mark.processes
-def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) -> None:
+def test_wandb_gets_all_numbers_and_the_run_as_its_config(tmp_path: Path) -> None:
     there("wandb")
     ((ids, said, _),) = run_on(1, logged, "wandb", tmp_path)
     paths = sorted((tmp_path / "out" / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -302,7 +302,7 @@ def test_wandb_gets_what_it_is_told_and_the_run_as_its_config(tmp_path: Path) ->
 
 
 @pytest.mark.processes
-def test_a_job_that_was_killed_goes_on_as_the_same_run_with_the_same_bits(
+def test_a_killed_job_continues_the_same_tracker_runs_with_the_same_bits(
     tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     for name in ALL:

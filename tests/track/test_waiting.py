@@ -64,6 +64,6 @@ def test_an_interrupt_leaves_no_line() -> None:
 
 
 @pytest.mark.processes
-def test_elsewhere_there_is_none() -> None:
+def test_without_a_terminal_there_is_no_progress_line() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("a row\nanother row\n", "")
