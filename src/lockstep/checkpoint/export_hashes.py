@@ -140,7 +140,7 @@ def require_whole(output: Path) -> None:
 
 
 def require_whole_source(source: str) -> None:
-    """`require_whole` for the export that `model.source` or `tokenizer.source` names, as OUTPUT or OUTPUT/export.
+    """Check the export that `model.source` or `tokenizer.source` names (OUTPUT or OUTPUT/export) by `require_whole`.
     Ignores other sources. Errors: `RunError`."""
     if (output := output_of_source(source)) is not None:
         require_whole(output)

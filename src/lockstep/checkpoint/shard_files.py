@@ -54,7 +54,7 @@ class StateHash:
         return hashed(self._layouts, sums)
 
     def sums(self, parts: Mapping[str, Tensor]) -> dict[str, int]:
-        """`hash_sum` of each whole tensor, by name. Same requirements as `of`. Collective."""
+        """Return the `hash_sum` of each whole tensor, by name. Same requirements as `of`. Collective."""
         if self._items is None:
             self._items = share_out(parts, self._world, True)
             layouts = self._world.all_gather({n: (str(t.dtype), tuple(t.shape)) for n, t in parts.items()})

@@ -215,7 +215,7 @@ class Run(Section):
 
     @property
     def max_time_s(self) -> float | None:
-        """`max_time` in seconds."""
+        """Return `max_time` in seconds."""
         units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
         parts = re.findall(r"([\d.]+)([dhms])", self.max_time or "")
         return sum(float(number) * units[unit] for number, unit in parts) or None

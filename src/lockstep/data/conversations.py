@@ -398,7 +398,7 @@ def rendered(tokenizer: Any, row: list[dict], tools: Any, how: Writing, number: 
 def _marked(
     tokenizer: Any, messages: list[dict], offered: Any, how: Writing, number: int, text: Callable[[int], str]
 ) -> list[RenderedText]:
-    """`rendered` for a template with marks. `text`: renders the first messages. Errors: `RunError`."""
+    """Render as `rendered` does, for a template with marks. `text`: renders the first messages. Errors: `RunError`."""
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     examples = [(place, place + 1) for place in places] if how.each else [(places[0], len(messages))]
     turns = []

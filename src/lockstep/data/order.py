@@ -321,7 +321,7 @@ class MixedOrder(Order):
         return epoch * self.examples + within * self.batch_size
 
     def _drawn(self, phase: _Phase, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`sources_of_step` for sorted `places`, counted from the first of the phase."""
+        """Return `sources_of_step` for sorted `places`, counted from the first of the phase."""
         periods, within = np.divmod(places, int(phase.counts.sum()))
         source, number = np.empty(len(places), dtype=np.int64), np.empty(len(places), dtype=np.int64)
         for period in np.unique(periods):

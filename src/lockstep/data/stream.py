@@ -191,7 +191,7 @@ class StreamingSource:
 
     @property
     def identities(self) -> list[Identity]:
-        """`facts` without Hub revisions in addresses."""
+        """Return `facts` without Hub revisions in addresses."""
         return [(unpinned(name), size, tag) for name, size, tag in self.facts]
 
 

@@ -109,7 +109,7 @@ class Roster:
         return not self.store.check(["over"]) and all(self.store.check([f"ready/{member}"]) for member in members)
 
     def admit(self, member: str) -> bool:
-        """Reserve a ready member for the next generation, so that it no longer leaves by itself. Returns False if it
+        """Reserve a ready member for the next generation, so that it no longer leaves on its own. Returns False if it
         has left."""
         return self.store.compare_set(f"fate/{member}", "", IN) == IN.encode()
 
@@ -260,7 +260,7 @@ class Membership:
                 lost = generation.lost or self.me not in generation.members
                 groups: list[Any] = []
                 with self._turn:
-                    if self.generation.number != number:  # this rank noticed by itself and has moved on
+                    if self.generation.number != number:  # this rank noticed without being told, and has moved on
                         return
                     if lost:
                         self.lost, groups = True, self._shut()

@@ -178,7 +178,7 @@ def torch_facts(seconds: float) -> Facts:
 
 
 def gpu_facts(seconds: float) -> Facts:
-    """`torch_facts` if this machine has a GPU driver, else {}."""
+    """Return `torch_facts` if this machine has a GPU driver, else {}."""
     return torch_facts(seconds) if _has_gpu_driver() else {}
 
 

@@ -187,7 +187,7 @@ def compare_with_plain(run: Run, folder: Path) -> PlainComparison:
 
 
 def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
-    """`compare_with_plain` with a given number of perturbed runs, which measure the tolerance."""
+    """Call `compare_with_plain` with a given number of perturbed runs, which measure the tolerance."""
     record, verdict = PlainRecord.read(folder), PlainComparison()
     try:
         seed_libraries(run.seed)  # data of the user's own may be drawn

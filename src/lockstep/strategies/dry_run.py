@@ -93,7 +93,7 @@ class DryRun:
 
 
 class WithoutForwards(DryRun):
-    """The trial step of a strategy in which no rank calls the whole model by itself."""
+    """The trial step of a strategy in which no rank calls the whole model directly."""
 
     @override
     def forwards(self, batch: StepBatch) -> list[Callable[[], None]]:

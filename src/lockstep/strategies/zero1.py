@@ -4,7 +4,7 @@ Rank r updates the r-th part of the weights and holds AdamW's two moments of tha
 all-gather the new weights. Of the 16 bytes per parameter of fp32 AdamW (4 weight, 4 gradient, 8 moments), each of N
 ranks holds 8 + 12/N: DeepSpeed also keeps a copy (4/N) of the part it updates.
 Communication equals that of plain data parallelism: gradients are reduced once per step, new weights gathered once. If
-DeepSpeed reduces by itself, ranks with fewer micro-batches run padding micro-batches, as in the other stages.
+DeepSpeed itself reduces, ranks with fewer micro-batches run padding micro-batches, as in the other stages.
 """
 
 from dataclasses import replace

@@ -188,7 +188,8 @@ class Task(TaskRules):
         Draws from Python's, numpy's and torch's generators must not depend on the number of processes."""
 
     def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-        """`collate` for a training step; override it if random draws depend on the step and the examples."""
+        """Collate the examples of a training step, by default as `collate`; override it if random draws depend on the
+        step and the examples."""
         return self.collate(columns, rows, index)
 
     def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
@@ -202,7 +203,8 @@ class Task(TaskRules):
         are weighted."""
 
     def count_targets_at(self, columns: Columns, rows: np.ndarray, step: int) -> float:
-        """`count_targets` for a training step; override it if the choice of targets depends on the step."""
+        """Count the targets of a training step, by default as `count_targets`; override it if the choice of targets
+        depends on the step."""
         return self.count_targets(columns, rows)
 
     def targets_in_batch(self, targets: Tensor) -> Tensor | float:
@@ -262,8 +264,8 @@ class Task(TaskRules):
         `per_example_outputs`."""
 
     def score_at(self, forward: Forward, batch: MicroBatch, columns: Columns, rows: np.ndarray) -> Sums:
-        """`score` that also receives the `rows` of the batch (empty if it is a padding micro-batch). All sums must have
-        the same shapes for any rows."""
+        """Score a batch, by default as `score`. Also receives the `rows` of the batch (empty if it is a padding
+        micro-batch). All sums must have the same shapes for any rows."""
         return self.score(forward, batch)
 
     def score_split(self, forward: Forward, columns: Columns, rows: np.ndarray, device: Any) -> Sums:

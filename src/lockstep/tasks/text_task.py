@@ -109,7 +109,7 @@ class TextTask(Task):
         return data.splits
 
     def usable_splits(self, read: source.Source, options: Any) -> dict[str, Dataset]:
-        """`valid_rows` of every split. Errors: `RunError`."""
+        """Return the `valid_rows` of every split. Errors: `RunError`."""
         drop = self.run.data.drop_missing
         return {split: self.valid_rows(rows, options, split, read.name, drop) for split, rows in read.splits.items()}
 
@@ -375,7 +375,7 @@ class TextTask(Task):
         raise NotImplementedError
 
     def padded_texts(self, columns: Columns, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """`input_ids` and `attention_mask`, int64 [B, T]."""
+        """Return `input_ids` and `attention_mask`, int64 [B, T]."""
         ids, mask = columns.ragged("input_ids").padded(rows, int(self.tokenizer.pad_token_id))
         return {"input_ids": ids, "attention_mask": mask}
 

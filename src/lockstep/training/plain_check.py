@@ -443,7 +443,7 @@ def plain_numbers(
 
 
 def perturbed_numbers(sides: Sides, places: Sequence[int]) -> PlainNumbers:
-    """`plain_numbers` with weights perturbed in the last bit; restores the weights."""
+    """Compute `plain_numbers` with weights perturbed in the last bit; restores the weights."""
     with perturbed(sides.plain, "fp32"):
         return plain_numbers(sides, places)
 

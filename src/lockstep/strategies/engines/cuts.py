@@ -69,7 +69,7 @@ def layers_of(job: Job) -> int:
     if job.task.head == "causal" and len(FAMILIES[config.model_type]) > 1:  # the decoder of an encoder-decoder model
         raise RunError(
             "LS4066",
-            f"strategy.name: pipeline cannot split the decoder of a {config.model_type} by itself; use "
+            f"strategy.name: pipeline cannot split the decoder of a {config.model_type} without its encoder; use "
             "strategy.name=ddp or another strategy, or a decoder-only model.type",
         )
     return count

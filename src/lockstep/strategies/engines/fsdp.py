@@ -197,7 +197,7 @@ def _check_kinds(options: dict[str, Any]) -> None:
 
 OTHER_LAYERS = (
     "strategy.name: fsdp2 needs all ranks to run the same layers in the same order, and this model ran others for some "
-    "micro-batches (it leaves layers out by itself); nothing was updated. Use strategy.name=ddp"
+    "micro-batches (it skips layers on its own); nothing was updated. Use strategy.name=ddp"
 )
 
 

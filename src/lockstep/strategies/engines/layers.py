@@ -60,7 +60,7 @@ def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
 def check_layers(job: Job, engine: str) -> None:
     """Refuse a model that skips layers, for an engine whose ranks must all run the same ones, and a user's model with a
     scalar weight. Errors: `RunError`."""
-    if job.task.own_model:  # DeepSpeed detects unused weights by itself
+    if job.task.own_model:  # DeepSpeed detects unused weights itself
         check_scalars(job, "strategy.name", engine, "strategy.name=ddp")
         return
     if (entry := leaves_out_layers(load_config(job.run.model))) is not None:

@@ -68,7 +68,7 @@ REPEATING = re.compile(
     r"|torch\.ops\.mkldnn\._\w+\.\w+$|torch\.ops\.mkl\._\w+(\.\w+)?$"
 )
 
-# A call of an operation, in an assignment or by itself (in place); `aten` and `inductor_ops` are names of the module.
+# A call of an operation, in an assignment or alone (in place); `aten` and `inductor_ops` are names of the module.
 _CALL = re.compile(r"(?<![\w.'\"])((?:extern_kernels|torch\.ops|aten|inductor_ops|_quantized)(?:\.\w+)+)\(")
 IN_PARTS = "with these options, no rank runs the whole model in one piece under strategy.name="
 

@@ -38,7 +38,7 @@ def missing_rows(rows: int, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None, missing: int) -> Tensor:
-    """`linear` of states [..., H] and weight [V, H], computed with `missing` zero rows added: [..., V]."""
+    """Return the `linear` of states [..., H] and weight [V, H], computed with `missing` zero rows added: [..., V]."""
     padded = pad(weight, (0, 0, 0, missing))
     return linear(states, padded, None if bias is None else pad(bias, (0, missing)))[..., : len(weight)]
 

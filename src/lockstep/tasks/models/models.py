@@ -424,7 +424,7 @@ def exported_model(head: str, folder: Path, section: ModelSection) -> Any:
 
 
 def _exported_model(head: str, folder: Path, section: ModelSection) -> Any:
-    """`exported_model`, raising the libraries' own errors."""
+    """Load the exported model as `exported_model` does, but raise the libraries' own errors."""
     import transformers
 
     logging.set_verbosity_error()

@@ -192,8 +192,8 @@ def written_out(
 
 @torch.library.custom_op("lockstep::index_put_sum", mutates_args=())
 def _index_put_sum(into: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
-    """`index_put` with accumulation, which sorts the indices. It is the gradient of reading rows by index, such as the
-    last token of each text."""
+    """Compute `index_put` with accumulation, which sorts the indices. It is the gradient of reading rows by index, such
+    as the last token of each text."""
     with _deterministic(into, always=True):
         return torch.ops.aten.index_put.default(into, indices, values, True)
 

@@ -50,7 +50,7 @@ def ranks(anchors: np.ndarray, answers: np.ndarray, queries: np.ndarray, texts: 
 
 
 def ranks_of(gathered: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...]:
-    """`ranks` of the gathered arrays."""
+    """Return the `ranks` of the gathered arrays."""
     return ranks(*(gathered[name] for name in ("anchors", "positives", "queries", "texts")))
 
 

@@ -209,7 +209,7 @@ def _refusal(section: ModelSection, tokenizer: Any, rows: int, why: str, ids: li
     adapter = ""
     if section.adapter:
         adapter = (
-            ". An adapter does not train new rows by itself: name the embedding in model.adapter.modules_to_save, or "
+            ". An adapter does not train new rows: name the embedding in model.adapter.modules_to_save, or "
             "the tokens in model.adapter.trainable_token_indices (with model.dtype=float32)"
         )
     return RunError(

@@ -144,7 +144,7 @@ class Recovery:
         return members.lost
 
     def _meet(self, limit_s: float) -> None:
-        """Re-form the process group, retrying until it succeeds. Errors: whatever made that impossible."""
+        """Re-form the process group, retrying until it succeeds. Errors: the last error if that is impossible."""
         world, members = self.session.world, self.session.world.members
         assert members is not None
         patience_s = self.session.run.launch.timeout_s

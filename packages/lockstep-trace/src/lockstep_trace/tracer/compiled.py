@@ -68,7 +68,7 @@ def _outside(original: Any, disabling: Any, regions: Regions) -> Any:
     def call(self: Any, function: Any) -> Any:
         result = original(self, function)
         if isinstance(self, disabling) or not isinstance(result, types.FunctionType):
-            return result  # a module's forward comes here by itself
+            return result  # called from a module's own forward
 
         @functools.wraps(result)  # with the attributes by which dynamo finds the function inside
         def compiled(*args: Any, **kwargs: Any) -> Any:
