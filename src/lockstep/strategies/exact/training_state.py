@@ -263,8 +263,8 @@ class TrainingState:
         return self.world.size > self.part[1] and not whole
 
 
-class Trained(Protocol):
-    """What an average reads of a strategy."""
+class AverageSource(Protocol):
+    """The parts of a strategy that an average of its weights reads."""
 
     run: Run
     weights: TrainedWeights
@@ -280,7 +280,7 @@ class Averaged:
     multiply-add, whose use depends on an element's position in its tensor), so it is bitwise equal under any sharding.
     """
 
-    def __init__(self, strategy: Trained) -> None:
+    def __init__(self, strategy: AverageSource) -> None:
         """Start the average at the present weights."""
         run = strategy.run
         self.section, self.strategy = run.average, strategy
@@ -334,13 +334,13 @@ class Averaged:
                     local(mean).copy_(local(first[name]))
 
 
-def optimizer_average(strategy: Trained) -> AbstractContextManager[bool]:
+def optimizer_average(strategy: AverageSource) -> AbstractContextManager[bool]:
     """Return a context in which the model has the weights to evaluate and export, if the optimizer averages those that
     it trains. Yields whether they differ."""
     return strategy.update.stepper.averaged(strategy.weights.changed)
 
 
-def export_averaged(strategy: Trained) -> dict[str, Tensor] | None:
+def export_averaged(strategy: AverageSource) -> dict[str, Tensor] | None:
     """Return `export()` of the evaluated weights. Collective."""
     with optimizer_average(strategy) as other:
         weights = strategy.state.export()
