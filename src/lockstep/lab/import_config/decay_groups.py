@@ -177,7 +177,7 @@ class DecayGroups:
         return word
 
     def _dimensions(self, node: ast.Compare, weight: str) -> Test | None:
-        """Return the condition of `p.dim() >= 2`, `p.ndim == 1`, `len(p.shape) < 2`; None: it is another one."""
+        """Return the condition of `p.dim() >= 2`, `p.ndim == 1`, `len(p.shape) < 2`; None for any other."""
         if len(node.ops) != 1 or ast.unparse(node.left) not in (
             f"{weight}.dim()",
             f"{weight}.ndim",

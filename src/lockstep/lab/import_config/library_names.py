@@ -63,7 +63,7 @@ def is_library(module: str) -> bool:
 
 
 def whose(script: Any, name: str) -> str:
-    """Return where a name is from that `is_own` has found, for a message."""
+    """Describe, for a message, where a name comes from that is not the library's (`is_own`)."""
     module = script.imports.get(name, "")
     if name in script.functions or name in script.classes:
         return "the script's own"

@@ -55,7 +55,8 @@ def created(script: Script, optimizers: list[Call], loader: Call | None) -> froz
 
 
 def _created_by(script: Script, node: ast.expr | None, depth: int = 0) -> ast.Call | None:
-    """Return the call of a function of the script that an expression moves or wraps."""
+    """Return the call of a script's function whose result an expression is, also if moved or wrapped:
+    `build().to(device)`."""
     if isinstance(node, ast.Name) and depth < 10:
         return _created_by(script, script.bound(node, last=True), depth + 1)
     if not isinstance(node, ast.Call) or (isinstance(node.func, ast.Name) and node.func.id in script.functions):

@@ -92,7 +92,7 @@ class Observing:
         return root_of(node) in self.aliases or first in self.parts or first in NAMES["lightning_parts"]
 
     def _is_count(self, node: ast.AST) -> bool:
-        """Return whether an expression is a number of the Trainer."""
+        """Return whether an expression reads a number of the Trainer, such as `self.trainer.world_size`."""
         text = ast.unparse(node)
         return text in (f"{self.itself}.trainer.{each}" for each in NAMES["lightning_counts"])
 

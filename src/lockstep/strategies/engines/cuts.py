@@ -104,7 +104,7 @@ class Cut:
     """A model split into `stages` parts with equally many layers, up to one."""
 
     def __init__(self, model: nn.Module, stages: int) -> None:
-        """`model` is only read; it may be a skeleton."""
+        """Split `model`, which is only read and may be a skeleton."""
         base: Any = model.base_model
         prefix = next(f"{name}." if name else "" for name, module in model.named_modules() if module is base)
         self.whole, self.stages = skeleton(model), stages
@@ -351,7 +351,7 @@ class SequentialCut(Cut):
     """An `nn.Sequential` split into `stages` parts with equally many layers, up to one."""
 
     def __init__(self, model: nn.Module, stages: int) -> None:
-        """`model` is only read; it may be a skeleton."""
+        """Split `model`, which is only read and may be a skeleton."""
         assert isinstance(model, nn.Sequential)
         self.whole, self.stages = skeleton(model), stages
         self.groups = _layers(model)

@@ -156,8 +156,8 @@ class Stage(PipelineStage):
     @override
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if self.exact and not self.part.last:
-            # The gradient of a tied weight from later stages enters backward as that of one more output, so that
-            # autograd adds it before the uses on this stage: the order of a single process.
+            # Later stages' gradient of a tied weight enters backward as the gradient of an additional output, so that
+            # autograd adds it before the uses on this stage, in the order of a single process.
             self._tied = self.stage_weights.receive_tied()
             outputs, values = self.fwd_cache[bwd_chunk_id]
             self.fwd_cache[bwd_chunk_id] = (*outputs, *(parameter for parameter, _ in self._tied)), values

@@ -26,7 +26,7 @@ class SGD(Optimizer):
     heeds_skipped = True
 
     class Options(Section):
-        momentum: float = Field(0.9, ge=0, lt=1, description="momentum: factor of the previous update in the next one")
+        momentum: float = Field(0.9, ge=0, lt=1, description="factor of the accumulated gradients at each step")
 
     @override
     def bytes_held(self) -> float:
