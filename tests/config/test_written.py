@@ -176,7 +176,9 @@ def test_files_beside_the_built_in_data_are_refused(
     prepare(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "run.yaml", "data.source=builtin/emotion"]) == 2
-    assert mentions(capfd.readouterr().err, "LS2420", "data.train", "builtin/emotion")
+    assert mentions(capfd.readouterr().err, "LS2420", "data.train", "builtin/emotion", "data.source=null")
+    assert main(["plan", "run.yaml", "data.train=null", "data.source=builtin/emotion", f"data.test={tmp_path}"]) == 2
+    assert mentions(capfd.readouterr().err, "LS2250", "data.test", "is a folder", "*.jsonl")
 
 
 def test_a_default_length_is_lowered_with_a_note_and_a_written_one_is_refused(

@@ -430,7 +430,10 @@ def test_with_data_columns_and_intervals_follow(here: Path, capsys: pytest.Captu
     run = moved(here / "args.json", "--data", "a.csv", "--model", "scratch")
     assert (run.data.columns, run.task.options["label"], run.model.type) == (["text", "label"], "label", "gpt2")
     assert run.evaluate.every == "epoch"
-    assert "checkpoint.every is 999" in capsys.readouterr().out
+    assert "save_steps 999: the run has about" in capsys.readouterr().out
+    (here / "args.json").write_text(json.dumps({"num_train_epochs": 2}))  # save_steps is 500 by default
+    assert moved(here / "args.json", "--data", "a.csv", "--model", "scratch").checkpoint.every == 500
+    assert "it never happens" not in capsys.readouterr().out
 
 
 def test_parts_of_an_epoch_are_steps_once_the_data_are_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

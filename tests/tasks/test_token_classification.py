@@ -189,6 +189,7 @@ def test_bad_rows_are_refused(rows: list[dict], wanted: tuple[str, ...], tmp_pat
 
 def test_a_tag_that_is_never_trained_is_refused(tmp_path: Path) -> None:
     run = make(tmp_path, "token_classification")
-    write(tmp_path / "token_classification" / "validation.jsonl", [{"tokens": ["a"], "tags": ["B-NEW"]}])
-    with raises("LS3361", "'B-NEW'"):
+    rows = [{"tokens": ["a"], "tags": ["O"]}] * 2 + [{"tokens": ["a", "b"], "tags": ["O", "B-NEW"]}]
+    write(tmp_path / "token_classification" / "validation.jsonl", rows)
+    with raises("LS3361", "'B-NEW' (row 2)"):  # though row 1 repeats row 0
         task_of(run)

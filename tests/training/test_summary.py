@@ -14,12 +14,14 @@ import yaml
 from lockstep.cli import main
 from lockstep.config.model_selection import Best
 from lockstep.config.run import Run, load
+from lockstep.data import builtin
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
 from lockstep.training.throughput import Counts
 from support.harness import TINY, tiny
+from support.messages import mentions
 
 
 @pytest.mark.parametrize("output", ["out", "my runs/a $HOME 'run'", "2024", "a: b"])
@@ -142,6 +144,29 @@ def test_the_closing_lines_name_it_and_its_command_exports_it(
     scores = json.loads((tmp_path / "out-best" / "scores.json").read_text())
     assert scores["step"] == step != 30
     assert not any(line.startswith("better") for line in capfd.readouterr().out.splitlines())
+    files_are_evaluated_with_the_exports_labels(tmp_path, capfd)
+
+
+def files_are_evaluated_with_the_exports_labels(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file replaces the test split; other training data do not change the labels of the model's outputs, which are in
+    another order than sorted, or its tokens."""
+    splits = builtin.emotion(load(folder / "out" / "run.yaml", []).seed, train=12_000)
+    for split in ("train", "test"):
+        pairs = zip(splits[split]["text"][:40], splits[split]["label"][:40], strict=True)
+        rows = (json.dumps({"text": text, "label": builtin.LABELS[code]}) for text, code in pairs)
+        (folder / f"{split}.jsonl").write_text("\n".join(rows))
+    (folder / "others.jsonl").write_text("".join(f'{{"text": "a {i}", "label": "{"pq"[i % 2]}"}}\n' for i in range(40)))
+    out, test = str(folder / "out"), str(folder / "test.jsonl")
+    expected = json.loads((folder / "out" / "scores.json").read_text())["splits"]["test"]["loss"]
+    for words in ([test], [f"data.test={test}"], [f"data.source={folder / 'train.jsonl'}", test, "--split", "test"]):
+        assert main(["evaluate", out, *words, "--json"]) == 0
+        result = json.loads(capfd.readouterr().out)
+        (row,) = (row for row in result["tables"]["scores"] if row["name"] == "loss")
+        assert float(row["test"]) == pytest.approx(expected, rel=1e-4)
+        assert "validation" not in row
+        assert result["facts"]["data"] == test
+    assert main(["evaluate", out, f"data.source={folder / 'others.jsonl'}"]) == 2
+    assert mentions(capfd.readouterr().err, "LS5055", "others.jsonl", "p, q", "sadness")
 
 
 def test_little_padding_is_reported() -> None:

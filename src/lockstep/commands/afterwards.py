@@ -6,6 +6,7 @@ In: the parser, then the parsed command line. Out: an exit status.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -17,15 +18,19 @@ from lockstep.track.console import Console, error
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUTPUT[/checkpoints/step-N]")
-    parser.add_argument("--split", help="train, validation or test; default: the last two")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example task.beams=4")
+    parser.add_argument("--split", help="train, validation or test; default: the last two, or those of FILE")
+    parser.add_argument(
+        "words", nargs="*", metavar="FILE | key=value", help="score FILE (data.test=FILE); for example task.beams=4"
+    )
     run_file.json_option(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
     from lockstep.training.evaluate_export import evaluate
 
-    return evaluate(Path(args.output), args.split, args.overrides)
+    files = [word for word in args.words if Path(word).is_file()]
+    overrides = [word for word in args.words if word not in files]
+    return evaluate(Path(args.output), args.split, [*overrides, *([f"data.test={json.dumps(files)}"] if files else [])])
 
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:

@@ -497,7 +497,10 @@ def _override(text: str) -> tuple[str, Any]:
         several = ""
         if not equals and Path(text).exists():
             is_run = Path(text).suffix in (".yaml", ".yml")
-            several = "; a command takes one run file" if is_run else f"; data need a key, such as data.test={text}"
+            key = "data.source" if Path(text).is_dir() else "data.test"
+            several = "; a command takes one run file" if is_run else f"; data need a key, such as {key}={text}"
+        elif not equals and Path(text).suffix:
+            several = "; there is no such file"
         raise RunError("LS1113", f"{text!r} is not key=value, for example optim.learning_rate=3e-5{several}")
     try:
         return key, messages.read_yaml(value)

@@ -209,8 +209,8 @@ def of_checkpoint(checkpoint: Path) -> Path:
 
 
 def names_place(source: str) -> bool:
-    """Return whether a text can only be a path; an id of the Hub has at most one slash."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1
+    """Return whether a text can only be a path; an id of the Hub has at most one slash, inside."""
+    return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
 
 
 def model_folder(source: str, key: str = "model.source") -> str:

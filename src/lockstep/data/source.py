@@ -383,14 +383,16 @@ def _load(
     _quiet()
     files = local_splits(data)
     _check_kind(data, files is not None)
-    if data.source == BUILTIN and not data.stream:
+    if data.source == BUILTIN and not data.stream and files is None:
         source = Source(BUILTIN, dict(_emotion(seed)))
-    elif files is not None:
+    elif files is not None and not (data.source == BUILTIN and data.stream):
         _check_keys(files, data)
         name = data.source or _name_of(files)
         files = {split: some for split, some in files.items() if some and not (data.stream and split == "train")}
         read = {split: _read(some, f"data.{split}", plain, data, use) for split, some in files.items()}
         of_texts = {split for split, some in files.items() if data.layout == "rows" and row_files.are_texts(some)}
+        if data.source == BUILTIN:  # labels of files are names
+            read = {split: with_names(rows) for split, rows in _emotion(seed).items()} | read
         source = Source(name, read, of_texts=frozenset(of_texts))
     elif data.stream:
         raise RunError(
@@ -453,13 +455,12 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
         if not is_local and key in data.changed_keys:
             name = data.source
             raise RunError("LS2243", f"data.{key}: applies to local files only, and {name} is not one; remove it")
-    for key in USUAL if data.source == BUILTIN else ():
-        if getattr(data, key) is not None:
-            raise RunError(
-                "LS2420",
-                f"data.{key}: cannot be combined with data.source: {BUILTIN}, which has its own splits; remove "
-                "one of the two",
-            )
+    if data.source == BUILTIN and data.train is not None:
+        raise RunError(
+            "LS2420",
+            f"data.train: cannot be combined with data.source: {BUILTIN}, which has a training split; remove "
+            "data.train, or set data.source to null (on a command line: data.source=null)",
+        )
     for key in ("config", "revision"):
         if (is_local or data.source == BUILTIN) and key in data.changed_keys:
             name = data.source or "data.train"
@@ -469,16 +470,6 @@ def _check_kind(data: DataSection, is_local: bool) -> None:
 
 
 # -- local files -----------------------------------------------------------------------------------------------------
-
-
-def _looks_local(text: str) -> bool:
-    return (
-        text.startswith((".", "/", "~"))
-        or text.endswith("/")  # a Hub id has at most one slash, inside
-        or text.count("/") > 1
-        or row_files.format_of(Path(text)) is not None
-        or any(c in text for c in "*?[")
-    )
 
 
 def local_splits(data: DataSection) -> dict[str, list[Path]] | None:
@@ -502,7 +493,7 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
             return files
         return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     if data.source == BUILTIN:
-        return None
+        return {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()} or None
     if (files := _files_of_layout(data)) is not None:
         return files
     root = Path(data.source).expanduser()
@@ -521,7 +512,8 @@ def _local_splits(data: DataSection) -> dict[str, list[Path]] | None:
         for split, value in named_splits.items():
             splits[split] = _expand(value, f"data.{split}", data.layout, root)
         return splits
-    if root.is_file() or _looks_local(data.source):
+    named_as_files = row_files.format_of(root) is not None or any(c in data.source for c in "*?[")
+    if root.is_file() or named_as_files or pinning.names_place(data.source):
         splits = {"train": _expand([data.source], "data.source", data.layout)}
         return splits | {split: _expand(value, f"data.{split}", data.layout) for split, value in named_splits.items()}
     return None
@@ -591,6 +583,8 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path
         matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
+        if not matches and path.is_dir():
+            raise RunError("LS2250", f"{key}: {path} is a folder; name its files, for example {path / '*.jsonl'}")
         if not matches:
             raise RunError("LS2250", f"{key}: no such file{_or_folder(key)}: {path}{_near(path)}")
         for file in matches:

@@ -237,7 +237,7 @@ def plain_run(run: Run, folder: Path) -> dict[str, Any]:
         for split, dataset in rows.splits.items():
             text = "".join(json.dumps(row) + "\n" for row in dataset)
             (folder / "rows" / f"{split}.jsonl").write_text(text, encoding="utf-8")
-        values["data"]["source"] = str(folder / "rows")
+        values["data"] |= {"source": str(folder / "rows"), "validation": None, "test": None}
         if "label_names" in values["task"] and not values["task"]["label_names"]:
             values["task"]["label_names"] = rows.splits["train"].features["label"].names
     return values

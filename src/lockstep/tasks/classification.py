@@ -180,7 +180,9 @@ class Classification(TextTask, Streams, LabelTask):
             and objective_of(self.options) is OneLabel
         ):
             facts["best_possible"] = {
-                split: {"accuracy": builtin.best_accuracy(rows[:])} for split, rows in data.splits.items()
+                split: {"accuracy": builtin.best_accuracy(rows[:])}
+                for split, rows in data.splits.items()
+                if getattr(self.run.data, split) is None
             }
         return facts
 

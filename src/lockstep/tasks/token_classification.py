@@ -263,6 +263,8 @@ class TokenClassification(PerToken):
         values = [int(name) for name in names] if numbers else names
         tags = head_labels.in_model_order(self.run.model, self.head, names, values)
         parts(tags.names)  # refuses unknown tag schemes
+        if not self.run.data.drop_unusable:
+            self._refuse_unknown(data, tags.names)
         return tags
 
     @classmethod
@@ -273,13 +275,14 @@ class TokenClassification(PerToken):
         known = set(data.labels.names)
         return {s: labels.known_rows(rows, ["tags"], known.issuperset) for s, rows in data.splits.items()}
 
-    def check_labels(self, data: TextData) -> None:
+    def _refuse_unknown(self, data: TextData, names: list[str]) -> None:
         for split, rows in data.splits.items():
-            if unknown := _tags(rows) - set(data.labels.names):
-                hint = column_types.same_label_hint(self.options.tags, min(unknown), data.labels.names)
+            if unknown := _tags(rows) - set(names):
+                row, tag = next((row, tag) for row, tag in _tags_by_row(rows) if tag in unknown)
+                hint = column_types.same_label_hint(self.options.tags, tag, names)
                 raise RunError(
                     "LS3361",
-                    f"task.tags: the {split} split of {data.name} has the tag {min(unknown)!r}, which is not in the "
+                    f"task.tags: the {split} split of {data.name} has the tag {tag!r} (row {row}), which is not in the "
                     f"train split. {hint}Correct the tag, add examples with it to train, or set "
                     "data.drop_unusable=true to drop such examples",
                 )
@@ -475,6 +478,11 @@ def first_tokens(word_ids: list[int | None]) -> dict[int, int]:
 
 
 # -- preparing -------------------------------------------------------------------------------------------------------
+
+
+def _tags_by_row(dataset: Dataset) -> Iterator[tuple[int, str]]:
+    for first, part in usable_rows.lists(dataset, "tags"):
+        yield from ((row, tag) for row, tags in enumerate(part, first) for tag in tags)
 
 
 def _tags(dataset: Dataset) -> set[str]:

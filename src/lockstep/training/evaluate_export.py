@@ -5,6 +5,7 @@ In: OUTPUT of a finished run, or one of its checkpoints. Out: metrics of its spl
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 from lockstep.checkpoint import export_hashes
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
-from lockstep.data import hub
+from lockstep.data import hub, tokenizer
+from lockstep.data.arrow_cache import Prepared
 from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters, source_files
 from lockstep.tasks.task import Calibrates
@@ -73,21 +75,34 @@ def of_export(run: Run, export: Path, output: Path) -> Run:
     return Run.model_validate(values | {"output": str(output)}).as_written(run.written_keys).as_one_process()
 
 
+def _with_tokens_of(alone: Run, export: Path) -> Run:
+    """The run that prepares other data than in training: with the export's labels and tokenizer, which the training
+    split defined."""
+    if not (export / "tokenizer_config.json").is_file():
+        return alone
+    section = alone.tokenizer.model_validate({"source": str(export)})
+    return alone.model_copy(update={"tokenizer": section})
+
+
 def scores(
     output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, dict[str, dict[str, float]]]:
-    """Name of the data, and metrics by split (default: validation, and test if there is one). This process becomes the
-    only rank of a job. Errors: `RunError`."""
+    """Name of the data, and metrics by split (default: those whose files `overrides` name, else validation, and test if
+    there is one). This process becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
+    files_given = [name for name in ("validation", "test") if f"data.{name}" in overrides_of(overrides)]
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    job = for_rank(alone, world, data=run)
+    other_data = any(key.split(".")[0] == "data" for key in overrides_of(overrides))
+    job = for_rank(alone, world, data=_with_tokens_of(alone, export) if other_data else run)
     join_ranks(job, world)
     if job.task.head is not None and not adapters.is_adapter(export):
         source_files.check_export(job.run.model, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
-    split_names = [split] if split is not None else [name for name in ("validation", "test") if name in task.splits]
+    _check_prepared(task.prepared, export, run.model.trust_remote_code)
+    split_names = [name for name in files_given or ("validation", "test") if name in task.splits]
+    split_names = split_names if split is None else [split]
     if split is not None and split not in task.splits:
         raise RunError("LS5053", f"split: this run has no split {split!r}; it has {', '.join(task.splits)}")
     if adapters.is_adapter(export):
@@ -100,7 +115,31 @@ def scores(
     strategy.close()
     del session, strategy
     world.close()
-    return str(task.prepared.facts["source"]), metrics
+    named = [run.data.splits_named.get(name) for name in split_names]
+    files = [file for some in named for file in some or ()] if all(named) else []
+    return ", ".join(files) or str(task.prepared.facts["source"]), metrics
+
+
+def _check_prepared(prepared: Prepared, export: Path, trusted: bool) -> None:
+    """Check that the data were prepared with the model's labels and tokens: the training split defines both, and it may
+    be another one than the model was trained on. Errors: `RunError`."""
+    named = {
+        code: str(name)
+        for code, name in json.loads((export / "config.json").read_text(encoding="utf-8")).get("id2label", {}).items()
+    }
+    labels = {str(code): str(name) for code, name in enumerate(prepared.facts.get("labels", []))}
+    fault = None
+    if labels and named and labels != named:
+        fault = f"its labels are {', '.join(labels.values())}, and the model's {', '.join(named.values())}"
+    if prepared.tokenizer and (export / "tokenizer_config.json").is_file():
+        ids, ids_of_model = (tokenizer.load(str(f), trusted).get_vocab() for f in (prepared.tokenizer, export))
+        fault = fault or ("a tokenizer made for it has other tokens than the model's" if ids != ids_of_model else None)
+    if fault is not None:
+        raise RunError(
+            "LS5055",
+            f"{prepared.facts['source']} is not what the model was trained on: {fault}. Leave data and tokenizer as in "
+            "OUTPUT/run.yaml, and name the file to score: lockstep evaluate OUTPUT FILE",
+        )
 
 
 def evaluate(output: Path, split: str | None, overrides: list[str]) -> int:

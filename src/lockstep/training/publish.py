@@ -118,7 +118,7 @@ def publish(job: Job, say: Callable[[str], None], mirror: RemoteSync | None = No
 def publish_until_stopped(job: Job, world: World, console: Console, mirror: RemoteSync | None = None) -> int:
     """Copy and push everything not yet published, until a stop signal. Rank 0 only. Returns the exit status."""
     run = job.run
-    if run.remote_dir is None and (run.hub.push_to is None or not hub_push.pending(run.folder, run.hub.push_to)):
+    if run.remote_dir is None and run.hub.push_to is None:
         return DONE
     try:
         with world.stop.interrupts():

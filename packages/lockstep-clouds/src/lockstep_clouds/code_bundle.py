@@ -24,7 +24,7 @@ from lockstep.config import entry_points, plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.data import file_formats, row_files
-from lockstep.data.source import local_splits, names_data, sections
+from lockstep.data.source import BUILTIN, local_splits, names_data, sections
 
 DISTRIBUTION = "lockstep-train"
 
@@ -74,7 +74,7 @@ def _data_there(section: DataSection, data: str, below: str = "") -> tuple[dict[
             paths = names
         files |= {f"{below}{name}": file for name, file in zip(names, local_files, strict=True)}
         keys[split] = [f"{data}/{below}{name}" for name in paths] or None
-    return files, keys | ({"source": None} if keys else {})
+    return files, keys | ({"source": None} if keys and section.source != BUILTIN else {})
 
 
 def _row_names(local_files: list[Path], split: str) -> list[str]:

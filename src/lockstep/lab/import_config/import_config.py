@@ -343,8 +343,10 @@ def _settle_intervals(draft: RunDraft, looked: DatasetProfile | None, batch: int
     total = total if total is not None else draft.keys.get("steps")
     for key in _INTERVALS:
         _interval(draft, key, epoch, total)
-        if total is not None and isinstance(every := draft.keys.get(key), int) and every > total:
-            talk.note(f"{key} is {draft.keys[key]}, and the run has about {total} steps, so it never happens")
+        origin = draft.comments.get(key, "")
+        every = draft.keys.get(key) if not origin.endswith("by default") else None
+        if total is not None and isinstance(every, int) and every > total:
+            talk.note(f"{origin or f'{key} {every}'}: the run has about {total} steps, so it never happens")
 
 
 def _interval(draft: RunDraft, key: str, epoch: int | None, total: int | None) -> None:

@@ -81,22 +81,24 @@ def _intervals(full: Mapping[str, Any], draft: RunDraft) -> None:
     if strategy == "epoch":
         draft.set("evaluate.every", "epoch", "eval_strategy epoch")
     elif strategy == "steps":
-        every = full.get("eval_steps", full.get("logging_steps", 500))
-        _interval(draft, "evaluate.every", every, "eval_steps")
+        name = "eval_steps" if "eval_steps" in full else "logging_steps"
+        _interval(draft, "evaluate.every", full.get(name), name)
     saving = _word(full.get("save_strategy", "steps"))
     if saving == "epoch":
         draft.set("checkpoint.every", "epoch", "save_strategy epoch")
     elif saving == "no":
         draft.set("checkpoint.every", 0, "save_strategy no: at the end, and at a stop")
     elif saving == "steps":
-        _interval(draft, "checkpoint.every", full.get("save_steps", 500), "save_steps")
+        _interval(draft, "checkpoint.every", full.get("save_steps"), "save_steps")
     else:
         draft.drop("save_strategy", saving, "checkpoint.every counts steps, or is epoch")
 
 
 def _interval(draft: RunDraft, key: str, every: Any, name: str) -> None:
-    """Set an interval in steps; a share of all steps is converted once they are known."""
-    if (count := table.number(every)) is not None and count >= 1:
+    """Set an interval in steps; a share of all steps is converted once they are known. `every`: None if not set."""
+    if every is None:
+        draft.set(key, 500, f"{name}, by default")
+    elif (count := table.number(every)) is not None and count >= 1:
         draft.set(key, int(count), f"{name} {int(count)}")
     elif count:
         draft.set(key, count, f"{name} {count} of all steps")
