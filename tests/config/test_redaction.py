@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,22 @@ def test_a_key_or_auth_that_is_no_plain_word_is_a_secret(words: list[str]) -> No
     assert redacted[:1] == words[:1]
 
 
+def test_letters_in_no_order_of_a_name_and_arguments_of_a_login_in_python_are_secrets() -> None:
+    """A password that looks like a word is not recognized behind --key; as the value of a variable it is."""
+    commands = [
+        "--key aGxLkPqRsTuV",
+        "--auth=QwErTyUiOp",
+        "login('me', 'plainsecret')",
+        "wandb.login(key='plainsecret')",
+    ]
+    commands += ["f(x, token='plainsecret')", "hf_login( token = 'plainsecret' , add=True)"]
+    for command in commands:
+        word = command if "(" in command else command.split()
+        redacted = " ".join(redact_words(["python", "-c", word] if isinstance(word, str) else ["a.py", *word]))
+        assert re.search("aGxLkPqRsTuV|QwErTyUiOp|plainsecret", redacted) is None
+        assert "***" in redacted
+
+
 def test_the_control_other_words_of_a_command_are_kept() -> None:
     words = ["python", "train.py", "--pad_token", "<pad>", "--eos_token=</s>", "--max_tokens=5", "--token-count", "3"]
     words += ['{"pad_token": "<pad>", "token": 3, "eos-token": "</s>", "tokens": "all"}']
@@ -313,6 +330,18 @@ def test_the_control_other_words_of_a_command_are_kept() -> None:
     words += ["sh", "-c", "mkdir -p a && docker run -a stdin -p 80:80 image; srun -pgpu python a.py --sortKey b"]
     words += ["--key", "text", "--sort-key=column_2", "--auth", "basic", "--key", "keys/id.pub", "--key", "3"]
     words += ["sh", "-c", "python a.py --key label --auth=none; sort --key 2,2 b", "--key", "-1"]
+    words += [
+        "--key",
+        "labelName",
+        "--key",
+        "inputIDs",
+        "--key=XMLHttpRequest",
+        "--key",
+        "textColumnA",
+        "--auth",
+        "NTLM",
+    ]
+    words += ["python", "-c", "hub.login(); tokenizer.add(token='[PAD]'); sort(key='name')"]
     words += ["--start", "10:30", "s3://bucket/path@2024/x", "user@host:/data", "sh", "-c", "python -u train.py a:b"]
     assert redact_words(words) == words
     assert redact(" ".join(words)) == " ".join(words)

@@ -90,7 +90,9 @@ _PASSWORD = r"(?!\*\*\*|//|\d+(?:\s|$))[^\s\"']+"  # after NAME:, which may also
 # --key VALUE, --auth VALUE: may also be a column or a method, so words, numbers and paths stay
 _MAYBE = r"key|auth|creds?|sig|signature"
 _MAYBE_NAME = re.compile(rf"(^|[_.-])({_MAYBE})$", re.IGNORECASE)
-_PLAIN = r"[A-Za-z]{1,20}(?:[ _.-](?:[A-Za-z]{1,20}|[0-9]{1,2}))*[0-9]{0,2}|[\d.,:-]+|[~.\w-]*/\S*|<\S+>|\W{0,3}"
+# name, NAME, inputIDs; not aGxLkP
+_LETTERS = r"(?:[A-Z]{1,20}|[A-Z]{0,4}[a-z]{1,20}(?:[A-Z][a-z]{2,20}|[A-Z]{2,4}s?){0,4}[A-Z]?)"
+_PLAIN = rf"{_LETTERS}(?:[ _.-](?:{_LETTERS}|[0-9]{{1,2}}))*[0-9]{{0,2}}|[\d.,:-]+|[~.\w-]*/\S*|<\S+>|\W{{0,3}}"
 # In the words of a command, and in the texts of `sh -c`
 _IN_COMMANDS = (
     _FIELD,
@@ -103,6 +105,10 @@ _IN_COMMANDS = (
         r"(?P<keep>(?<![\w-])(?:--)?(?!(?:pad|eos|bos|unk|sep|cls|mask|start|end)Token)[a-z][A-Za-z0-9]*"
         r"(?:Token|Secret|Password|ApiKey|AccessKey|PrivateKey|SecretKey|Credentials?)(?:\\?[\"'])?(?:\s?[:=]\s?))"
         r"(?!\*\*\*|-)(?:\\?\"[^\"\n]*\"|'[^'\n]*'|[^\s\"',;)}]+)"
+    ),
+    re.compile(r"(?P<keep>\b(?:\w+_)?login\(\s*)(?!\*\*\*|\s*\))[^()]+"),  # login("name", key="value") of python -c
+    re.compile(  # token="value" in Python; special tokens such as "[PAD]" and "<s>" stay
+        r"(?P<keep>(?<![\w-])(?:token|password|passwd|secret)\s?=\s?[\"'])(?!\*\*\*|[\[<])[^\"'\n]+(?=[\"'])"
     ),
     re.compile(  # --key value, --auth=value, in a text
         rf"(?P<keep>(?<![\w-])--(?:[a-z0-9]+[_.-])*(?:{_MAYBE})(?:\s+|=)[\"']?)"
