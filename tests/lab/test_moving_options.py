@@ -57,6 +57,22 @@ def test_a_loop_that_ends_before_its_last_batch(here: Path, capsys: pytest.Captu
     assert moved("loop.py", text.replace(STEP, f"{STEP}{shown}")).epochs == 4
 
 
+def test_an_option_without_a_default_is_no_default_of_trainer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float)\np.add_argument('--push')\n"
+    )
+    settings = "settings = TrainingArguments('out', learning_rate=p.parse_args().lr, hub_token=p.parse_args().push)\n"
+    pairs = (
+        ("parser = HfArgumentParser(TrainingArguments)\n", options),
+        ("settings = parser.parse_args_into_dataclasses()[0]\nHERE\n", settings.replace("p.parse_args()", "args")),
+    )
+    text = replaced(GLUE, *pairs).replace("settings = T", "args = p.parse_args()\nsettings = T")
+    text = text.replace("names)}", "['1', '2'])}")
+    error = refused("train.py", text, capsys)
+    assert mentions(error, "LS8209", "learning_rate=args.lr", "optim.learning_rate=...")
+    assert "hub_token" not in error
+
+
 def test_options_that_are_set_after_parsing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     named = "def read(parser):\n    own = parser.parse_args()\n    own.lr = 3.0\n    return own\n\n\ndef main():\n"
     cases = {

@@ -27,6 +27,7 @@ from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.trainer_statements import TrainerStatements, changes_outside, subclass_of_trainer
+from lockstep.lab.import_config.value_bounds import Unknown
 
 Mover = Callable[[RunDraft, int | None], None]
 LOOPS = ("lightning", "pytorch_lightning", "pl", "L", "composer", "ignite", "fastai")  # have a Trainer, too
@@ -282,6 +283,10 @@ def arguments(call: Call, at: Reading) -> None:
     """Read TrainingArguments, SFTConfig and similar classes."""
     at.kind = call.name
     arguments = at.script.arguments(call, ("output_dir",))
+    for name in NAMES["never_none"]:  # an option without a default, which each command sets
+        if name in arguments.nodes and arguments.known.get(name, Unknown) is None:
+            del arguments.known[name]
+            arguments.unknown[name] = code_of(arguments.nodes[name])
     at.arguments |= arguments.known
     for name, code in arguments.unknown.items():
         attributes.unknown_setting(at, name, f"line {call.line}: {name}={code}")
