@@ -97,7 +97,7 @@ def test_a_list_of_modules_is_a_row_of_them(module_folder: Path) -> None:
         .replace("nn.Sequential(", "[")
         .replace("nn.Linear(8, 2))", "nn.Linear(8, 2)]")
     )
-    assert isinstance(dataset.model(job(module_folder, code)), torch.nn.Sequential)
+    assert isinstance(dataset.model(dataset.OwnCode.of(job(module_folder, code))), torch.nn.Sequential)
 
 
 METRICS = {

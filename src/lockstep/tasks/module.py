@@ -10,13 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import Field
 
-from lockstep.config.run import Run
+from lockstep.config import user_code
+from lockstep.config.lazy import lazy
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
@@ -26,7 +29,9 @@ from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, s
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lockstep.tasks.modules.dataset import Bundle
+    from lockstep.tasks.modules import dataset, loss_probe, wrapped_module
+else:  # they import torch
+    dataset, loss_probe, wrapped_module = lazy("lockstep.tasks.modules", "dataset", "loss_probe", "wrapped_module")
 
 SEALED = 64  # items of each split in its hash
 _NAMES = "a dotted name: my_file.{}"
@@ -63,6 +68,11 @@ class Module(Task):
     unit = None
     no_metric_inputs_reason = "they are your model's outputs; task.metrics names a function of (outputs, batch)"
 
+    @cached_property
+    def code(self) -> dataset.OwnCode:
+        """What the user's functions depend on."""
+        return dataset.OwnCode.of(self.run)
+
     @property
     def usage(self) -> str:
         """Python code for the model card."""
@@ -75,7 +85,7 @@ class Module(Task):
         return {
             key: f"has no effect with the task module, because {why}"
             for key, why in reasons.items()
-            if key in _set(self.run)
+            if getattr(self.run, key) != type(getattr(self.run, key))()
         } | {
             f"data.{key}": "has no effect with the task module, because task.data creates the data sets"
             for key in sorted({*self.run.data.changed_keys} - of_use)
@@ -86,27 +96,20 @@ class Module(Task):
 
     def fingerprint(self) -> str:
         """Hash of the number of items per split and the content of some items."""
-        from lockstep.tasks.modules import dataset
-
-        sets, _ = dataset.data_sets(self.run)
-        return digest({s: dataset.seal(self.run, data, places, SEALED) for s, (data, places) in sets.items()})
+        sets, _ = dataset.data_sets(self.code)
+        return digest({s: dataset.seal(self.code, data, places, SEALED) for s, (data, places) in sets.items()})
 
     # -- before any process ------------------------------------------------------------------------------------------
 
     def prepare(self) -> Prepared:
-        from dataclasses import asdict
-
-        from lockstep.tasks.modules import dataset
-        from lockstep.tasks.modules.loss_probe import probe
-
-        sets, cut = dataset.data_sets(self.run)
+        sets, cut = dataset.data_sets(self.code)
         with ACTIVITY.during("trying the model and the loss on a few examples"):
-            probed = probe(self.run, *sets["train"])
-        files, key, length_inputs = {}, digest(self.fingerprint()), dataset.asked_lengths(self.run)
+            probed = loss_probe.probe(self.code, user_code.named(self.run, strategy=False).values(), *sets["train"])
+        files, key, length_inputs = {}, digest(self.fingerprint()), dataset.asked_lengths(self.code)
         for split, (data, places) in sets.items():
             further = [length_inputs, hashlib.sha256(places.tobytes()).hexdigest()] if length_inputs else []
             of = digest(key, split, asdict(probed), *further)
-            files[split] = dataset.measured(self.run, data, places, probed.each, of)
+            files[split] = dataset.measured(self.code, data, places, probed.each, of)
         if length_inputs:  # covers all items; the rest of the key samples them
             key = digest(key, {split: dataset.content(file) for split, file in files.items()})
         facts = {"source": self.run.task.options["data"], "cut": cut, "examples": len(sets["train"][1])} | asdict(
@@ -119,20 +122,15 @@ class Module(Task):
     def check_prepared(self, prepared: Prepared) -> None:
         """Refuse single-example micro-batches that batch normalization cannot train on; skipped with `task.length`,
         where lengths decide the micro-batches."""
-        from lockstep.tasks.modules.loss_probe import trained_on_one
-
         if self.run.task.options.get("length") is None and (examples := prepared.facts.get("examples")) is not None:
-            refuse_lone_examples(self.run, examples, lambda: trained_on_one(self.run))
+            refuse_lone_examples(self.run, examples, lambda: loss_probe.trained_on_one(self.code))
 
     # -- in every process --------------------------------------------------------------------------------------------
 
     def open(self, prepared: Prepared) -> None:
-        from lockstep.tasks.modules import dataset
-        from lockstep.tasks.modules.dataset import Items
-
         self.prepared = prepared
-        self.sets, _ = dataset.data_sets(self.run)
-        self.splits = {s: Items(*self.sets[s], path, s) for s, path in self.prepared.splits.items()}
+        self.sets, _ = dataset.data_sets(self.code)
+        self.splits = {s: dataset.Items(*self.sets[s], path, s) for s, path in self.prepared.splits.items()}
         if self.options.length is not None:
             self.unit = "units"
 
@@ -158,14 +156,12 @@ class Module(Task):
         return {"loss": f"{self.options.loss}: {kinds[facts['loss']]}"} | cut
 
     def model(self, empty: bool = False) -> nn.Module:
-        from lockstep.tasks.modules import dataset, wrapped_module
-
-        built = dataset.model(self.run, empty)
+        built = dataset.model(self.code, empty)
         if self.run.model.source is not None and not empty:  # an export, to be evaluated
             wrapped_module.fill(built, Path(self.run.model.source))
-        loss, metrics, generate = (dataset.function(self.run, key) for key in ("loss", "metrics", "generate"))
+        loss, metrics, generate = (dataset.function(self.code, key) for key in ("loss", "metrics", "generate"))
         facts, names = self.prepared.facts, wrapped_module.names_of(built)
-        calling = wrapped_module.Calling(self.run, loss, facts["loss"], metrics, facts["metrics"], generate, names)
+        calling = wrapped_module.Calling(self.code, loss, facts["loss"], metrics, facts["metrics"], generate, names)
         built.lockstep_called_once = facts["called_once"]  # candidates for an engine's blocks
         return wrapped_module.adapt(built, calling)
 
@@ -173,21 +169,15 @@ class Module(Task):
         return self.collate_at(columns, rows, index, -1)
 
     def collate_at(self, columns: Columns, rows: np.ndarray, index: int, step: int) -> MicroBatch:
-        from lockstep.tasks.modules import dataset
-
         assert isinstance(columns, dataset.Items)
-        return dataset.micro_batch(self.run, columns, rows, index, step)
+        return dataset.micro_batch(self.code, columns, rows, index, step)
 
     def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
-        from lockstep.tasks.modules import dataset
-
         assert isinstance(columns, dataset.Items)
         workers = self.run.data.workers
-        return dataset.in_workers(self.run, columns, jobs, workers) if workers else None
+        return dataset.in_workers(self.code, columns, jobs, workers) if workers else None
 
     def count_targets(self, columns: Columns, rows: np.ndarray) -> int:
-        from lockstep.tasks.modules import dataset
-
         assert isinstance(columns, dataset.Items)
         return int(columns.targets[rows].sum())
 
@@ -221,28 +211,15 @@ class Module(Task):
         columns = self.splits["validation"]
         if self.options.generate is None or self.options.samples == 0:
             return []
-        from dataclasses import replace
-
-        from lockstep.tasks.modules.dataset import INPUT
-
         bundle = _bundle(self.collate(columns, spread_rows(columns, self.options.samples), 0))
-        inputs: Any = {INPUT: replace(bundle, asks="generate")}
+        inputs: Any = {dataset.INPUT: replace(bundle, asks="generate")}
         rows = json.loads(bytes(forward(inputs).cpu().numpy()).decode())
         return [{str(key): str(value) for key, value in row.items()} for row in rows]
 
     def write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        from lockstep.tasks.modules import wrapped_module
-
         wrapped_module.write(folder, weights, self.options.model, self.options.model_arguments)
 
 
-def _bundle(batch: MicroBatch) -> Bundle:
-    from lockstep.tasks.modules.dataset import INPUT
-
-    bundle: Any = batch.inputs[INPUT]
+def _bundle(batch: MicroBatch) -> dataset.Bundle:
+    bundle: Any = batch.inputs[dataset.INPUT]
     return bundle
-
-
-def _set(run: Run) -> set[str]:
-    """Sections of the run file that differ from their defaults."""
-    return {key for key in ("model", "tokenizer") if getattr(run, key) != type(getattr(run, key))()}

@@ -126,8 +126,9 @@ def drawn_examples(
     generators are seeded as in the run's own path. `place`: step and micro-batch."""
     from lockstep.tasks.modules import dataset as own_data
 
+    code = own_data.OwnCode.of(run)
     data = job.splits[split]
-    items = [own_data.item(run, data.dataset, data.indices[row], place[0]) for row in rows]
+    items = [own_data.item(code, data.dataset, data.indices[row], place[0]) for row in rows]
     seed_everything(run.seed, *place, 1)
     (example,) = job.encode(items)
     seed_everything(run.seed, *place)

@@ -314,7 +314,7 @@ def count_sequential_layers(job: Job) -> int:
     """Return the number of layers between which the user's model can be split. Errors: `RunError` if it cannot be
     split."""
     run = job.run
-    model = dataset.model(run, empty=True)
+    model = dataset.model(dataset.OwnCode.of(run), empty=True)
     if not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward:
         raise RunError(
             "LS4062",

@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.config.errors import CodedError
+from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
@@ -23,6 +24,11 @@ from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from lockstep.tasks.modules import dataset, loss_probe
+else:  # for a user's own model
+    dataset, loss_probe = lazy("lockstep.tasks.modules", "dataset", "loss_probe")
 
 # Families that call their layers' `forward` directly (Reformer: again in its own backward), bypassing the hooks with
 # which FSDP gathers a layer's weights.
@@ -75,9 +81,9 @@ def check_scalars(job: Job, key: str, engine: str, instead: str) -> None:
     """Refuse a user's model with a scalar weight. Errors: `RunError`."""
     if not job.task.own_model:
         return
-    from lockstep.tasks.modules import dataset
-
-    scalar = next((n for n, p in dataset.model(job.run, empty=True).named_parameters() if not p.dim()), None)
+    scalar = next(
+        (n for n, p in dataset.model(dataset.OwnCode.of(job.run), empty=True).named_parameters() if not p.dim()), None
+    )
     if scalar is not None:
         raise RunError(
             "LS4109",
@@ -129,9 +135,7 @@ def check_same_weights(job: Job) -> None:
     """Refuse for ZeRO-3 a user's model that skips weights for some examples. Errors: `RunError`."""
     if not job.task.own_model or job.processes == 1:
         return
-    from lockstep.tasks.modules.loss_probe import used_now_and_then
-
-    if (name := used_now_and_then(job.run)) is not None:
+    if (name := loss_probe.used_now_and_then(dataset.OwnCode.of(job.run))) is not None:
         raise other_weights(name)
 
 

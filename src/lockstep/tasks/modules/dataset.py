@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import TaskSection
+from lockstep.config.sections import DataSection, TaskSection
 from lockstep.data.arrow_cache import Columns, table_of, write_table
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, discard, folder_of
@@ -36,10 +36,23 @@ SPLITS |= {"val": "validation", "dev": "validation", "test": "test"}
 ORDER = ("train", "validation", "test")
 
 
-def function(run: Run, key: str) -> Any:
+@dataclass(frozen=True)
+class OwnCode:
+    """What the user's functions depend on: their names and arguments, how many items are used, and the seed."""
+
+    task: TaskSection
+    data: DataSection
+    seed: int
+
+    @classmethod
+    def of(cls, run: Run) -> OwnCode:
+        return cls(run.task, run.data, run.seed)
+
+
+def function(code: OwnCode, key: str) -> Any:
     """Import the function that `task.KEY` names; None if the key is not set. A module class, such as a loss, is
     instantiated. Errors: `RunError`."""
-    name = run.task.options.get(key)
+    name = code.task.options.get(key)
     if name is None:
         return None
     if "." not in name:
@@ -47,7 +60,7 @@ def function(run: Run, key: str) -> Any:
             "LS3200", f"task.{key}: {name!r} does not name a file; write my_file.{name} for {name} in my_file.py"
         )
     if name.rpartition(".")[0] not in sys.modules:  # seeds draws at import, alike in every process
-        seed_libraries(run.seed)
+        seed_libraries(code.seed)
     try:
         attribute = plugins.attribute(name)
     except plugins.PluginError as error:
@@ -93,15 +106,15 @@ def _is_library(file: str) -> bool:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
+def data_sets(code: OwnCode) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     """Create the splits, each a map-style data set and the indices that belong to the split, int64; and whether
     validation was held out from train. Python's, numpy's and torch's generators are seeded with the run's seed. Errors:
     `RunError`."""
-    seed_libraries(run.seed)
-    name, splits = run.task.options["data"], function(run, "data")
+    seed_libraries(code.seed)
+    name, splits = code.task.options["data"], function(code, "data")
     if callable(splits) and (isinstance(splits, type) or not hasattr(splits, "__getitem__")):
-        with ACTIVITY.during(f"making the data ({name})"), user_call(run.task, "data"):
-            splits = splits(**run.task.options["data_arguments"])
+        with ACTIVITY.during(f"making the data ({name})"), user_call(code.task, "data"):
+            splits = splits(**code.task.options["data_arguments"])
     if isinstance(splits, tuple):
         if not 1 <= len(splits) <= len(ORDER):
             raise RunError(
@@ -118,14 +131,14 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
         raise RunError(
             "LS3221", f"task.data: {name} returns {' and '.join(twice)}, which are the same split; return one of them"
         )
-    sets = {SPLITS[key]: _indexed(run, data, f"task.data: the {key} split of {name}") for key, data in splits.items()}
+    sets = {SPLITS[key]: _indexed(code, data, f"task.data: the {key} split of {name}") for key, data in splits.items()}
     if "train" not in sets:
         raise RunError("LS3207", f"task.data: {name} returns no train split, only {', '.join(splits)}")
-    places = {split: np.arange(min(len(data), run.data.limit or len(data))) for split, data in sets.items()}
+    places = {split: np.arange(min(len(data), code.data.limit or len(data))) for split, data in sets.items()}
     if cut := "validation" not in sets:
         sets["validation"] = sets["train"]
-        shuffled = np.random.default_rng(run.seed).permutation(places["train"])
-        count = max(1, round(len(shuffled) * run.data.validation_fraction))
+        shuffled = np.random.default_rng(code.seed).permutation(places["train"])
+        count = max(1, round(len(shuffled) * code.data.validation_fraction))
         if count >= len(shuffled):
             raise RunError(
                 "LS3208",
@@ -136,7 +149,7 @@ def data_sets(run: Run) -> tuple[dict[str, tuple[Any, np.ndarray]], bool]:
     return {split: (sets[split], places[split].astype(np.int64)) for split in ORDER if split in sets}, cut
 
 
-def _indexed(run: Run, data: Any, what: str) -> Any:
+def _indexed(code: OwnCode, data: Any, what: str) -> Any:
     """Check that a data set is map-style. Errors: `RunError`."""
     if isinstance(data, DataLoader):
         raise RunError(
@@ -164,19 +177,19 @@ def _indexed(run: Run, data: Any, what: str) -> Any:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def model(run: Run, empty: bool = False) -> nn.Module:
+def model(code: OwnCode, empty: bool = False) -> nn.Module:
     """Build the model in its initial state, seeded with the run's seed. `empty`: on the meta device. Errors:
     `RunError`."""
-    name, build = run.task.options["model"], function(run, "model")
+    name, build = code.task.options["model"], function(code, "model")
     if isinstance(build, nn.Module):
         raise RunError(
             "LS3212",
             f"task.model: {name} is a model; give the function or class that builds it, so that every process "
             "initialises the same weights",
         )
-    seed_libraries(run.seed)
-    with ACTIVITY.during(f"building the model ({name})"), user_call(run.task, "model"):
-        built = _on_meta(build, run.task) if empty else build(**run.task.options["model_arguments"])
+    seed_libraries(code.seed)
+    with ACTIVITY.during(f"building the model ({name})"), user_call(code.task, "model"):
+        built = _on_meta(build, code.task) if empty else build(**code.task.options["model_arguments"])
     if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
         built = nn.Sequential(*built)
     if not isinstance(built, nn.Module):
@@ -198,16 +211,16 @@ def _on_meta(build: Any, task: TaskSection) -> Any:
         return build(**arguments)
 
 
-def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> str:
+def measured(code: OwnCode, data: Any, places: np.ndarray, each: int, key: str) -> str:
     """Measure lengths and target counts of all items; return the cached file. `each`: targets per item if
     `task.targets` is not set. Errors: `RunError`."""
-    functions = {name: function(run, name) for name in ("length", "targets")}
+    functions = {name: function(code, name) for name in ("length", "targets")}
     columns = {"length": np.ones(len(places), np.int32), "targets": np.full(len(places), each, np.int32)}
     some = {name: call for name, call in functions.items() if call is not None}
     for row, place in enumerate(places if some else ()):
-        sample = item(run, data, int(place), -1)
+        sample = item(code, data, int(place), -1)
         for name, call in some.items():
-            columns[name][row] = _number(run.task, name, call, sample, int(place))
+            columns[name][row] = _number(code.task, name, call, sample, int(place))
     if not columns["targets"].any():
         raise RunError(
             "LS3215",
@@ -219,12 +232,12 @@ def measured(run: Run, data: Any, places: np.ndarray, each: int, key: str) -> st
     return str(cached(path, lambda aside: write_table(pa.table(columns), aside)))
 
 
-def asked_lengths(run: Run) -> dict[str, Any]:
+def asked_lengths(code: OwnCode) -> dict[str, Any]:
     """Options that affect the measured numbers, for the cache key; empty if no measuring function is set."""
-    options = run.task.options
+    options = code.task.options
     functions = {key: options[key] for key in ("length", "targets") if options.get(key) is not None}
     data_options = {key: options[key] for key in ("data", "data_arguments")}
-    return functions | data_options | {"seed": run.seed} if functions else {}
+    return functions | data_options | {"seed": code.seed} if functions else {}
 
 
 def content(path: str) -> str:
@@ -305,21 +318,21 @@ class Items(Columns):
         return [self.lengths]
 
 
-def item(run: Run, data: Any, place: int, step: int) -> Any:
+def item(code: OwnCode, data: Any, place: int, step: int) -> Any:
     """Return an item, with Python's, numpy's and torch's generators seeded by (seed, step, index). Errors:
     `RunError`."""
-    seed_everything(run.seed, step, place, _ITEM)
-    with user_call(run.task, "data", f": item {place}"):
+    seed_everything(code.seed, step, place, _ITEM)
+    with user_call(code.task, "data", f": item {place}"):
         return data[place]
 
 
 class Batches(Dataset):
     """Data set of worker processes: one batch per (step, micro-batch, rows)."""
 
-    def __init__(self, run: Run, columns: Items) -> None:
-        self.run, self.columns = run, columns
-        self.collate = function(run, "collate") or default_collate
-        self.functions = {name: function(run, name) for name in ("length", "targets")}
+    def __init__(self, code: OwnCode, columns: Items) -> None:
+        self.code, self.columns = code, columns
+        self.collate = function(code, "collate") or default_collate
+        self.functions = {name: function(code, name) for name in ("length", "targets")}
         self.compared = np.zeros(len(columns), dtype=bool)
 
     def __getitem__(self, job: tuple[int, int, np.ndarray]) -> Bundle:
@@ -327,10 +340,10 @@ class Batches(Dataset):
         step, index, rows = job
         blank = len(rows) == 0
         rows = np.zeros(2, dtype=np.int64) if blank else rows
-        items = [item(self.run, self.columns.data, int(self.columns.places[row]), step) for row in rows]
+        items = [item(self.code, self.columns.data, int(self.columns.places[row]), step) for row in rows]
         self._compare(rows, items)
-        seed_everything(self.run.seed, step, index, 1)
-        batch = collated(self.run.task, self.collate, items)
+        seed_everything(self.code.seed, step, index, 1)
+        batch = collated(self.code.task, self.collate, items)
         return Bundle(batch, len(rows), int(self.columns.targets[rows].sum()), blank)
 
     def _compare(self, rows: np.ndarray, items: list[Any]) -> None:
@@ -365,12 +378,12 @@ class Batches(Dataset):
         """`task.length` or `task.targets` of an item; None if not set. Errors: `RunError`."""
         if self.functions[name] is None:
             return None
-        with user_call(self.run.task, name):
+        with user_call(self.code.task, name):
             return int(self.functions[name](each))
 
     def _again(self, name: str, row: int) -> int | None:
         """Measure an item with the random draws used in preparation. Errors: `RunError`."""
-        return self._measured(name, item(self.run, self.columns.data, int(self.columns.places[row]), -1))
+        return self._measured(name, item(self.code, self.columns.data, int(self.columns.places[row]), -1))
 
     def _changed(self) -> str:
         """Discard the measured numbers, so that the next start measures all items; return the explanation."""
@@ -396,13 +409,13 @@ def collated(task: TaskSection, collate: Callable[[list[Any]], Any], items: list
         ) from error
 
 
-def micro_batch(run: Run, columns: Items, rows: np.ndarray, index: int, step: int) -> MicroBatch:
+def micro_batch(code: OwnCode, columns: Items, rows: np.ndarray, index: int, step: int) -> MicroBatch:
     """The items at `rows` as a micro-batch; a padding micro-batch if there are none. Errors: `RunError`."""
-    return placed(columns, rows, index, Batches(run, columns)[step, index, rows])
+    return placed(columns, rows, index, Batches(code, columns)[step, index, rows])
 
 
 def in_workers(
-    run: Run, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
+    code: OwnCode, columns: Items, jobs: Iterable[tuple[int, int, np.ndarray]], count: int
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batch of each job, in order, made ahead of time by `count` worker processes. Errors:
     `RunError`."""
@@ -414,7 +427,7 @@ def in_workers(
             yield job
 
     loader: Any = DataLoader(
-        Batches(run, columns),
+        Batches(code, columns),
         sampler=_Jobs(noted),
         batch_size=None,
         num_workers=count,
@@ -451,11 +464,11 @@ def placed(columns: Items, rows: np.ndarray, index: int, bundle: Bundle) -> Micr
 # -- content of items ------------------------------------------------------------------------------------------------
 
 
-def seal(run: Run, data: Any, places: np.ndarray, most: int) -> str:
+def seal(code: OwnCode, data: Any, places: np.ndarray, most: int) -> str:
     """Hash of the number of items and the content of some, evenly spaced."""
     digest = hashlib.sha256(f"{len(data)} {len(places)}\n".encode())
     for at in np.unique(np.linspace(0, len(places) - 1, most).astype(np.int64)):
-        _hashed(digest, item(run, data, int(places[at]), -1))
+        _hashed(digest, item(code, data, int(places[at]), -1))
     return digest.hexdigest()
 
 

@@ -14,7 +14,7 @@ import ast
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,9 +26,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lockstep.config import user_code
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.distributed.randomness import seed_everything
 from lockstep.tasks.modules import dataset, wrapped_module
+from lockstep.tasks.modules.dataset import OwnCode
 from lockstep.tasks.modules.wrapped_module import Calling
 
 GROUPS, HALF = 3, 4  # number of groups; small items per group, and as many large ones
@@ -41,11 +42,11 @@ TIMES = 4  # repetitions of one half in a batch
 ContrastGroup = dict[str, list[Any]]
 
 
-def groups(run: Run, data: Any, places: np.ndarray) -> list[ContrastGroup]:
+def groups(code: OwnCode, data: Any, places: np.ndarray) -> list[ContrastGroup]:
     """Groups of items: the smallest with the largest, then the next smallest with the next largest, and so on.
     Errors: `RunError` if an item cannot be read."""
     chosen = np.unique(places[np.linspace(0, len(places) - 1, LOOKED_AT).astype(np.int64)])
-    read = sorted((dataset.item(run, data, int(place), -1) for place in chosen), key=size)
+    read = sorted((dataset.item(code, data, int(place), -1) for place in chosen), key=size)
     half = min(HALF, len(read) // 2)
     group_list = []
     for start in range(0, min(GROUPS * half, len(read) // 2), max(1, half)):
@@ -135,7 +136,7 @@ class ProbeResult:
 class _Trial:
     """The model on the CPU, and batches of a few items: A, B, A twice, A with B."""
 
-    run: Run
+    code: OwnCode
     model: nn.Module
     calling: Calling
     batches: Mapping[str, Any]
@@ -147,66 +148,67 @@ class _Trial:
         """The model's outputs for a batch, and the loss function's other input. Errors: `RunError`."""
         (arguments, named), loss_inputs = self.calling.arguments(self.batches[name])
         model = self.fresh() if self.fresh else self.model
-        seed_everything(self.run.seed, -3)
-        with dataset.user_call(self.run.task, "model", ": forward"):
+        seed_everything(self.code.seed, -3)
+        with dataset.user_call(self.code.task, "model", ": forward"):
             return model(*arguments, **named), loss_inputs
 
     def loss(self, name: str) -> Any:
         """The user's loss of a batch. Errors: `RunError`."""
         outputs, loss_inputs = self.forward(name)
-        with dataset.user_call(self.run.task, "loss"):
+        with dataset.user_call(self.code.task, "loss"):
             return self.calling.loss(outputs, loss_inputs)
 
 
-def probe(run: Run, data: Any, places: np.ndarray) -> ProbeResult:
-    """Infer the kinds of loss and metrics by running the user's functions on train items. Errors: `RunError`."""
+def probe(code: OwnCode, names: Collection[str], data: Any, places: np.ndarray) -> ProbeResult:
+    """Infer the kinds of loss and metrics by running the user's functions on train items. `names`: dotted names of the
+    user's functions and classes, whose files are searched for communication. Errors: `RunError`."""
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
-    read = _items(run, data, places)
-    doubts = _unsteady(run, data, chosen, read)
+    read = _items(code, data, places)
+    doubts = _unsteady(code, data, chosen, read)
     parts = {"A": read[:FIRST], "B": read[FIRST:], "AA": read[:FIRST] * 2, "AB": read}
-    batches, weights = _batches(run, parts)
-    model = dataset.model(run)
-    loss, metrics_of = dataset.function(run, "loss"), dataset.function(run, "metrics")
-    calling = Calling(run, loss, "", metrics_of, {}, None, wrapped_module.names_of(model))
-    trial = _Trial(run, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
+    batches, weights = _batches(code, parts)
+    model = dataset.model(code)
+    loss, metrics_of = dataset.function(code, "loss"), dataset.function(code, "metrics")
+    calling = Calling(code, loss, "", metrics_of, {}, None, wrapped_module.names_of(model))
+    trial = _Trial(code, model, calling, batches, {name: len(part) for name, part in parts.items()}, weights)
     model.eval()
     with torch.no_grad():
         with _calls(model) as calls:
             first, again = trial.loss("AB"), trial.loss("AB")
         steady = dataset.same(first, again)
-        tried = trial if steady else replace(trial, fresh=lambda: dataset.model(run).eval())
+        tried = trial if steady else replace(trial, fresh=lambda: dataset.model(code).eval())
         kind, each, doubt = _kind_of_loss(tried)
         metrics = _kinds_of_metrics(tried)
         if kind == "mean" or "mean" in metrics.values():
-            _check_means(tried, kind, metrics, groups(run, data, places))
-    result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(run, model)])
-    new = dataset.model(run).train()  # unused so far
+            _check_means(tried, kind, metrics, groups(code, data, places))
+    result = ProbeResult(kind, each, metrics, [], [*doubts, *doubt, *foreign_sums(names, model)])
+    new = dataset.model(code).train()  # unused so far
     with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
-    always = _common(_uses(run, read))
+    always = _common(_uses(code, read))
     result.called_once = [name for name in _once(calls) if name in _once(training_calls) and name in always]
     return result
 
 
-def trained_on_one(run: Run) -> None:
+def trained_on_one(code: OwnCode) -> None:
     """Run one train item through the model in training mode. Errors: those of the model."""
-    sets, _ = dataset.data_sets(run)
+    sets, _ = dataset.data_sets(code)
     data, places = sets["train"]
-    batches, _ = _batches(run, {"one": [dataset.item(run, data, int(places[0]), -1)]})
-    model = dataset.model(run).train()
-    calling = Calling(run, lambda *_: None, "", None, {}, None, wrapped_module.names_of(model))
+    batches, _ = _batches(code, {"one": [dataset.item(code, data, int(places[0]), -1)]})
+    model = dataset.model(code).train()
+    calling = Calling(code, lambda *_: None, "", None, {}, None, wrapped_module.names_of(model))
     try:
-        _Trial(run, model, calling, batches, {}, {}).forward("one")
+        _Trial(code, model, calling, batches, {}, {}).forward("one")
     except RunError as caught:
         raise caught.__cause__ or caught from None
 
 
-def used_now_and_then(run: Run) -> str | None:
+def used_now_and_then(code: OwnCode) -> str | None:
     """Name of a module with weights, or of a weight, that only some train items use; None if all items use the same.
     Errors: `RunError`."""
-    sets, _ = dataset.data_sets(run)
+    sets, _ = dataset.data_sets(code)
     data, places = sets["train"]
-    model, usage = dataset.model(run), _uses(run, _items(run, data, places))
+    model, usage = dataset.model(code), _uses(code, _items(code, data, places))
     weights = {name for name, _ in model.named_parameters()}
     weights |= {name for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None}
     differing = weights & (set[str]().union(*usage) - _common(usage))
@@ -217,17 +219,19 @@ def _common(usage: list[set[str]]) -> set[str]:
     return set[str].intersection(*usage) if usage else set()
 
 
-def _items(run: Run, data: Any, places: np.ndarray) -> list[Any]:
+def _items(code: OwnCode, data: Any, places: np.ndarray) -> list[Any]:
     chosen = places[np.linspace(0, len(places) - 1, FIRST + SECOND).astype(np.int64)]
-    return [dataset.item(run, data, int(place), -1) for place in chosen]
+    return [dataset.item(code, data, int(place), -1) for place in chosen]
 
 
-def _uses(run: Run, read: list[Any]) -> list[set[str]]:
+def _uses(code: OwnCode, read: list[Any]) -> list[set[str]]:
     """Names of the modules called, and of the weights that the loss depends on, in training mode, for single items and
     all together. Items that fail alone, as under BatchNorm, are skipped."""
-    batches, _ = _batches(run, {"all": read} | {str(i): [item] for i, item in enumerate(read)})
-    model, loss = dataset.model(run).train(), dataset.function(run, "loss")
-    trial = _Trial(run, model, Calling(run, loss, "", None, {}, None, wrapped_module.names_of(model)), batches, {}, {})
+    batches, _ = _batches(code, {"all": read} | {str(i): [item] for i, item in enumerate(read)})
+    model, loss = dataset.model(code).train(), dataset.function(code, "loss")
+    trial = _Trial(
+        code, model, Calling(code, loss, "", None, {}, None, wrapped_module.names_of(model)), batches, {}, {}
+    )
     before, names = copy.deepcopy(model.state_dict()), {id(p): name for name, p in model.named_parameters()}
     usage: list[set[str]] = []
     for name in batches:
@@ -266,7 +270,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
                 "LS3230",
                 f"task.loss: expected a tensor of floats, but the function returned {wrapped_module.kind_of(value)}",
             )
-    named = trial.run.task.options.get("targets") is not None
+    named = trial.code.task.options.get("targets") is not None
     if values["A"].numel() > 1:
         ratios = {value.numel() / trial.sizes[name] for name, value in values.items()}
         each = ratios.pop()
@@ -307,7 +311,7 @@ def _kind_of_loss(trial: _Trial) -> tuple[str, int, list[str]]:
 
 
 def _no_mean(trial: _Trial, observed: str) -> RunError:
-    over = "targets" if trial.run.task.options.get("targets") is not None else "examples"
+    over = "targets" if trial.code.task.options.get("targets") is not None else "examples"
     return RunError(
         "LS3234",
         f"task.loss: the function returns a mean, but not over {over}: {observed}. Return a sum "
@@ -320,10 +324,10 @@ def _check_means(trial: _Trial, kind: str, metrics: Mapping[str, str], groups: l
     """Check, with perturbed weights, that the loss and metrics are means over examples (or targets). Errors:
     `RunError`."""
     for strength in (1.0, 0.1, 0.0):  # weaker if the loss is not finite; finally unperturbed
-        model = dataset.model(trial.run).eval()
+        model = dataset.model(trial.code).eval()
         measured = []
         for group, variant in zip(groups, shaken(model, strength), strict=False):
-            batches, weights = _batches(trial.run, group)
+            batches, weights = _batches(trial.code, group)
             fresh = lambda of=variant: copy.deepcopy(of)  # noqa: E731 - where it keeps state, a batch changes the next
             sizes = {name: len(part) for name, part in group.items()}
             one = replace(trial, model=variant, batches=batches, sizes=sizes, weights=weights)
@@ -354,7 +358,7 @@ def _means(trial: _Trial, metrics: Mapping[str, str]) -> dict[str, dict[str, flo
     means: dict[str, dict[str, float]] = {name: {} for name, kind in metrics.items() if kind == "mean"}
     for batch in trial.batches if means else ():
         outputs, loss_inputs = trial.forward(batch)
-        with dataset.user_call(trial.run.task, "metrics"):
+        with dataset.user_call(trial.code.task, "metrics"):
             values = trial.calling.metrics(outputs, loss_inputs) if trial.calling.metrics else {}
         for name in means:
             means[name][batch] = float(values[name])
@@ -369,16 +373,16 @@ def _sums_up(numbers: Mapping[str, float], weights: Mapping[str, int]) -> bool:
     return not all(map(math.isfinite, totals)) or abs(one + other - (TIMES + 1) * whole) <= near
 
 
-def _batches(run: Run, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+def _batches(code: OwnCode, parts: Mapping[str, list[Any]]) -> tuple[dict[str, Any], dict[str, int]]:
     """Collate items to batches, with the number of targets of each (or of examples, without `task.targets`). Errors:
     `RunError`."""
-    targets = dataset.function(run, "targets")
-    collate = dataset.function(run, "collate") or dataset.default_collate
+    targets = dataset.function(code, "targets")
+    collate = dataset.function(code, "collate") or dataset.default_collate
     batches, weights = {}, {}
     for name, part in parts.items():
-        seed_everything(run.seed, -3)
-        batches[name] = dataset.collated(run.task, collate, list(part))
-        with dataset.user_call(run.task, "targets"):
+        seed_everything(code.seed, -3)
+        batches[name] = dataset.collated(code.task, collate, list(part))
+        with dataset.user_call(code.task, "targets"):
             weights[name] = sum(int(targets(each)) for each in part) if targets else len(part)
     return batches, weights
 
@@ -409,7 +413,7 @@ def _kinds_of_metrics(trial: _Trial) -> dict[str, str]:
     values_by_name: dict[str, dict[str, Any]] = {}
     for batch in trial.batches:
         outputs, loss_inputs = trial.forward(batch)
-        with dataset.user_call(trial.run.task, "metrics"):
+        with dataset.user_call(trial.code.task, "metrics"):
             values = trial.calling.metrics(outputs, loss_inputs)
         if not isinstance(values, Mapping) or not values:
             raise RunError(
@@ -450,10 +454,10 @@ METRICS = "return one number per example (a tensor), or a pair (sum, count)"
 # -- dependence on the number of processes ---------------------------------------------------------------------------
 
 
-def _unsteady(run: Run, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
+def _unsteady(code: OwnCode, data: Any, chosen: np.ndarray, read: list[Any]) -> list[str]:
     """Warn about items that change when read again with the same random numbers."""
     for place, before in zip(chosen, read, strict=True):
-        if not dataset.same(before, dataset.item(run, data, int(place), -1)):
+        if not dataset.same(before, dataset.item(code, data, int(place), -1)):
             return [
                 f"task.data: item {place} differs when it is read again with Python's, numpy's and torch's "
                 "generators seeded alike: the data set keeps state, or has its own generator"
@@ -513,7 +517,7 @@ def _alike(first: Any, second: Any) -> bool:
         return first is second
 
 
-def foreign_sums(run: Run, model: nn.Module) -> list[str]:
+def foreign_sums(names: Collection[str], model: nn.Module) -> list[str]:
     """Warn about user code that communicates with other ranks, and about models that normalize across ranks."""
     doubts = [
         f"task.model: {name} is a SyncBatchNorm, which normalises over the batches of all ranks; BatchNorm "
@@ -521,7 +525,7 @@ def foreign_sums(run: Run, model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.SyncBatchNorm)
     ][:1]
-    for file, path in sorted(user_code.files_of(user_code.named(run, strategy=False).values()).items()):
+    for file, path in sorted(user_code.files_of(names).items()):
         for line, name in _named(ast.parse(path.read_bytes())):
             if f"{name}.".startswith("torch.distributed."):
                 message = (

@@ -22,9 +22,9 @@ from transformers.utils import ModelOutput
 
 from lockstep._version import __version__
 from lockstep.config import plugins
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.tasks.modules import dataset
-from lockstep.tasks.modules.dataset import Bundle
+from lockstep.tasks.modules.dataset import Bundle, OwnCode
 
 COUNT = "if items have different numbers of targets, set task.targets, a function that returns an item's number"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,7 +42,7 @@ class Computed(ModelOutput):
 class Calling:
     """How to call a model and its user functions."""
 
-    run: Run
+    code: OwnCode
     loss: Callable[[Any, Any], Any]
     loss_kind: str  # "sum", "mean", or "each": one number per target
     metrics: Callable[[Any, Any], Any] | None
@@ -79,7 +79,7 @@ class Calling:
                 "LS3252", f"task.loss: expected a tensor of floats, but the function returned {kind_of(value)}"
             )
         if self.loss_kind == "each":
-            if self.run.task.options.get("targets") is None and value.numel() != bundle.targets:
+            if self.code.task.options.get("targets") is None and value.numel() != bundle.targets:
                 raise RunError(
                     "LS3253",
                     f"task.loss: it returned {value.numel()} numbers for a batch of {bundle.examples} examples; "
@@ -170,7 +170,7 @@ def finished(calling: Calling, outputs: Any, loss_inputs: Any, bundle: Bundle, t
 def generated(model: nn.Module, forward: Callable[..., Any], calling: Calling, bundle: Bundle) -> Computed:
     """Output of the user's `generate` for a batch, as JSON in a byte tensor, because strategies return only tensors."""
     assert calling.generate is not None
-    with dataset.user_call(calling.run.task, "generate"):
+    with dataset.user_call(calling.code.task, "generate"):
         written = calling.generate(PlainOutputs(model, forward), bundle.batch)
         text = json.dumps([rows if isinstance(rows, dict) else {"written": str(rows)} for rows in written], default=str)
     device = next(model.parameters()).device
