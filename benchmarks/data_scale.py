@@ -121,7 +121,9 @@ def known(run: Run, file: Path) -> Run:
     """Measure with an existing tokenizer: training one is measured elsewhere."""
     some = pq.ParquetFile(file).read_row_group(0).column("text").slice(0, 20_000).to_pylist()
     with locked("a tokenizer"):
-        folder = tokenizer.prepare(run, iter([some]), "some", generative=run.task.name == "language_modeling")
+        folder = tokenizer.prepare(
+            tokenizer.TokenizerChoice.of(run), iter([some]), "some", generative=run.task.name == "language_modeling"
+        )
     return run.model_copy(update={"tokenizer": run.tokenizer.model_copy(update={"train": None, "source": str(folder)})})
 
 

@@ -47,7 +47,13 @@ TEXT = text_of(4000)
 def known(kind: str, texts: list[str]) -> Any:
     run = tiny(tokenizer={"train": kind, "vocab_size": 700})
     with locked("a test"):
-        return tokenizer.load(str(tokenizer.prepare(run, iter([texts]), f"{kind} {len(texts)}", generative=True)))
+        return tokenizer.load(
+            str(
+                tokenizer.prepare(
+                    tokenizer.TokenizerChoice.of(run), iter([texts]), f"{kind} {len(texts)}", generative=True
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize("kind", ["bpe", "wordpiece", "wordlevel", "unigram", "character"])

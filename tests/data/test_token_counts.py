@@ -24,7 +24,9 @@ def texts(count: int = 60) -> list[str]:
 def tokenizer_of(*overrides: str) -> str:
     """Return the folder of a tokenizer that exists before the run."""
     with locked("a tokenizer"):
-        return str(tokenizer.prepare(tiny(*overrides), iter([texts()]), "".join(overrides)))
+        return str(
+            tokenizer.prepare(tokenizer.TokenizerChoice.of(tiny(*overrides)), iter([texts()]), "".join(overrides))
+        )
 
 
 def saved(folder: Path, **columns: list[Any]) -> Path:

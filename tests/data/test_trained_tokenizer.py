@@ -18,7 +18,8 @@ import hashlib, json, sys
 from lockstep.data import tokenizer
 from support.harness import tiny
 drawn = json.loads(sys.argv[2])
-made = tokenizer._train(tiny(tokenizer={"train": sys.argv[1], "vocab_size": 700}), iter([drawn]), False)
+run = tiny(tokenizer={"train": sys.argv[1], "vocab_size": 700})
+made = tokenizer._train(tokenizer.TokenizerChoice.of(run), iter([drawn]), False)
 print(hashlib.sha256(made.backend_tokenizer.to_str().encode()).hexdigest())
 """
 TEXTS = [

@@ -37,7 +37,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def prepared(source: Path, trusted: bool) -> Path:
     values = {"data": {"source": "builtin/emotion"}, "model": {"type": "gpt2", "trust_remote_code": trusted}}
-    return tokenizer.prepare(load(None, [f"tokenizer.source={source}"], values), iter(()), "content")
+    return tokenizer.prepare(
+        tokenizer.TokenizerChoice.of(load(None, [f"tokenizer.source={source}"], values)), iter(()), "content"
+    )
 
 
 def test_it_is_loaded_back(source: Path, tmp_path: Path) -> None:

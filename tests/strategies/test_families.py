@@ -277,7 +277,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path, mon
     def prepared(size: int) -> Path:
         model = {"type": "gpt2", "config": {"vocab_size": size}}
         run = tiny(model=model, tokenizer={"train": "bpe", "vocab_size": 300})
-        return tokenizer.prepare(run, iter([["some text", "another text"]]), "texts")
+        return tokenizer.prepare(tokenizer.TokenizerChoice.of(run), iter([["some text", "another text"]]), "texts")
 
     assert prepared(300).is_dir()
     with raises("LS2300", "12"):

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Columns, Prepared
 from lockstep.data.order import permute
 
@@ -79,19 +79,20 @@ _TYPES |= {f"list<{kind}>": pa.list_(kind) for kind in list(_TYPES.values())}
 # -- preparation -----------------------------------------------------------------------------------------------------
 
 
-def fact(splits: Mapping[str, Dataset], columns: Sequence[str], run: Run) -> dict[str, Any]:
+def fact(splits: Mapping[str, Dataset], columns: Sequence[str], tokens: int, seed: int) -> dict[str, Any]:
     """Select rows of train (or of another split if train is streamed): evenly spaced ones, those with the longest
     texts, and those of the first step. Texts longer than an example needs are truncated and their rows noted as `cut`.
+
+    `tokens`: of the longest example.
     """
     split = next((name for name in ("train", *splits) if name in splits), None)
     if split is None:
         return {}
-    tokens = int(run.task.options.get("block_size") or run.data.max_length)
     some = splits[split].select_columns(list(dict.fromkeys(c for c in columns if c in splits[split].column_names)))
     places = [*np.linspace(0, len(some) - 1, _SPREAD).astype(np.int64).tolist(), *_longest(some).tolist()]
     if split == "train":
         first = np.arange(min(_FIRST, len(some)), dtype=np.uint64)
-        places += permute(first, len(some), run.seed, 0).tolist()
+        places += permute(first, len(some), seed, 0).tolist()
     sample: dict[str, Any] = {"split": split, "at": [], "rows": [], "cut": []}
     size = 0
     for place in dict.fromkeys(places):

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lockstep.config.run import Run, RunError
-from lockstep.data import arrow_cache, raw_rows, usable_rows
+from lockstep.config.run import RunError
+from lockstep.config.sections import DataSection
+from lockstep.data import arrow_cache, usable_rows
 from lockstep.data.source import SOURCE, Source
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ EXCERPT_CHARS = 60  # characters of an example in messages
 
 
 def deduplicate_and_split(
-    read: Source, splits: dict[str, Dataset], run: Run, texts: Sequence[str], label: Sequence[str], cut: Cut
+    read: Source,
+    splits: dict[str, Dataset],
+    data: DataSection,
+    seed: int,
+    texts: Sequence[str],
+    label: Sequence[str],
+    cut: Cut,
 ) -> tuple[dict[str, Dataset], dict[str, Any]]:
     """Deduplicate, hold out validation and test, and detect overlaps; return splits and facts.
 
@@ -42,27 +49,26 @@ def deduplicate_and_split(
     evaluation. `label`: columns that must also be equal for a duplicate to be removed. Errors: `RunError`."""
     facts: dict[str, Any] = usable_rows.left_out(read.splits, splits)
     facts |= {"filtered": read.left_out} if read.left_out else {}
-    columns = [*texts, *label, *read.columns]
-    if run.data.stream:
+    if data.stream:
         if "validation" not in splits:
             raise RunError(
                 "LS2260",
                 "data.validation: missing; a share of a stream cannot be held out, because that needs all rows "
                 "at once. Name files in data.validation, or put validation.* beside train.*",
             )
-        return splits, facts | _of_sources(read, splits) | raw_rows.fact(splits, columns, run)
-    if run.data.deduplicate:
+        return splits, facts | _of_sources(read, splits)
+    if data.deduplicate:
         train, rows = splits["train"], first_of(hashes(splits["train"], [*texts, *label]))
         if len(rows) < len(train):
             facts["duplicates"] = {"train": len(train) - len(rows)}
             splits = splits | {"train": train.select(rows)}
     if _came_with_validation(read, splits):
         facts["own_validation"] = True
-    splits = _cut_off(splits, run, cut, read)
+    splits = _cut_off(splits, data, seed, cut, read)
     overlaps, overlapping = overlap(splits, texts)
     if overlaps:
         facts["overlap"] = overlaps
-    if overlaps and run.data.decontaminate:
+    if overlaps and data.decontaminate:
         facts["dropped"] = {"train": len(overlapping)}
         rest = np.setdiff1d(np.arange(len(splits["train"])), overlapping)
         if len(rest) == 0:
@@ -80,7 +86,7 @@ def deduplicate_and_split(
                 "LS2262",
                 f"data.sources: {name}: no row is left in its train split; check its filter and data.decontaminate",
             )
-    return splits, facts | raw_rows.fact(splits, columns, run)
+    return splits, facts
 
 
 def _of_sources(read: Source, splits: Mapping[str, Dataset]) -> dict[str, Any]:
@@ -94,20 +100,22 @@ def _counts(rows: Dataset, read: Source) -> list[int]:
     return np.bincount(usable_rows.numbers(rows, SOURCE), minlength=len(read.sources)).tolist()
 
 
-def _cut_off(splits: dict[str, Dataset], run: Run, cut: Cut, read: Source) -> dict[str, Dataset]:
+def _cut_off(splits: dict[str, Dataset], data: DataSection, seed: int, cut: Cut, read: Source) -> dict[str, Dataset]:
     """Hold out validation, and test if requested, from train; in a mixture from each source that has none. A source
     whose rows of a split were all removed does not get new ones."""
     import datasets
 
     if not read.sources:
-        return _cut_one(splits, run, cut, read.name, True)
+        return _cut_one(splits, data, seed, cut, read.name, True)
     pieces: dict[str, list[Dataset]] = {}
     of = {split: usable_rows.numbers(dataset, SOURCE) for split, dataset in splits.items()}
     came_with = {split: _counts(dataset, read) for split, dataset in read.splits.items()}
     for number, name in enumerate(read.sources):
         rows = {split: np.flatnonzero(of[split] == number) for split in of if came_with[split][number]}
         groups = {split: splits[split].select(places) for split, places in rows.items()}
-        for split, dataset in (_cut_one(groups, run, cut, name, False) if len(groups["train"]) else groups).items():
+        for split, dataset in (
+            _cut_one(groups, data, seed, cut, name, False) if len(groups["train"]) else groups
+        ).items():
             pieces.setdefault(split, []).append(dataset)
     return {split: datasets.concatenate_datasets(parts) for split, parts in pieces.items()}
 
@@ -117,18 +125,20 @@ def _came_with_validation(read: Source, splits: Mapping[str, Dataset]) -> bool:
     return "validation" in splits and (not read.sources or all(_counts(read.splits["validation"], read)))
 
 
-def _cut_one(splits: dict[str, Dataset], run: Run, cut: Cut, name: str, alone: bool) -> dict[str, Dataset]:
+def _cut_one(
+    splits: dict[str, Dataset], data: DataSection, seed: int, cut: Cut, name: str, alone: bool
+) -> dict[str, Dataset]:
     """Hold out validation and test, both as shares of the same whole. `alone`: not a source of a mixture, in which
     other sources may have a test split."""
-    splits, share = dict(splits), run.data.test_fraction
+    splits, share = dict(splits), data.test_fraction
     if share and "test" in splits and alone:
         raise RunError("LS2263", f"data.test_fraction: {name} has a test split already; remove data.test_fraction")
     cut_test = share > 0 and "test" not in splits
     if cut_test:
-        splits["train"], splits["test"] = cut(splits["train"], share, [run.seed, 1], "test_fraction")
+        splits["train"], splits["test"] = cut(splits["train"], share, [seed, 1], "test_fraction")
     if "validation" not in splits:
-        rest = run.data.validation_fraction / (1 - (share if cut_test else 0))
-        splits["train"], splits["validation"] = cut(splits["train"], rest, run.seed, "validation_fraction")
+        rest = data.validation_fraction / (1 - (share if cut_test else 0))
+        splits["train"], splits["validation"] = cut(splits["train"], rest, seed, "validation_fraction")
     return splits
 
 

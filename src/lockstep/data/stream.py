@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 
 from lockstep.config.data_sources import OneSource, is_address
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import (
     arrow_cache,
@@ -303,10 +303,15 @@ class Stream:
                 for chunk, rows in each.opened(file).walk():
                     yield each, file, chunk, each.usable(rows, file).rows
 
-    def tokenizer(self, run: Run, batches: Callable[[Dataset], Iterator[list[str]]], generative: bool = False) -> Path:
+    def tokenizer(
+        self,
+        choice: tokenizer.TokenizerChoice,
+        batches: Callable[[Dataset], Iterator[list[str]]],
+        generative: bool = False,
+    ) -> Path:
         """Prepare the tokenizer of the run. `batches`: yields the texts of rows. Errors: `RunError`."""
-        content = "" if run.tokenizer.train is None else self.content
-        return tokenizer.prepare(run, self.texts(batches), content, generative)
+        content = "" if choice.section.train is None else self.content
+        return tokenizer.prepare(choice, self.texts(batches), content, generative)
 
     @property
     def content(self) -> str:

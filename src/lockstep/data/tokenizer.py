@@ -1,6 +1,7 @@
 """The tokenizer of a run: the model's own, another one, or one trained on the run's texts.
 
-In: the run and an iterator over training texts. Out: a folder that `AutoTokenizer.from_pretrained` loads, in the cache.
+In: the sections `tokenizer` and `model` of a run, and an iterator over training texts. Out: a folder that
+`AutoTokenizer.from_pretrained` loads, in the cache.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
-from lockstep.config.sections import ModelSection
+from lockstep.config.sections import ModelSection, TokenizerSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
 from lockstep.distributed.activity import ACTIVITY
@@ -35,6 +37,32 @@ TARGET = "target"  # subfolder of a separate target tokenizer
 # wordpiece): their folders are named by their content.
 _DRAWN = ("wordpiece", "unigram")
 _SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """What decides a run's tokenizer: its section, and that of the model, whose tokenizer is the default."""
+
+    section: TokenizerSection
+    model: ModelSection
+
+    @classmethod
+    def of(cls, run: Run) -> TokenizerChoice:
+        return cls(run.tokenizer, run.model)
+
+    @property
+    def source(self) -> str | None:
+        """Hub id or folder; None without one. Not used for a tokenizer that is trained."""
+        return self.section.source or self.model.source
+
+    @property
+    def key(self) -> str:
+        """The key that names `source`."""
+        return "tokenizer.source" if self.section.source else "model.source"
+
+    @property
+    def revision(self) -> str:
+        return (None if self.section.source else self.model.revision) or "main"
 
 
 def load(folder: str, trusted: bool = False) -> PreTrainedTokenizerBase:
@@ -57,16 +85,20 @@ def save(tokenizer: Any, folder: Path) -> None:
 
 
 def prepare(
-    run: Run, texts: Iterator[list[str]], content: str, generative: bool = False, of_target: bool = False
+    choice: TokenizerChoice,
+    texts: Iterator[list[str]],
+    content: str,
+    generative: bool = False,
+    of_target: bool = False,
 ) -> Path:
     """Return the folder of the run's tokenizer, with a padding token.
 
     The caller holds the lock. `content` identifies the texts. `generative`: a trained tokenizer appends its end token
     to every text and prepends nothing. `of_target`: one of two tokenizers, to which `model.config.vocab_size` does not
     apply. Errors: `RunError`."""
-    folder = _folder(run, texts, content, generative)
-    if not of_target and run.model.type is not None and "vocab_size" in (run.model.config or {}):
-        embeddings_of(run.model, load(str(folder), run.model.trust_remote_code))
+    folder, model = _folder(choice, texts, content, generative), choice.model
+    if not of_target and model.type is not None and "vocab_size" in (model.config or {}):
+        embeddings_of(model, load(str(folder), model.trust_remote_code))
     return folder
 
 
@@ -90,33 +122,32 @@ def embeddings_of(section: ModelSection, tokenizer: Any) -> int:
     return vocab_size
 
 
-def _folder(run: Run, texts: Iterator[list[str]], content: str, generative: bool) -> Path:
-    if run.tokenizer.train is not None:
-        kind = "generative" if generative else _causal(run.model)
-        key = digest("tokenizer", 1, run.tokenizer.model_dump(), content, kind)
-        drawn = run.tokenizer.train in _DRAWN
+def _folder(choice: TokenizerChoice, texts: Iterator[list[str]], content: str, generative: bool) -> Path:
+    if choice.section.train is not None:
+        kind = "generative" if generative else _causal(choice.model)
+        key = digest("tokenizer", 1, choice.section.model_dump(), content, kind)
+        drawn = choice.section.train in _DRAWN
         key = digest("tokenizer", 2, key) if drawn else key
-        folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(run, texts, generative), aside))
+        folder = cached(folder_of("tokenizers") / key, lambda aside: save(_train(choice, texts, generative), aside))
         return _in_cache(load(str(folder)), "tokenizer.train") if drawn else folder  # named by its content
-    source = run.tokenizer.source or run.model.source
-    if source is None:
+    if choice.source is None:
         raise RunError(
             "LS2301",
             "tokenizer: missing; a model from scratch (model.type) needs a tokenizer: set tokenizer.train "
             "(bpe, wordpiece, wordlevel, unigram, character) or tokenizer.source",
         )
-    return _in_cache(_load_source(run, source), source)
+    return _in_cache(_load_source(choice, choice.source), choice.source)
 
 
-def of_targets(run: Run) -> Path | None:
+def of_targets(choice: TokenizerChoice) -> Path | None:
     """Folder of a separate target tokenizer that came with the run's model or tokenizer, as in lockstep's exports; None
     if there is none. The caller holds the lock. Errors: `RunError`."""
-    source = run.tokenizer.source or run.model.source
-    if run.tokenizer.train is not None or source is None:
+    source = choice.source
+    if choice.section.train is not None or source is None:
         return None
-    if hub.optional_file(_local(source), "tokenizer_config.json", _revision(run), TARGET) is None:
+    if hub.optional_file(_local(source), "tokenizer_config.json", choice.revision, TARGET) is None:
         return None
-    return _in_cache(_load_source(run, source, subfolder=TARGET), f"{source}/{TARGET}")
+    return _in_cache(_load_source(choice, source, subfolder=TARGET), f"{source}/{TARGET}")
 
 
 def _in_cache(tokenizer: Any, source: str) -> Path:
@@ -194,11 +225,11 @@ def pair(source: Path, target: Path) -> Path:
     return cached(folder_of("tokenizers") / digest("pair", source.name, target.name), make)
 
 
-def _load_source(run: Run, source: str, **place: str) -> Any:
+def _load_source(choice: TokenizerChoice, source: str, **place: str) -> Any:
     from transformers import AutoTokenizer
 
-    key = "tokenizer.source" if run.tokenizer.source else "model.source"
-    source, revision, trusted = _local(source, key), _revision(run), run.model.trust_remote_code
+    key, revision, trusted = choice.key, choice.revision, choice.model.trust_remote_code
+    source = _local(source, key)
     if Path(source).is_dir():
         _refuse_folder(Path(source), key)
     try:
@@ -236,10 +267,6 @@ def _local(source: str, key: str = "tokenizer.source or model.source") -> str:
     return str(path) if path.is_dir() else source
 
 
-def _revision(run: Run) -> str:
-    return (None if run.tokenizer.source else run.model.revision) or "main"
-
-
 def _causal(section: ModelSection) -> bool:
     """Return whether the model is causal, and is therefore read at its last token rather than its first."""
     from transformers.models.auto import modeling_auto
@@ -249,12 +276,12 @@ def _causal(section: ModelSection) -> bool:
     return kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in masked
 
 
-def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
+def _train(choice: TokenizerChoice, texts: Iterator[list[str]], generative: bool) -> Any:
     """Train a tokenizer. Encoders get `[CLS] text [SEP]`; decoders get `text [SEP]` and are read at [SEP]."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    kind, size = run.tokenizer.train, run.tokenizer.vocab_size
+    kind, size = choice.section.train, choice.section.vocab_size
     special, unknown = list(_SPECIAL.values()), _SPECIAL["unk_token"]
     options: dict[str, Any] = {"vocab_size": size, "special_tokens": special, "show_progress": False}
     if kind == "bpe":
@@ -292,7 +319,7 @@ def _train(run: Run, texts: Iterator[list[str]], generative: bool) -> Any:
     if kind == "wordpiece":
         tokenizer = _with_model(tokenizer, models.WordPiece(tokenizer.get_vocab(), unk_token=unknown))
         tokenizer.add_special_tokens(special)
-    start = "" if generative or _causal(run.model) else "[CLS] "
+    start = "" if generative or _causal(choice.model) else "[CLS] "
     pair = f"{start}$A:0 [SEP]:0 $B:1 [SEP]:1"
     ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{start}$A [SEP]", pair=pair, special_tokens=ids)

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lockstep.config.data_sources import USUAL, Condition, Scalar
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data import tokenizer, value_types
 from lockstep.data.arrow_cache import VERSION, Columns, content, digest, encode
@@ -420,13 +420,13 @@ def _describe(dataset: Dataset, key: str, column: str, lacks: np.ndarray, split:
 class TokenCounts:
     """Token counts by the run's tokenizer. The caller holds the lock of its preparation."""
 
-    run: Run
+    choice: tokenizer.TokenizerChoice
     targets: frozenset[str] = frozenset()  # columns with a separate target tokenizer
 
     @classmethod
-    def of(cls, run: Run, targets: Iterable[str] = ()) -> TokenCounts:
+    def of(cls, choice: tokenizer.TokenizerChoice, targets: Iterable[str] = ()) -> TokenCounts:
         """`targets`: columns that the model learns to write, also as languages of the Hub's `translation` column."""
-        return cls(run, frozenset(name for target in targets for name in (target, f"translation.{target}")))
+        return cls(choice, frozenset(name for target in targets for name in (target, f"translation.{target}")))
 
     def renamed(self, rename: Mapping[str, str]) -> TokenCounts:
         """Return a copy for a source that names the task's columns differently."""
@@ -436,7 +436,7 @@ class TokenCounts:
         """Number of tokens of each row's text: int32 [rows], -1 for rows without text. Errors: `RunError`."""
         import datasets
 
-        if self.run.tokenizer.train is not None:
+        if self.choice.section.train is not None:
             raise RunError(
                 "LS2315",
                 f"data.filter: {path}: the tokenizer (tokenizer.train) is trained on the filtered texts, so it "
@@ -453,9 +453,9 @@ class TokenCounts:
                 "be counted in texts only",
             )
         is_target = path in self.targets
-        target_tokenizer = tokenizer.of_targets(self.run) if is_target else None
-        folder = target_tokenizer or tokenizer.prepare(self.run, iter(()), "")
-        tok: Any = tokenizer.load(str(folder), self.run.model.trust_remote_code)
+        target_tokenizer = tokenizer.of_targets(self.choice) if is_target else None
+        folder = target_tokenizer or tokenizer.prepare(self.choice, iter(()), "")
+        tok: Any = tokenizer.load(str(folder), self.choice.model.trust_remote_code)
 
         def encoder(rows: dict[str, list]) -> dict[str, list]:
             texts = [text or "" for text in rows[path]]

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection
-from lockstep.data import arrow_cache, labels, row_files, source, splitting, token_checks, usable_rows
+from lockstep.data import arrow_cache, labels, raw_rows, row_files, source, splitting, token_checks, usable_rows
 from lockstep.data.arrow_cache import VERSION, Columns, Prepared, content, digest
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
@@ -128,7 +128,9 @@ class ImageClassification(LabelTask):
         def cut(train: Dataset, share: float, seed: Any, key: str) -> tuple[Dataset, Dataset]:
             return OneLabel.cut(codes, train, share, seed, key)
 
-        splits, facts = splitting.deduplicate_and_split(data, learned, self.run, [options.image], [options.label], cut)
+        section, seed, columns = self.run.data, self.run.seed, ([options.image], [options.label])
+        splits, facts = splitting.deduplicate_and_split(data, learned, section, seed, *columns, cut)
+        facts |= raw_rows.fact(splits, [options.image, options.label, *data.columns], section.max_length, seed)
         facts = usable_rows.with_unusable(facts, usable, learned, data.name)
         counts = codes.counts(splits["train"])
         OneLabel(options, codes.names, counts, len(splits["train"]))  # refuses weights and thresholds of none of them

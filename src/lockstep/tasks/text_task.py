@@ -24,13 +24,23 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from torch import Tensor, nn
 
-    from lockstep.data import fixed_lengths, lm_documents, source, splitting, stream, token_checks, usable_rows
+    from lockstep.data import (
+        fixed_lengths,
+        lm_documents,
+        raw_rows,
+        source,
+        splitting,
+        stream,
+        token_checks,
+        usable_rows,
+    )
     from lockstep.data.column_types import Kind
     from lockstep.data.stream import Stream
     from lockstep.tasks.models import model_configs, models, padding, token_rows
 else:  # for model.compile_lengths, and to prepare data that are not in the cache; models import torch
     (fixed_lengths,) = lazy("lockstep.data", "fixed_lengths")
-    lm_documents, source, splitting = lazy("lockstep.data", "lm_documents", "source", "splitting")
+    lm_documents, raw_rows, source = lazy("lockstep.data", "lm_documents", "raw_rows", "source")
+    (splitting,) = lazy("lockstep.data", "splitting")
     stream, token_checks, usable_rows = lazy("lockstep.data", "stream", "token_checks", "usable_rows")
     model_configs, models = lazy("lockstep.tasks.models", "model_configs", "models")
     padding, token_rows = lazy("lockstep.tasks.models", "padding", "token_rows")
@@ -143,9 +153,10 @@ class TextTask(Task):
         def texts(rows: Dataset) -> Iterator[list[str]]:
             return self.tokenizer_texts(rows, self.options)
 
+        choice = tokenizer.TokenizerChoice.of(self.run)
         if data.rows is not None:
-            return data.rows.tokenizer(self.run, texts, self.generative)
-        return tokenizer.prepare(self.run, texts(data.splits["train"]), hashed, self.generative)
+            return data.rows.tokenizer(choice, texts, self.generative)
+        return tokenizer.prepare(choice, texts(data.splits["train"]), hashed, self.generative)
 
     def fit_defaults(self) -> tuple[Run, list[str]]:
         return (self.run, []) if self.head is None else models.with_length_that_fits(self.run, self.length_key)
@@ -268,7 +279,7 @@ class TextTask(Task):
     def prepare(self) -> Prepared:
         options = self.options
         (texts, labels), targets = self.dedup_columns(options), self.target_columns(options)
-        counts = usable_rows.TokenCounts.of(self.run, targets)
+        counts = usable_rows.TokenCounts.of(tokenizer.TokenizerChoice.of(self.run), targets)
         source.check_document(self.run.data, self.document(options))
         read = source.load(
             self.run.data,
@@ -287,8 +298,10 @@ class TextTask(Task):
             data = replace(data, splits=self.with_known_labels(data))
         learned = data.splits
         splits, left_out = splitting.deduplicate_and_split(
-            read, learned, self.run, texts, labels, self.holdout_fn(data)
+            read, learned, self.run.data, self.run.seed, texts, labels, self.holdout_fn(data)
         )
+        length = int(self.run.task.options.get("block_size") or self.run.data.max_length)
+        left_out |= raw_rows.fact(splits, [*texts, *labels, *read.columns], length, self.run.seed)
         left_out = usable_rows.with_unusable(left_out, usable, learned, read.name)
         data = replace(data, splits=splits)
         self.check_labels(data)

@@ -65,7 +65,9 @@ class WritingOptions(Section):
         return {"task.source": self.source, "task.target": self.target}
 
 
-def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingOptions) -> Path:
+def tokenizers(
+    choice: tokenizer.TokenizerChoice, train: Dataset | Stream, hashed: str, options: WritingOptions
+) -> Path:
     """Prepare the tokenizers of sources and targets and return their folder. The caller holds the lock. `hashed`: hash
     of the texts. Errors: `RunError`."""
 
@@ -77,20 +79,20 @@ def tokenizers(run: Run, train: Dataset | Stream, hashed: str, options: WritingO
 
         return train.texts(of) if isinstance(train, Stream) else of(train)
 
-    targets = tokenizer.of_targets(run)
+    targets = tokenizer.of_targets(choice)
     if targets is not None:  # the model was trained with two tokenizers; overrides task.tokenizers
-        return tokenizer.pair(tokenizer.prepare(run, batches("source"), hashed), targets)
+        return tokenizer.pair(tokenizer.prepare(choice, batches("source"), hashed), targets)
     if options.tokenizers == "shared":
-        return tokenizer.prepare(run, batches("source", "target"), hashed, generative=True)
-    if run.tokenizer.train is None:
+        return tokenizer.prepare(choice, batches("source", "target"), hashed, generative=True)
+    if choice.section.train is None:
         raise RunError(
             "LS3372",
             "task.tokenizers: separate tokenizers are either trained (set tokenizer.train) or come with the "
             f"model, the second in its folder {tokenizer.TARGET}/; "
-            f"{run.tokenizer.source or run.model.source or 'a new model'} has no such folder; remove "
+            f"{choice.source or 'a new model'} has no such folder; remove "
             "task.tokenizers",
         )
-    trained = partial(tokenizer.prepare, run, generative=True)
+    trained = partial(tokenizer.prepare, choice, generative=True)
     sources = trained(batches("source"), f"{hashed} source")
     return tokenizer.pair(sources, trained(batches("target"), f"{hashed} target", of_target=True))
 
@@ -234,10 +236,11 @@ class Translation(TokenLosses, Streams, Predicts, Generates, GivesPredictions):
         return ["source", "target"], []
 
     def prepare_tokenizer(self, data: TextData, hashed: str) -> Path:
+        choice = tokenizer.TokenizerChoice.of(self.run)
         if data.rows is None:
-            return tokenizers(self.run, data.splits["train"], hashed, self.options)
+            return tokenizers(choice, data.splits["train"], hashed, self.options)
         content = data.rows.content if self.run.tokenizer.train else ""
-        return tokenizers(self.run, data.rows, content, self.options)
+        return tokenizers(choice, data.rows, content, self.options)
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
         _check_model(self.run, self.options, folder)
