@@ -114,7 +114,7 @@ class GatheredForward(DryRun):
 
         def call() -> None:  # the same examples on every rank; no backward frees the gathered weights
             with torch.no_grad(), strategy.precision.autocast():
-                strategy.model(**layers.first_inputs(strategy.task, strategy.world.device))
+                strategy.model(**strategy.task.first_inputs(strategy.world.device))
             reshard(strategy.model)
 
         return [call]

@@ -25,7 +25,7 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.torch_internals import local
-from lockstep.strategies.engines import layers, side_effects
+from lockstep.strategies.engines import side_effects
 from lockstep.strategies.exact import parameter_groups, stepper, training_state
 from lockstep.strategies.exact.leaf_gradients import LeafGradients
 from lockstep.strategies.exact.reduction_tree import most_held
@@ -109,7 +109,7 @@ class ReplicatedStrategy(Strategy):
         for position, parameter in enumerate(self.parameters):
             parameter.register_post_accumulate_grad_hook(partial(self.on_grad_ready, position))
         with self.precision.autocast():  # some attention kernels support bf16 only
-            uses = layers.uses(self.model, layers.first_inputs(task, self.world.device)) if exact else {}
+            uses = side_effects.count_uses(self.model, task.first_inputs(self.world.device)) if exact else {}
         whole = run.model.compile == "whole"  # its code returns dense gradients
         plain = exact and not run.model.trained_in_bfloat16 and not whole
         sparse = row_sparse(self.model, self.world.device, uses) if plain else set()

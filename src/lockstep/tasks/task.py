@@ -27,6 +27,7 @@ from lockstep.data.cache import STREAM
 from lockstep.data.job import Job, TaskRules
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
     from lockstep.data import fixed_lengths
@@ -191,6 +192,11 @@ class Task(TaskRules):
         """Collate the examples of a training step, by default as `collate`; override it if random draws depend on the
         step and the examples."""
         return self.collate(columns, rows, index)
+
+    def first_inputs(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the model inputs of the first two training examples."""
+        columns = self.splits["train"]
+        return self.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
 
     def in_workers(self, columns: Columns, jobs: Iterable[tuple[int, int, np.ndarray]]) -> Iterator[MicroBatch] | None:
         """Run `collate_at` for each (step, index, rows) in worker processes and yield the results in order; None: no

@@ -6,21 +6,19 @@ In: a model, or its config. Out: the blocks to shard together, a plan for tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.errors import CodedError
 from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
-from lockstep.strategies.engines.side_effects import preserved, watching
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import leaves_out_layers, load_config
 from lockstep.tasks.task import Task
@@ -39,28 +37,6 @@ _RUN_AGAIN = {"albert", "hrm_text"}
 
 class StandIn(nn.Module):
     """Placeholder for a module that another rank holds."""
-
-
-def uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
-    """Count how often one forward uses each weight (more than once: tied weights, shared layers, repeated embedding
-    look-ups), by the weight's id. Leaves no trace in the model."""
-    counts: dict[int, int] = {}
-
-    def count(module: nn.Module, _: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
-
-    hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
-    training = model.training
-    model.eval()  # no layer is skipped at random
-    try:
-        with preserved(model), watching(model), torch.no_grad():
-            model(**inputs)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return counts
 
 
 def check_layers(job: Job, engine: str) -> None:
@@ -410,12 +386,6 @@ def tensor_plan(section: ModelSection, ranks: int, prefix: str = "") -> dict[str
     return {f"{prefix}{pattern}": styles[style]() for pattern, style in plan.items()}
 
 
-def first_inputs(task: Task, device: torch.device) -> Mapping[str, Tensor]:
-    """Return the model inputs of the first two training examples."""
-    columns = task.splits["train"]
-    return task.collate(columns, np.arange(min(2, len(columns))), 0).to(device).inputs
-
-
 def call_on_cpu(model: nn.Module, task: Task) -> None:
     """Run forward on the first two examples on the CPU, before the model is sharded."""
-    model(**first_inputs(task, torch.device("cpu")))
+    model(**task.first_inputs(torch.device("cpu")))

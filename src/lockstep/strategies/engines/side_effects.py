@@ -1,4 +1,4 @@
-"""Side effects of a model's forward: writes to weights and buffers, `requires_grad`, plain attributes.
+"""Side effects of a model's forward: writes to weights and buffers, `requires_grad`, plain attributes; uses of weights.
 
 In: a model, and functions that call its forward. Out: `SideEffects`, by name, of one rank and of all; refusals. Changes
 are undone: a forward before training leaves no trace.
@@ -501,3 +501,25 @@ def _enlarge(tensor: Tensor) -> None:
     if tensor.is_floating_point():
         spread = torch.linspace(-1000, 1000, tensor.numel(), device=tensor.device).view(tensor.shape)
         tensor.copy_(tensor.float() * 1000 + spread)
+
+
+def count_uses(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[int, int]:
+    """Count how often one forward uses each weight (more than once: tied weights, shared layers, repeated embedding
+    look-ups), by the weight's id. Leaves no trace in the model."""
+    counts: dict[int, int] = {}
+
+    def count(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+
+    hooks = [m.register_forward_pre_hook(count) for m in model.modules()]
+    training = model.training
+    model.eval()  # no layer is skipped at random
+    try:
+        with preserved(model), watching(model), torch.no_grad():
+            model(**inputs)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return counts
