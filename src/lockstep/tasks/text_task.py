@@ -276,19 +276,18 @@ class TextTask(Task):
 
     # -- before any process --------------------------------------------------------------------------------------------
 
+    def read_source(self) -> source.Source:
+        """Read the rows of all splits. Errors: `RunError`."""
+        options, data = self.options, self.run.data
+        document = self.document(options)
+        source.check_document(data, document)
+        counts = usable_rows.TokenCounts.of(tokenizer.TokenizerChoice.of(self.run), self.target_columns(options))
+        return source.load(data, self.run.seed, document, self.columns_to_read(options), counts, self.read_as(options))
+
     def prepare(self) -> Prepared:
         options = self.options
-        (texts, labels), targets = self.dedup_columns(options), self.target_columns(options)
-        counts = usable_rows.TokenCounts.of(tokenizer.TokenizerChoice.of(self.run), targets)
-        source.check_document(self.run.data, self.document(options))
-        read = source.load(
-            self.run.data,
-            self.run.seed,
-            self.document(options),
-            self.columns_to_read(options),
-            counts,
-            self.read_as(options),
-        )
+        texts, labels = self.dedup_columns(options)
+        read = self.read_source()
         usable, drop = self.usable_splits(read, options), self.run.data.drop_unusable
         splits = {split: self.learnable(part, options, split, read.name, drop) for split, part in usable.items()}
         rows = self.stream().with_files(splits, texts) if self.run.data.stream else None
