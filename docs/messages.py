@@ -25,6 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 from support import key_table  # noqa: E402 - tests are no package that is installed
+from support.sources import Nodes, nodes  # noqa: E402
 
 SOURCES = ("src/lockstep", "packages")
 ROOMS = {
@@ -161,12 +162,11 @@ def read() -> tuple[Message, ...]:
 
 def _of(file: Path) -> Iterator[Message]:
     """Messages of one file."""
-    source = file.read_text(encoding="utf-8")
-    if CODE.search(source) is None:
+    if CODE.search(file.read_text(encoding="utf-8")) is None:
         return
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
+    tree = nodes(file)
+    for node in tree.of(ast.Call):
+        if len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
             code = node.args[0].value
             if isinstance(code, str) and CODE.fullmatch(code):
                 text = " ".join(_words(node.args[1]).split(" "))
@@ -182,7 +182,7 @@ def _patterns() -> dict[str, str]:
     return texts
 
 
-def _composed(call: ast.Call, tree: ast.Module) -> str | None:
+def _composed(call: ast.Call, tree: Nodes) -> str | None:
     """Text of a message that a variable, a constant or a function of one string expression holds; None if there is no
     such text."""
     texts = [_words(value) for value in _values(call.args[1], call, tree)]
@@ -190,7 +190,7 @@ def _composed(call: ast.Call, tree: ast.Module) -> str | None:
     return "\n".join(texts) or None
 
 
-def _values(node: ast.expr, call: ast.Call, tree: ast.Module) -> Iterator[ast.expr]:
+def _values(node: ast.expr, call: ast.Call, tree: Nodes) -> Iterator[ast.expr]:
     """String expressions that a variable of the calling function, a constant, or a function may have as value."""
     match node:
         case ast.Name(id=name):
@@ -214,11 +214,10 @@ def _holds(part: ast.expr, inner: ast.expr) -> bool:
     return isinstance(part, ast.FormattedValue) and part.value is inner
 
 
-def _assigned(name: str, call: ast.Call, tree: ast.Module) -> list[ast.expr]:
+def _assigned(name: str, call: ast.Call, tree: Nodes) -> list[ast.expr]:
     """The value last assigned to a name before a call in its function, else to a constant of any file."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    inside = [n for n in functions if n.lineno <= call.lineno <= (n.end_lineno or n.lineno)]
-    scope: ast.AST = inside[-1] if inside else tree
+    inside = [n for n in tree.of(ast.FunctionDef) if n.lineno <= call.lineno <= (n.end_lineno or n.lineno)]
+    scope: ast.AST = inside[-1] if inside else tree.tree
     before = [n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.NamedExpr) and n.lineno <= call.lineno]
     values = [n.value for n in before if name in {t.id for t in _targets(n) if isinstance(t, ast.Name)}]
     if values:
@@ -231,34 +230,34 @@ def _targets(node: ast.Assign | ast.NamedExpr) -> list[ast.expr]:
     return node.targets if isinstance(node, ast.Assign) else [node.target]
 
 
-def _functions(name: str, tree: ast.Module) -> list[ast.AST]:
+def _functions(name: str, tree: Nodes) -> list[ast.AST]:
     """The function of a name: of this file, else of the only other file that has one."""
     here = _named(name, tree)
-    others = [] if here else [text for text in _texts() if f"def {name}(" in text]
-    here = _named(name, ast.parse(others[0])) if len(others) == 1 else here
+    others = [] if here else [file for file, text in _texts().items() if f"def {name}(" in text]
+    here = _named(name, nodes(others[0])) if len(others) == 1 else here
     return here if len(here) == 1 else []
 
 
-def _named(name: str, tree: ast.Module) -> list[ast.AST]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name]
+def _named(name: str, tree: Nodes) -> list[ast.AST]:
+    return [node for node in tree.of(ast.FunctionDef) if node.name == name]
 
 
-def _constants(name: str, tree: ast.Module) -> list[ast.expr]:
+def _constants(name: str, tree: Nodes) -> list[ast.expr]:
     """The value of a module's constant: of this file, else of the only other file that has one of this name."""
     here = _bound(name, tree)
-    others = [] if here else [text for text in _texts() if f"\n{name} = " in text]
-    return _bound(name, ast.parse(others[0])) if len(others) == 1 else here
+    others = [] if here else [file for file, text in _texts().items() if f"\n{name} = " in text]
+    return _bound(name, nodes(others[0])) if len(others) == 1 else here
 
 
-def _bound(name: str, tree: ast.Module) -> list[ast.expr]:
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+def _bound(name: str, tree: Nodes) -> list[ast.expr]:
+    assigned = [node for node in tree.tree.body if isinstance(node, ast.Assign)]
     return [each.value for each in assigned if isinstance(t := each.targets[0], ast.Name) and t.id == name]
 
 
 @functools.cache
-def _texts() -> tuple[str, ...]:
+def _texts() -> dict[Path, str]:
     files = (file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py")))
-    return tuple(file.read_text(encoding="utf-8") for file in files)
+    return {file: file.read_text(encoding="utf-8") for file in files}
 
 
 def remedies(folder: str) -> dict[str, str]:
@@ -346,7 +345,7 @@ def _purposes(every: Iterable[Message]) -> dict[str, str]:
 
 def _purpose(file: Path) -> str:
     """First sentence of a file's docstring."""
-    text = " ".join((ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split())
+    text = " ".join((ast.get_docstring(nodes(file).tree) or "").split())
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":")
 
 

@@ -70,6 +70,8 @@ BEYOND |= {"test_page_commands.py": 150, "test_portable.py": 50, "test_lost_shar
 BEYOND |= {"test_recovery.py": 70, "test_sagemaker_hosts.py": 50, "test_hosts.py": 40, "test_pipeline.py": 40}
 BEYOND |= {"test_without_gpu.py": 30, "test_stream.py": 10, "test_stream_elsewhere.py": 5, "test_label_exports.py": 5}
 
+READ_SOURCES = ("repo/", "config/test_lazy.py", "config/test_written_messages.py")
+
 _started: list[str] = []  # processes started by the current test
 
 
@@ -110,18 +112,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """For `make test`, give the files of the kernel to one worker: each worker that starts processes first starts a
-    server, whose imports take ten seconds."""
+    """For `make test`, give the files of the kernel to one worker, because each worker that starts processes first
+    starts a server, whose imports take ten seconds; and those that parse the sources to one, because each worker parses
+    them again."""
     if config.option.dist != "loadfile" or "not processes or kernel" not in config.option.markexpr:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class KernelTogether(LoadFileScheduling):
+    class Together(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "kernel" if file.removeprefix("tests/") in kernel.FILES else file
+            if file.removeprefix("tests/") in kernel.FILES:
+                return "kernel"
+            return "sources" if file.removeprefix("tests/").startswith(READ_SOURCES) else file
 
-    return KernelTogether(config, log)
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:

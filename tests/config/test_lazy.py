@@ -11,6 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.config.lazy import lazy
+from support.sources import nodes
 
 SOURCES = sorted(Path(lockstep.__file__).parent.rglob("*.py"))
 
@@ -35,7 +36,7 @@ def declared(tree: ast.Module) -> tuple[dict[str, str], dict[str, str]]:
 
 def test_what_is_imported_lazily_is_what_type_checkers_see() -> None:
     """mypy does not look at the other branch: a wrong module there fails at its first use."""
-    every = {path: declared(ast.parse(path.read_text(encoding="utf-8"))) for path in SOURCES}
+    every = {path: declared(nodes(path).tree) for path in SOURCES}
     assert sum(bool(lazily) for _, lazily in every.values()) > 10
     for path, (seen, lazily) in every.items():
         assert lazily.items() <= seen.items(), path

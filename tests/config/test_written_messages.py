@@ -13,6 +13,7 @@ from lockstep.config.errors import RunError, coded
 from lockstep.config.run import Run
 from lockstep.config.written import value_of, with_defaults_named
 from support.places import ROOT
+from support.sources import nodes
 from support.written_keys import accused, known_keys
 
 _HEAD = re.compile(r"([a-z_]+(?:\.[a-z_]\w*)*)(?=:| \(|,? has | is | cannot | needs )")
@@ -33,8 +34,8 @@ def messages() -> list[tuple[str, str, str]]:
     """Return code, key and text of every message that begins with a key of the run file."""
     found = []
     for file in (*(ROOT / "src").rglob("*.py"), *(ROOT / "packages").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
+        for node in nodes(file).of(ast.Call):
+            if len(node.args) > 1 and isinstance(node.args[0], ast.Constant):
                 code, text = str(node.args[0].value), _text(node.args[1])
                 head = _HEAD.match(text)
                 if re.fullmatch(r"LS\d{4}", code) and head is not None and head[1] in known_keys():

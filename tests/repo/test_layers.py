@@ -14,6 +14,7 @@ import lockstep
 from lockstep.config.plugins import BUILT_IN
 from support.places import ROOT as CHECKOUT
 from support.places import TESTS
+from support.sources import Nodes, nodes
 
 ROOT = Path(lockstep.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
@@ -70,8 +71,7 @@ def floor(path: str) -> int:
 
 
 class Facts(NamedTuple):
-    """Facts about a file that the tests need. Syntax trees are not kept, because every later garbage collection would
-    scan them."""
+    """Facts about a file that the tests need."""
 
     imports: list[tuple[str, bool]]  # modules, also for its types only, and whether at its top
     private: list[str]
@@ -82,21 +82,19 @@ class Facts(NamedTuple):
 
 @functools.cache
 def facts(path: Path) -> Facts:
-    tree = ast.parse(path.read_text())
-    nodes = list(ast.walk(tree))
-    functions = {
-        f"{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno for n in nodes if isinstance(n, ast.FunctionDef)
-    }
-    finds = any(isinstance(n, ast.Attribute) and ast.unparse(n) in ("plugins.find", "plugins.of_key") for n in nodes)
-    comparisons = [part for n in nodes if isinstance(n, ast.Compare) for part in ast.walk(n)]
+    file = nodes(path)
+    functions = {f"{n.lineno} {n.name}": (n.end_lineno or 0) - n.lineno for n in file.of(ast.FunctionDef)}
+    attributes = [n for n in file.of(ast.Attribute) if n.attr in ("find", "of_key")]
+    finds = any(ast.unparse(n) in ("plugins.find", "plugins.of_key") for n in attributes)
+    comparisons = [part for n in file.of(ast.Compare) for part in ast.walk(n)]
     compared = {str(part.value) for part in comparisons if isinstance(part, ast.Constant)}
-    return Facts(_imports(tree, nodes), _private(nodes), functions, finds, compared)
+    return Facts(_imports(file), _private(file), functions, finds, compared)
 
 
-def _imports(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, bool]]:
-    top = {id(n) for n in tree.body}
+def _imports(file: Nodes) -> list[tuple[str, bool]]:
+    top = {id(n) for n in file.tree.body}
     found = []
-    for node in nodes:
+    for node in file.of(ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             found += [(a.name, id(node) in top) for a in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -108,13 +106,13 @@ def _imports(tree: ast.Module, nodes: list[ast.AST]) -> list[tuple[str, bool]]:
 BY_NAME = ("getattr", "setattr", "hasattr")
 
 
-def _private(nodes: list[ast.AST]) -> list[str]:
+def _private(file: Nodes) -> list[str]:
     """Yield the names with a leading underscore that are used on objects that the file itself does not define."""
-    own = {n.name for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef)}
-    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    own |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
+    own = {n.name for n in file.of(ast.FunctionDef, ast.ClassDef)}
+    own |= {n.id for n in file.of(ast.Name) if isinstance(n.ctx, ast.Store)}
+    own |= {n.attr for n in file.of(ast.Attribute) if isinstance(n.ctx, ast.Store)}
     found = []
-    for node in nodes:
+    for node in file.of(ast.ImportFrom, ast.Attribute, ast.Call):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] in ENGINES:
             names = [*node.module.split("."), *(a.name for a in node.names)]
             found += [f"from {node.module}" for name in names if name.startswith("_")]
@@ -155,7 +153,7 @@ def test_the_house_is_seen_at_a_glance() -> None:
     folders = [p for p in ROOT.rglob("*") if p.is_dir() and any(p.glob("*.py"))]
     assert not [p.name for p in folders if p.name in ("parts", "utils", "common", "helpers", "misc")]
     for folder in folders:  # says what it is for
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
+        assert ast.get_docstring(nodes(folder / "__init__.py").tree), folder
 
 
 def test_a_file_imports_from_its_own_room_and_those_below() -> None:
@@ -325,9 +323,9 @@ def test_only_a_rank_that_may_lose_others_trains_with_recovery() -> None:
 
 
 def test_the_loop_can_be_read_at_a_glance() -> None:
-    tree = ast.parse((ROOT / "training/loop.py").read_text())
     lines = (ROOT / "training/loop.py").read_text().splitlines()
-    texts = [n.body[0] for n in ast.walk(tree) if isinstance(n, ast.Module | ast.FunctionDef) and ast.get_docstring(n)]
+    documented = nodes(ROOT / "training/loop.py").of(ast.Module, ast.FunctionDef)
+    texts = [n.body[0] for n in documented if ast.get_docstring(n)]
     told = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
     code = [
         line for n, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#") and n not in told
@@ -340,9 +338,8 @@ def test_the_loop_can_be_read_at_a_glance() -> None:
 def test_no_module_patches_a_method_of_a_step() -> None:
     """`StepObserver` is the way to observe a step."""
     for file in (f for f in FILES if f.startswith(("training/", "strategies/"))):
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            names = [ast.unparse(target) for target in targets if isinstance(target, ast.Attribute)]
+        for node in nodes(ROOT / file).of(ast.Assign):
+            names = [ast.unparse(target) for target in node.targets if isinstance(target, ast.Attribute)]
             assert not {name for name in names if name.endswith((".backward", ".loss_sum", ".train_step"))}, file
 
 
@@ -412,11 +409,8 @@ def test_a_conditional_expression_holds_no_other() -> None:
     nested = [
         f"{path.relative_to(CHECKOUT)}:{node.lineno}"
         for path in sources
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.IfExp)
-        and any(
-            isinstance(inner, ast.IfExp) for part in (node.test, node.body, node.orelse) for inner in ast.walk(part)
-        )
+        for node in nodes(path).of(ast.IfExp)
+        if any(isinstance(inner, ast.IfExp) for part in (node.test, node.body, node.orelse) for inner in ast.walk(part))
     ]
     assert nested == []
 

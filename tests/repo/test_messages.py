@@ -3,13 +3,13 @@
 import ast
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import lockstep
 from lockstep_trace.coded import CodedError, coded, codes, uncoded
 from support.places import ROOT as CHECKOUT
+from support.sources import Nodes, nodes
 
 ROOT = Path(lockstep.__file__).parent
 # Every file of source, and the path by which its package is imported: `launchers/start.py`, `lockstep_clouds/aws.py`.
@@ -73,30 +73,23 @@ class Message(NamedTuple):
     code: str | None  # None: no literal
 
 
-@functools.cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    """Return the classes, calls and imports of a file."""
-    return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ClassDef | ast.Call | ast.ImportFrom)]
-
-
 def coded_classes() -> set[str]:
     """Return the names of all errors that take a code."""
     bases: dict[str, set[str]] = {}
     for file in FILES:
-        for node in nodes_of(file):
-            if isinstance(node, ast.ClassDef):
-                bases[node.name] = {ast.unparse(base).split(".")[-1] for base in node.bases}
+        for node in nodes(file).of(ast.ClassDef):
+            bases[node.name] = {ast.unparse(base).split(".")[-1] for base in node.bases}
     found = {"CodedError"}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
     return found
 
 
-def messages(nodes: Iterable[ast.AST], names: set[str], place: str) -> list[Message]:
+def messages(file: Nodes, names: set[str], place: str) -> list[Message]:
     """Return all calls that create a message, with their codes."""
     found = []
-    for node in nodes:
-        if not isinstance(node, ast.Call) or ast.unparse(node.func).split(".")[-1] not in names:
+    for node in file.of(ast.Call):
+        if getattr(node.func, "id", None) not in names and getattr(node.func, "attr", None) not in names:
             continue
         first = node.args[0] if node.args else None
         if isinstance(first, ast.Attribute) and first.attr == "code":
@@ -113,7 +106,7 @@ def all_messages() -> list[Message]:
         message
         for file, place in FILES.items()
         if place.parts[0] not in UNCODED and place.name not in ("coded.py", "errors.py")
-        for message in messages(nodes_of(file), names, place.as_posix())
+        for message in messages(nodes(file), names, place.as_posix())
     ]
 
 
@@ -142,10 +135,8 @@ def test_codes_are_in_the_range_of_their_room() -> None:
 
 
 def test_the_control_a_message_without_a_code_is_seen() -> None:
-    tree = ast.parse(
-        "raise RunError(f'{key}: missing')\nraise errors.RunError('LS1000', 'no')\nRunError(error.code, '')"
-    )
-    assert messages(ast.walk(tree), {"RunError"}, "a.py") == [Message("a.py:1", None), Message("a.py:2", "LS1000")]
+    file = Nodes("raise RunError(f'{key}: missing')\nraise errors.RunError('LS1000', 'no')\nRunError(error.code, '')")
+    assert messages(file, {"RunError"}, "a.py") == [Message("a.py:1", None), Message("a.py:2", "LS1000")]
 
 
 def test_every_error_that_the_user_reads_has_a_code() -> None:
@@ -154,17 +145,15 @@ def test_every_error_that_the_user_reads_has_a_code() -> None:
     for file, place in FILES.items():
         names = {
             alias.asname or alias.name
-            for node in nodes_of(file)
-            if isinstance(node, ast.ImportFrom) and node.module == "lockstep.track.console"
+            for node in nodes(file).of(ast.ImportFrom)
+            if node.module == "lockstep.track.console"
             for alias in node.names
             if alias.name == "error"
         }
         found += [
             f"{place}:{node.lineno}"
-            for node in nodes_of(file)
-            if isinstance(node, ast.Call)
-            and ast.unparse(node.func) in names
-            and isinstance(node.args[0], (ast.Constant, ast.JoinedStr, ast.BinOp))
+            for node in (nodes(file).of(ast.Call) if names else ())
+            if ast.unparse(node.func) in names and isinstance(node.args[0], (ast.Constant, ast.JoinedStr, ast.BinOp))
         ]
     assert found == []
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from support.places import ROOT
+from support.sources import Nodes, nodes
 
 SOURCES = [ROOT / "src", *sorted((ROOT / "packages").glob("*/src")), ROOT / "tests"]
 OURS = ("lockstep", "lockstep_trace", "lockstep_plan", "lockstep_clouds", "support")
@@ -29,8 +30,8 @@ def _names(module: str) -> set[str]:
     file = _file(module)
     if file is None or file.is_dir():
         return set()
-    names, nodes = set(), list(ast.parse(file.read_text(encoding="utf-8")).body)
-    for node in nodes:
+    names, outside = set(), list(nodes(file).tree.body)
+    for node in outside:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 names.add(node.name)
@@ -39,7 +40,7 @@ def _names(module: str) -> set[str]:
             case ast.Name(ctx=ast.Store()):
                 names.add(node.id)
             case _:
-                nodes += ast.iter_child_nodes(node)
+                outside += ast.iter_child_nodes(node)
     return names
 
 
@@ -52,13 +53,13 @@ def _there(dotted: str) -> bool:
     return rest in {"", "__file__"} | _names(module)
 
 
-def _missing(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _missing(file: Nodes) -> Iterator[tuple[int, str]]:
     """Yield line and name of each import, attribute of an imported module, and dotted name in a text that does not
     exist."""
     modules: dict[str, list[str]] = defaultdict(list)  # one name may stand for two modules, in two functions
     others: set[str] = set()  # variables, which hide a module of their name
     attributes: list[ast.Attribute] = []
-    for node in ast.walk(tree):
+    for node in file.of(ast.ImportFrom, ast.Name, ast.arg, ast.Attribute, ast.Constant):
         match node:
             case ast.ImportFrom(level=0, module=str(module)) if module.split(".")[0] in OURS:
                 for each in node.names:
@@ -83,8 +84,8 @@ def test_names_that_are_imported_from_lockstep_are_there() -> None:
     gone = [
         f"{file}:{line} uses {name}"
         for file in files.stdout.split()
-        if (ROOT / file).is_file() and "lockstep" in (source := (ROOT / file).read_text(encoding="utf-8"))
-        for line, name in _missing(ast.parse(source))
+        if (ROOT / file).is_file() and "lockstep" in (ROOT / file).read_text(encoding="utf-8")
+        for line, name in _missing(nodes(ROOT / file))
     ]
     assert gone == []
 
@@ -95,5 +96,5 @@ from lockstep.config import run
 from lockstep.config.run import Run, Gone
 run.load, run.gone, "lockstep.config.run.Run", "lockstep.config.gone.Run"
 """
-    names = [name.removeprefix("lockstep.config.") for _, name in _missing(ast.parse(source))]
+    names = [name.removeprefix("lockstep.config.") for _, name in _missing(Nodes(source))]
     assert names == ["run.Gone", "gone.Run", "run.gone"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.places import ROOT, TESTS, TESTS_PATH
+from support.sources import nodes
 
 BESIDE = {"support", "golden"}  # folders that hold no tests
 ROOMS = {path.name for path in (ROOT / "src/lockstep").iterdir() if path.is_dir() and path.name[0] != "_"}
@@ -26,9 +27,8 @@ WHOLE = {
 
 
 def imported(file: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    names = {alias.name for node in nodes(file).of(ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes(file).of(ast.ImportFrom) if node.module}
 
 
 def is_a_test(name: str) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from support.sources import Nodes, nodes
 
 ROOT = Path(lockstep.__file__).parent
 PACKAGES = ROOT.parents[1] / "packages"
@@ -35,11 +36,12 @@ WORDS |= {"apart": 0, "beside": 0, "standing": 0, "leaving": 0, "waited": 0, "mo
 LIMITS = WORDS | {"riddles": 0, "classes": 0}
 
 
-def names(tree: ast.Module) -> Counter[str]:
+def names(nodes: Nodes) -> Counter[str]:
     """Count the bindings of each name as a variable, parameter, attribute, function or class, in lower case, without
     leading underscores."""
     counted: Counter[str] = Counter()
-    for node in ast.walk(tree):
+    bound = ast.Name, ast.Attribute, ast.arg, ast.FunctionDef, ast.ClassDef, ast.ExceptHandler
+    for node in nodes.of(*bound):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
                 counted[name.lstrip("_").lower()] += 1
@@ -48,22 +50,22 @@ def names(tree: ast.Module) -> Counter[str]:
     return counted
 
 
-def riddles(tree: ast.Module) -> int:
+def riddles(nodes: Nodes) -> int:
     """Return the docstrings that cannot be understood on their own."""
-    texts = (ast.get_docstring(n) for n in ast.walk(tree) if isinstance(n, DOCUMENTED))
+    texts = (ast.get_docstring(n) for n in nodes.of(*DOCUMENTED))
     return sum(bool(text and RIDDLES.match(text)) for text in texts)
 
 
-@functools.cache  # it parses the whole package
+@functools.cache
 def counts() -> dict[str, int]:
     paths = [*ROOT.rglob("*.py"), *PACKAGES.glob("*/src/**/*.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    files = [nodes(path) for path in paths]
     classes = Counter(
-        n.name for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")
+        n.name for file in files for n in file.tree.body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")
     )
-    bound = sum(map(names, trees), Counter[str]())
+    bound = sum(map(names, files), Counter[str]())
     return {word: bound[word] for word in WORDS} | {
-        "riddles": sum(map(riddles, trees)),
+        "riddles": sum(map(riddles, files)),
         "classes": sum(count - 1 for count in classes.values()),
     }
 
@@ -74,10 +76,10 @@ def test_no_more_of_it_than_there_was(rule: str) -> None:
 
 
 def test_what_is_counted_is_seen() -> None:
-    tree = ast.parse(
+    file = Nodes(
         "def _told(found):\n    'The same, of others.'\n    x.found = 1\n    for found in (found := x): pass\n"
     )
-    assert (names(tree)["found"], names(tree)["told"], riddles(tree)) == (4, 1, 1)
+    assert (names(file)["found"], names(file)["told"], riddles(file)) == (4, 1, 1)
 
 
 if __name__ == "__main__":
