@@ -17,6 +17,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config.run import load
 from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
+from lockstep_trace import redaction
 from lockstep_trace.redaction import holds_secret, printable, redact, redact_all, redact_words, visible
 from support.harness import tiny
 from support.messages import raises
@@ -348,3 +349,15 @@ def test_the_control_other_words_of_a_command_are_kept() -> None:
     said = "tokenizer.pad_token: <pad>; image_token: <image>; the api_key: null; LOCKSTEP_SECRET: too short"
     assert redact(said) == said
     assert redact("hub_token: plainsecret (no counterpart)") == "hub_token: *** (no counterpart)"
+
+
+def test_nested_values_read_the_environment_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs write lines of many short texts, each of which read all variables anew."""
+    monkeypatch.setenv("SERVICE_TOKEN", "opensesame-1")
+    read = redaction.secrets_in_environment
+    times: list[None] = []
+    monkeypatch.setattr(redaction, "secrets_in_environment", lambda: times.append(None) or read())
+    values = {"a": [{"b": f"with opensesame-1 and {n}"} for n in range(9)], "opensesame-1": "\x1b"}
+    for filtered in (redact, printable):
+        assert "opensesame" not in str(redact_all(values, filtered))
+    assert len(times) == 2

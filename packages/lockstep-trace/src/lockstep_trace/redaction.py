@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import quote
 
@@ -141,10 +141,12 @@ _COMMANDS = re.compile(
 )
 
 
-def redact(text: str) -> str:
-    """Replace secrets in a text by ***."""
-    for value in secrets_in_environment():
-        text = text.replace(value, STRUCK)
+def redact(text: str, of_environment: tuple[str, ...] | None = None) -> str:
+    """Replace secrets in a text by ***. `of_environment`: the result of `secrets_in_environment`, to reuse for many
+    texts."""
+    if len(text) >= _SHORTEST:
+        for value in secrets_in_environment() if of_environment is None else of_environment:
+            text = text.replace(value, STRUCK)
     text = _TOKEN.sub(STRUCK, text)
     for pattern in _PATTERNS:
         text = pattern.sub(rf"\g<keep>{STRUCK}", text)
@@ -154,6 +156,8 @@ def redact(text: str) -> str:
 def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
     """Redact every text in nested mappings and lists, including keys, and every value whose key names a secret.
     `filtered`: function applied to each text."""
+    if filtered in (redact, printable):  # the environment is read once, which takes longer than a short text
+        filtered = partial(filtered, of_environment=secrets_in_environment())
     if isinstance(values, str):
         return filtered(values)
     if isinstance(values, dict):
@@ -230,9 +234,9 @@ def visible(text: str) -> str:
     return _COMMANDS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
 
 
-def printable(text: str) -> str:
+def printable(text: str, of_environment: tuple[str, ...] | None = None) -> str:
     """Redact a text and escape control characters, for a terminal or a log."""
-    return visible(redact(text))
+    return visible(redact(text, of_environment))
 
 
 def one_line(text: object, most: int) -> str:
