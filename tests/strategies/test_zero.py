@@ -125,23 +125,26 @@ def assert_same_bits(found: dict[str, Any], single: dict[str, Any]) -> None:
         assert digest(ours) == digest(theirs)
 
 
-# 8 micro-batches on 3 ranks: in the last round one rank has none. One rank, which communicates nothing, runs by hand
-@pytest.mark.parametrize("ranks", [long(1), 2, slow(3)])
-@pytest.mark.parametrize("stage", STAGES)
+# 8 micro-batches on 3 ranks: in the last round one rank has none. By hand run one rank, which communicates nothing, and
+# three with stages 1 and 2, which give out micro-batches as stage 3 does
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [*((s, 2) for s in STAGES), slow(3, 3), *map(long, STAGES[:2], (3, 3)), *map(long, STAGES, (1, 1, 1))],
+)
 def test_exact_means_the_gradients_and_moments_of_single_too(
     stage: int, ranks: int, single_adamw: dict[str, Any]
 ) -> None:
     assert_same_bits(strategy_class(f"zero{stage}", ranks), single_adamw)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [long(1), 2, 3])  # DeepSpeed has the code of 2 for 1
 def test_weights_that_are_not_aligned_keep_the_bits(stage: int) -> None:
     """Every size is odd, so that DeepSpeed places weights at offsets where matrix products would round differently."""
     odd = ("model.config.n_embd=27", "model.config.n_head=3", "batch_size=7", "micro_batches=7")
     assert_same_bits(strategy_class(f"zero{stage}", 2, *odd), alone(*odd))
 
 
-@pytest.mark.parametrize("stage", [slow(2), 3])
+@pytest.mark.parametrize("stage", [long(2), 3])
 def test_layers_that_are_used_several_times_keep_the_bits_in_bf16(stage: int) -> None:
     """The gradients of a weight are added in bf16 if it is cast once, in float32 if it is cast several times."""
     sizes = "{hidden_size: 32, num_hidden_layers: 3, num_attention_heads: 2, intermediate_size: 64, embedding_size: 16}"
@@ -167,7 +170,7 @@ def test_accelerate_with_deepspeed_has_the_bits_of_single(stage: int, ranks: int
     assert_same_bits(strategy_class("hf_accelerate", ranks, options), single_adamw)
 
 
-@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
+@pytest.mark.parametrize("stage", [1, long(2), slow(3)])
 def test_accelerate_with_deepspeed_has_the_bits_of_single_in_bf16(stage: int) -> None:
     """If Accelerate were told about bf16, it would let DeepSpeed convert the weights to bf16."""
     options = f"strategy.options={{deepspeed: {{zero_stage: {stage}}}}}"
@@ -230,7 +233,7 @@ def test_options_without_the_bits_are_refused_unless_exact_is_false(words: tuple
 
 # 8 micro-batches on 3 ranks: a padding micro-batch fills up the last round. Two ranks run with each option below
 @pytest.mark.parametrize("ranks", [long(1), long(2), 3])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [long(1), 2, 3])  # DeepSpeed has the code of 2 for 1
 def test_equal_to_single_to_rounding(stage: int, ranks: int, single: dict[str, Any]) -> None:
     assert_equal_to_rounding(strategy_class(f"zero{stage}", ranks, OWN, *SGD), single)
 
@@ -295,7 +298,7 @@ def test_options_reach_the_engine() -> None:
 
 
 @pytest.mark.parametrize("extra", [("precision=bf16",), BF16_WEIGHTS], ids=["autocast", "bf16 weights"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [long(1), 2, 3])
 def test_inexact_bf16_is_close_to_single(
     stage: int, extra: tuple[str, ...], single: dict[str, Any], single_bf16: dict[str, Any]
 ) -> None:
@@ -371,7 +374,7 @@ def travel(start: tuple[str, int], end: tuple[str, int], *overrides: str) -> tup
 
 @pytest.mark.parametrize(
     ("stage", "overrides"),
-    [slow(1, ()), (2, ()), (3, ()), slow(3, SGD), slow(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
+    [long(1, ()), (2, ()), (3, ()), long(3, SGD), long(1, BF16_WEIGHTS), (3, BF16_WEIGHTS)],
 )
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stage: int, overrides: tuple[str, ...]) -> None:
     same, *_ = travel((f"zero{stage}", 2), (f"zero{stage}", 2), OWN, *overrides)
@@ -384,7 +387,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(stage: int, override
         (("single", 1), ("zero3", 3)),
         slow(("zero3", 3), ("single", 1)),
         (("zero3", 2), ("zero1", 3)),
-        slow(("zero1", 3), ("zero2", 1)),
+        long(("zero1", 3), ("zero2", 1)),
         (("zero2", 2), ("ddp", 2)),
     ],
 )
@@ -480,25 +483,22 @@ def test_shared_activation_modules_are_copied_per_model() -> None:
     assert other.ffns[0].act is gelu
 
 
-def test_importing_the_strategies_imports_no_deepspeed() -> None:
-    code = "import sys, lockstep.strategies.zero1, lockstep.strategies.zero3\nsys.exit(int('deepspeed' in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def test_an_export_imports_no_deepspeed(tmp_path: Path) -> None:
+def test_importing_the_strategies_and_an_export_import_no_deepspeed(tmp_path: Path) -> None:
     """Accelerate would import DeepSpeed, which takes seconds, to test whether it wraps the model that transformers
     saves."""
     code = (
-        "import sys; from pathlib import Path; from transformers import BertConfig, BertModel\n"
+        "import sys, lockstep.strategies.zero1, lockstep.strategies.zero3\n"
+        "by_strategies = 'deepspeed' in sys.modules\n"
+        "from pathlib import Path; from transformers import BertConfig, BertModel\n"
         "from lockstep.tasks.models import models\n"
         "sizes = dict(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)\n"
         "model = BertModel(BertConfig(**sizes))\n"
         "models.save(model, model.state_dict(), None, Path(sys.argv[1]))\n"
         "unwanted = 'deepspeed' in sys.modules\n"
         "model.save_pretrained(sys.argv[1])\n"
-        "print(unwanted, 'deepspeed' in sys.modules)  # the control: by itself transformers does\n"
+        "print(by_strategies, unwanted, 'deepspeed' in sys.modules)  # the control: by itself transformers does\n"
     )
     words = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["False", "True"]
+    assert done.stdout.split()[-3:] == ["False", "False", "True"]
     assert (tmp_path / "model.safetensors").is_file()
