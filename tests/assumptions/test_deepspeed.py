@@ -6,8 +6,9 @@ import pytest
 
 from support.assumed import rests_on_it
 from support.assumed_deepspeed import facts
+from support.marks import needs
 
-pytest.importorskip("deepspeed")
+needs("deepspeed")
 pytestmark = pytest.mark.processes
 
 

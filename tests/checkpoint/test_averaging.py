@@ -28,7 +28,7 @@ from lockstep.training.resolve import resolve_strategy
 from support.best import told
 from support.command import CommandJob, train
 from support.harness import TINY, build, build_with_feed, digest, run_on, tiny
-from support.marks import slow
+from support.marks import needs, slow
 from support.messages import mentions, raises
 
 STEPS = 3
@@ -83,7 +83,7 @@ def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
 )
 def test_what_cannot_be_averaged_is_refused(overrides: list[str], code: str) -> None:
     if "zero" in overrides[-1]:
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     with raises(code):
         resolve_strategy(tiny(*overrides), 2)
 

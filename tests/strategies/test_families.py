@@ -23,7 +23,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.tasks.models import heads, model_configs, models
 from support.fsdp2_runs import steps_of
 from support.harness import run_on, tiny
-from support.marks import long
+from support.marks import long, needs
 from support.messages import raises
 
 BART = {
@@ -193,7 +193,7 @@ def test_sharding_is_refused_for_families_that_write_to_their_weights(
     family: str, name: str, options: dict[str, Any]
 ) -> None:
     if name == "zero3" or "deepspeed" in options:
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     entry = layers.WRITES_WEIGHTS[family]
     assert written_by("causal", family, {})
     task = {"name": "language_modeling", "block_size": 16, "samples": 0}

@@ -21,6 +21,7 @@ from lockstep.training.resolve import resolve_strategy
 from support import checkpoints
 from support.command import lines, train, write
 from support.harness import build, build_with_feed, digest, rank_0_of, run_on, tiny
+from support.marks import needs
 from support.messages import raises
 from support.misbehaving import planted
 from support.places import TESTS_PATH
@@ -217,6 +218,6 @@ def test_a_nonfinite_loss_is_handled_as_in_fp32(what: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_deepspeed_is_refused(name: str) -> None:
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     with raises("LS4143"):
         resolve_strategy(tiny(f"strategy.name={name}", "precision=fp16"), 2)

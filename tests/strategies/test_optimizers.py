@@ -17,7 +17,7 @@ from lockstep.strategies.exact import training_state
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import TINY, build, build_with_feed, digest, run_on
-from support.marks import long, slow
+from support.marks import long, needs, slow
 from support.messages import raises
 from support.saving import job_of
 
@@ -185,7 +185,7 @@ def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_deepspeeds_optimizers_are_equal_within_rounding(folder: Path, name: str) -> None:
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     alone = of(folder, "single", 1, None)
     for case, found in of(folder, name, 2, "single").items():
         assert found["loss"] == pytest.approx(alone[case]["loss"], rel=2e-3), case

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep.cli import main
 from lockstep.strategies.engines import layers
 from support.command import LOCKSTEP, ended, start
+from support.marks import needs
 from support.messages import mentions
 
 CODE = """
@@ -88,7 +89,7 @@ def test_zero3_refuses_weights_that_some_examples_do_not_use(
     kind: str, name: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without the refusal, ranks gathered different weights at the same moment, and gloo ended in SIGABRT."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     assert planned(kind, "zero3", words) == 2
     assert mentions(capsys.readouterr().err, "LS4410", name)
 
@@ -96,14 +97,14 @@ def test_zero3_refuses_weights_that_some_examples_do_not_use(
 @pytest.mark.parametrize(("kind", "strategy"), [("all", "zero3"), ("experts", "ddp"), ("experts", "fsdp2")])
 def test_supported_uses_of_own_weights_are_planned(kind: str, strategy: str, words: list[str]) -> None:
     if strategy == "zero3":
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     assert planned(kind, strategy, words) == 0
 
 
 @pytest.mark.processes
 def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache: Path) -> None:
     """Backward once had a weight without elements: autograd kept an entry that DeepSpeed had freed."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", "whole list"))
     paths = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
     hashes = []
@@ -124,7 +125,7 @@ def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache
 def test_a_use_that_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
     """One row of 80 uses another list entry, or reads another weight. Ranks must end with one message; gloo once ended
     in SIGABRT."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     Path("run.yaml").write_text(Path("run.yaml").read_text().replace("KIND", kind))
     # otherwise that row would be among those that the plan tries
     assert main(["plan", "run.yaml", "strategy.name=zero3", *words]) == 0

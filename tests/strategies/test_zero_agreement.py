@@ -16,6 +16,7 @@ from lockstep.strategies.engines import zero_agreement, zero_config
 from lockstep.strategies.engines.zero_agreement import check, keeps_bf16_weights, remaining
 from lockstep.training.resolve import resolve_strategy
 from support.harness import tiny
+from support.marks import needs
 from support.messages import mentions, raises
 from support.places import ROOT
 
@@ -131,7 +132,7 @@ def test_plan_reports_differing_values(here: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert mentions(said, "LS4131", "2")
     assert "optim.max_grad_norm" in said
-    pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
+    needs("deepspeed")
     assert main([*words, "strategy.options={zero_optimization: {overlap_com: true, reduce_bucket_size: many}}"]) == 2
     said = capsys.readouterr().err
     assert "overlap_com: DeepSpeed has no such option" in said

@@ -20,6 +20,7 @@ from lockstep.tasks.classification import Classification
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import for_rank
 from support.harness import build_with_feed, digest, run_on, tiny
+from support.marks import needs
 
 dice = random.Random(5)  # for `own_generators`
 
@@ -132,7 +133,7 @@ def test_the_dry_run_leaves_no_trace_and_the_steps_do(single: dict) -> None:
 
 @pytest.mark.processes
 def test_zero_has_one_set_of_statistics() -> None:
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     first, second = of("zero1", 2)
     assert first["buffers"] == second["buffers"]
     assert first["untouched"]

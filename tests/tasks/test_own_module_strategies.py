@@ -14,7 +14,7 @@ from lockstep.strategies.engines import layers
 from lockstep.tasks.module import Module
 from lockstep.training.resolve import resolve_strategy
 from support.harness import run_on, works
-from support.marks import slow
+from support.marks import needs, slow
 from support.messages import raises
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, job
 
@@ -69,7 +69,7 @@ def test_the_same_with(override: str, module_folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), [("zero1", 2), slow("zero2", 2), slow("zero3", 2)])
 def test_zero_agrees_to_rounding(name: str, ranks: int, module_folder: Path) -> None:
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     alone, ours = trained(module_folder, MEAN, "single", 1), trained(module_folder, MEAN, name, ranks)
     assert alone.keys() == ours.keys()
     for key, tensor in alone.items():

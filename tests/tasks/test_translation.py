@@ -25,6 +25,7 @@ from lockstep.tasks.translation import SIZES, Overlap, Translation
 from lockstep.training.evaluation import evaluate
 from lockstep.training.resolve import resolve_strategy
 from support.harness import build, run_on
+from support.marks import needs
 from support.messages import raises
 from support.task_runs import MARIAN, make, sentence, trained, write
 
@@ -145,7 +146,7 @@ def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
     if name not in plugins.names("strategies") or (name in ("pipeline", "zero2") and beams > 1):
         pytest.skip("decodes greedily only, see below")
     if name == "zero2":
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     stages = ("strategy.options.stages=2",) if name == "pipeline" else ()
     run = teach(tmp_path, name, f"task.beams={beams}", *stages)
     found = run_on(ranks, gathered, run)

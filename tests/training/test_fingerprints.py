@@ -25,6 +25,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.step_record import StepRecord
 from lockstep_trace.tracer.fingerprint import hash_sum
 from support.harness import TINY, build, run_on, tiny
+from support.marks import needs
 from support.messages import mentions
 
 ONE = ("strategy.name=single", "launch.processes=1", "steps=12", "checkpoint.every=5", "fingerprint.every=4")
@@ -172,7 +173,7 @@ def test_a_step_is_replayed_from_the_checkpoint_before_it(
     step: int, more: list[str], output: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if "zero3" in more:
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     before = {p: p.stat().st_mtime_ns for p in output.rglob("*")}
     assert main(["replay", str(output), "--step", str(step), *more]) == 0
     said = " ".join(capfd.readouterr().out.split())

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from support import rank_kills
 from support.command import bits, lines
-from support.marks import long, slow
+from support.marks import long, needs, slow
 
-pytest.importorskip("deepspeed")
+needs("deepspeed")
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(sys.platform != "linux", reason="looks at sockets through /proc"),

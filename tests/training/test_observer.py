@@ -12,6 +12,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep_trace.tracer.fingerprint import hash_text
 from support.harness import build_with_feed, run_on, tiny
+from support.marks import needs
 
 Heard = dict[tuple[int, str], str]  # micro-batch and parameter -> the hash of its gradient
 
@@ -74,7 +75,7 @@ def one_process() -> tuple[dict[int, float], Heard]:
 @pytest.mark.parametrize("way", WAYS)
 def test_observers_see_each_micro_batch_once_with_the_bits_of_one_process(way: str) -> None:
     if way.startswith("zero"):
-        pytest.importorskip("deepspeed")
+        needs("deepspeed")
     ranks, options = WAYS[way]
     run = tiny(f"strategy.name={way.partition(',')[0]}", LAYERS, *options)
     losses: dict[int, float] = {}
