@@ -72,7 +72,14 @@ def test_memory_at_the_update(name: str, ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("name", "ranks"), [slow(name, n) for name in OF_ENGINE for n in (1, 2)])
+# By hand: stage 1, for which DeepSpeed has the code of stage 2, and one rank of stage 3, whose formula has one term
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *(slow(*c) for c in (("zero2", 1), ("zero2", 2), ("zero3", 2))),
+        *(long(*c) for c in (("zero1", 1), ("zero1", 2), ("zero3", 1))),
+    ],
+)
 def test_memory_at_deepspeeds_own_update(name: str, ranks: int) -> None:
     extra = PREFETCH if name == "zero3" else {}
     options = {"zero_optimization": BUCKETS["zero_optimization"] | extra}
@@ -82,7 +89,7 @@ def test_memory_at_deepspeeds_own_update(name: str, ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("ranks", [1, 2, slow(4)])
+@pytest.mark.parametrize("ranks", [long(1), 2, slow(4)])
 def test_gather_step_shards_the_optimizer_state(ranks: int) -> None:
     """`gather: step` shards the optimizer state always (ZeRO-1), and at the update the gradients too (ZeRO-2)."""
     moments = {"rest": 4 + 8 / ranks, "update": 4 + 12 / ranks}
