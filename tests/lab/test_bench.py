@@ -14,6 +14,7 @@ from lockstep.lab import bench as benched
 from lockstep.lab import bench_options
 from lockstep.lab.bench import Bench, details, efficiency, plots, reasons, rows_of, table
 from lockstep.lab.bench_row import BenchRow
+from lockstep.strategies.engines import blocks
 from lockstep.training.timing import RankMemory, Timing
 from support.command import LOCKSTEP, STEPS, ended, start, write
 from support.harness import TINY
@@ -151,6 +152,7 @@ def tried(
         row.rounds[number] = Timing(1, 1, 5, 100, 1000, 1100, seconds, [seconds / 5] * 5, 50, 1, [rank], {})
 
     monkeypatch.setattr(benched, "one", one)
+    monkeypatch.setattr(blocks, "_check_traced", lambda job: None)  # seconds, of which test_compiled.py has tests
     out = folder / "tried"
     return main(["bench", "run.yaml", "--options", "--processes", "1", "--rounds", "2", "--out", str(out), *words]), out
 

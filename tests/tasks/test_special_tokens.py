@@ -102,7 +102,13 @@ def test_what_precision_decides_is_refused_for_data_from_the_cache(tmp_path: Pat
 YOUTU = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16}
 
 
-@pytest.mark.parametrize(("head", "family", "entries"), [("causal", "youtu", LAYERS | YOUTU), ("masked", "funnel", {})])
+FUNNEL = {"hidden_size": 32, "num_attention_heads": 2}  # as BERT, its control, names them, too
+FUNNEL |= {"block_sizes": [1, 1], "d_head": 16, "d_inner": 32, "num_decoder_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("head", "family", "entries"), [("causal", "youtu", LAYERS | YOUTU), ("masked", "funnel", FUNNEL)]
+)
 def test_an_embedding_zeroed_on_load_is_not_trained(
     head: str, family: str, entries: dict[str, Any], tmp_path: Path
 ) -> None:
