@@ -132,7 +132,7 @@ class _Reader:
         if isinstance(node, ast.keyword) and node.arg in _UNREAD:
             return
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in self.lines:
-            values = {ast.dump(each): each for each in here.get(node.id, ())}
+            values = {self._dump(each): each for each in here.get(node.id, ())}
             if len(values) > 1 and node.id not in self.options and self._takes_part(node, values, parent):
                 lines = " or ".join(str(each) for each in sorted({getattr(v, "lineno", 0) for v in values.values()}))
                 why = f"it has the value of line {lines}; which one is known only when the script runs"
@@ -140,6 +140,14 @@ class _Reader:
         inside = node if isinstance(node, ast.Call) else parent
         for child in ast.iter_child_nodes(node):
             self._reads(child, here, inside if isinstance(child, ast.Name | ast.keyword) else None)
+
+    def _dump(self, node: ast.AST) -> str:
+        """Return the code of a value; of what is loaded, without arguments that say how."""
+        name = self.script.origin_of(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and name == "from_pretrained":
+            words = [word for word in node.keywords if word.arg not in NAMES["ways_of_loading"]]
+            node = ast.Call(node.func, node.args, words)
+        return ast.dump(node)
 
     def _takes_part(self, node: ast.Name, values: Mapping[str, ast.AST], parent: ast.AST | None) -> bool:
         """Return whether one of the values is a part of a training, or a call that init reads takes the name."""

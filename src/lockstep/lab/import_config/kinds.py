@@ -35,6 +35,8 @@ def kind_of(script: Script, node: ast.expr | None, depth: int = 0) -> Kind | Non
         holder = kind_of(script, node.value, depth + 1)
         if node.attr in ("tokenizer", "processing_class"):
             return "tokenizer"
+        if holder == "trainer" and node.attr == "model":
+            return "model"
         if holder != "model":
             return None
         return "config" if node.attr == "config" else "model"

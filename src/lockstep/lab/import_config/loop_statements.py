@@ -32,6 +32,7 @@ _ELSEWHERE = (
     "it is not inside a loop over the batches of a DataLoader. init follows methods of classes with one instance, "
     "and undecorated functions that return only at their end; move other code into the loop"
 )
+_HOLDING = ast.Name | ast.Subscript | ast.Dict | ast.List | ast.Tuple | ast.IfExp | ast.BoolOp
 Role = tuple[str, Any]  # ("batch", "whole" | "first" | "second" | key), ("out", None), ("loss", divisor)
 
 
@@ -430,6 +431,9 @@ class Statements:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         if isinstance(node, ast.AugAssign):
             name = ast.unparse(target)
+            if self._is_second(target):
+                self.report(node, "it changes what the loss is computed from, under a second name", "task.loss")
+                return
             if self.roles.get(name) == ("loss", None) and isinstance(node.op, ast.Div):
                 self.roles[name] = ("loss", self.script.known(node.value, Unknown))
                 return
@@ -447,6 +451,17 @@ class Statements:
         self.quiet.statement(node, frozenset(self.path))
         for name in names_in(target):
             self.roles.pop(name, None)
+
+    def _is_second(self, target: ast.expr) -> bool:
+        """Return whether a target is a second name, or an entry of a display, of what the loss is computed from."""
+        name = target
+        while isinstance(name, ast.Subscript):
+            name = name.value
+        if not isinstance(name, ast.Name) or name.id in self.path:
+            return False
+        value = self.script.bound(name, last=True)
+        held = names_in(value) if isinstance(value, _HOLDING) else set()
+        return name.id in self.roles or bool(held & (self.path | self.roles.keys()))
 
     def _role(self, node: ast.expr) -> Role | None:
         """Return the role of an expression, or None if it is not on the list."""

@@ -21,6 +21,7 @@ from lockstep.lab.import_config import (
     loading,
     loop_module,
     loss_means,
+    object_flows,
     precision_calls,
     schedule_calls,
     step_order,
@@ -96,6 +97,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
     at.constants(statements)
     at.settle()
     at.ends(statements)
+    object_flows.refuse(script, draft)
     if draft.by_hand.get("task.name", "module" if not at.is_transformers() else "") != "module":
         at.library_task()
         if draft.keys.get("model.dtype") == "bfloat16" and not any(c.name == "autocast" for c in script.calls):

@@ -17,6 +17,7 @@ from lockstep.lab.import_config.script import Scope, Script, Unknown
 _WHOLE = "save the final rows (to_json), and give that file: --data FILE"
 _TEXTS = ("data.source", "data.train")
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "decoder_input_ids")
+_UNREAD = ("word_ids", "special_tokens_mask", "length")  # columns that collators or samplers may read, and no model
 _LABELS = ("label", "labels")
 _COPIES = (
     *("list", "tuple", "int", "float", "copy.copy", "copy.deepcopy"),
@@ -57,7 +58,7 @@ class MappedFunction:
         elif isinstance(node, ast.With):  # as_target_tokenizer
             for line in node.body:
                 self._statement(line)
-        elif isinstance(node, ast.If) and (self._only_masks(node) or self._only_labels(node)):
+        elif isinstance(node, ast.If) and (self._only_masks(node) or self._only_labels(node) or self._is_more(node)):
             return
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             pass
@@ -216,6 +217,15 @@ class MappedFunction:
             return False
         labels = target.value.id in self.results and self.script.known(target.slice) in _LABELS
         return labels and self._is_labels(node.value)
+
+    def _is_more(self, node: ast.stmt) -> bool:
+        """Return whether statements only add a column that no model takes: `out["word_ids"] = ...`."""
+        if isinstance(node, ast.If):
+            return not node.orelse and all(map(self._is_more, node.body))
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return False
+        return target.value.id in self.results and self.script.known(target.slice) in _UNREAD
 
     def _are_columns(self, node: ast.expr) -> bool:
         """Return whether a value is a tuple of columns, whichever branch makes it."""

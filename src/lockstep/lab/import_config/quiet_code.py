@@ -234,8 +234,8 @@ class QuietCode:
             return self._of_script(call, call.func.id)
         if origin.startswith("random.") and origin in NAMES["quiet_draws"]:
             return True  # of Python's own generator, from which no step draws
-        if origin == "next":
-            return bool(call.args) and isinstance(call.args[0], ast.Call) and _last(call.args[0]) == "iter"
+        if origin in ("vars", "functools.partial", "next"):
+            return len(call.args) > 0 and self._by_argument(origin, call.args[0])
         if any(word.arg in ("out", "inplace") for word in call.keywords):
             return False
         if origin.startswith("torch.nn.") and not origin.startswith("torch.nn.functional."):
@@ -259,6 +259,15 @@ class QuietCode:
             return name in NAMES["quiet_methods"]
         return self._is_value(call.func)
 
+    def _by_argument(self, name: str, node: ast.expr) -> bool:
+        """Return whether a call is quiet by what it is given: options that are printed, `partial(print, flush=True)`,
+        `next(iter(loader))`."""
+        if name == "vars":
+            return self.script.is_option(ast.copy_location(ast.Attribute(node, "any", ast.Load()), node))
+        if name == "next":
+            return isinstance(node, ast.Call) and _last(node) == "iter"
+        return ast.unparse(node) in NAMES["quiet_calls"]
+
     def _of_script(self, call: ast.Call, name: str) -> bool:
         """Return whether a call of a function or class of the script is quiet."""
         if name in self.script.functions:
@@ -268,9 +277,16 @@ class QuietCode:
 
     def _is_of_others(self, holder: ast.expr) -> bool:
         """Return whether an object may be changed: a list, a progress bar, a metric, but not a dataset or optimizer."""
+        entry = isinstance(holder, ast.Subscript)
+        while isinstance(holder, ast.Subscript):  # history["loss"]
+            holder = holder.value
         if not isinstance(holder, ast.Name):
             return False
         value = self.script.bound(holder, last=True)
+        if entry:
+            return isinstance(value, ast.List | ast.Dict) or (
+                isinstance(value, ast.Call) and _last(value) in ("dict", "defaultdict")
+            )
         if value is None:
             return holder.id in NAMES["quiet_names"]
         if not isinstance(value, ast.Call):
@@ -293,8 +309,10 @@ class QuietCode:
             return False
         maker = value.args[0] if _last(value) == "partial" and value.args else value.func
         name = maker.id if isinstance(maker, ast.Name) else ""
+        if maker is not value.func and name not in self.script.functions:
+            return name in NAMES["quiet_calls"]
         if maker is not value.func:
-            return name in self.script.functions and self._function(name)
+            return self._function(name)
         inner = [
             each
             for outer in self.script.namesakes.get(name, ())

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import bound_names, parameters
+from lockstep.lab.import_config.collected_values import COLLECTING, OF_MAPPINGS, collected, entries_of
 from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
 from lockstep.lab.import_config.value_bounds import Unknown as Unknown
@@ -301,8 +302,8 @@ class Script:
             return "".join(map(self._formatted, node.values))
         if isinstance(node, ast.Subscript):
             return self.value(node.value)[self.value(node.slice)]
-        if isinstance(node, ast.Call):
-            return self._computed(node)
+        if isinstance(node, ast.Call | ast.DictComp | ast.ListComp):
+            return self._computed(node) if isinstance(node, ast.Call) else collected(self, node)
         raise Unknown
 
     def _of_two(self, node: ast.BinOp) -> Any:
@@ -323,6 +324,8 @@ class Script:
             text = self.value(node.func.value)
             if isinstance(text, str) and not node.keywords:
                 return getattr(text, node.func.attr)(*map(self.value, node.args))
+        if isinstance(node.func, ast.Attribute) and node.func.attr in OF_MAPPINGS and not node.args:
+            return entries_of(self.value(node.func.value), node.func.attr)
         raise Unknown
 
     def _formatted(self, part: ast.expr) -> str:
@@ -559,6 +562,7 @@ _UNARY: dict[type, Any] = {
 }
 FUNCTIONS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "len": len, "max": max, "min": min}
 _OF_TEXTS = ("split", "rsplit", "lower", "upper", "strip", "startswith", "endswith", "replace", "isdigit")
+FUNCTIONS |= COLLECTING
 FUNCTIONS |= {"Path": str, "pathlib.Path": str, "os.path.join": lambda *parts: "/".join(parts), "dict": dict}
 ENUMERATIONS = ("Strategy", "Type", "Names")  # IntervalStrategy.EPOCH means epoch
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}

@@ -17,6 +17,7 @@ from lockstep.lab.import_config import (
     lightning,
     loading,
     loss_means,
+    object_flows,
     trainer,
 )
 from lockstep.lab.import_config.bound_names import root_of
@@ -98,6 +99,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None) -> None:
     TrainerStatements(script, draft, lambda node: _is_read(node, at)).read()
     _settings(at, processes)
     own_tokenizer(at)
+    object_flows.refuse(script, draft)
     if draft.task is None:
         draft.unclear("the task", "the script does not show it", "task.name")
 
@@ -324,7 +326,10 @@ def collator(call: Call, at: Reading) -> None:
 
 
 def padding_collator(call: Call, at: Reading) -> None:
-    """Read DataCollatorForSeq2Seq and similar collators: labels of padding are ignored."""
+    """Read DataCollatorForSeq2Seq and similar collators: labels of padding are ignored, and a label is a sequence."""
+    if at.draft.task == "classification":
+        why = "it pads labels as sequences, and a classifier has one label a text: use DataCollatorWithPadding"
+        at.draft.unclear(str(call), why)
     arguments = at.script.arguments(call, ("tokenizer", "model"))
     node = arguments.nodes.get("label_pad_token_id")
     if node is not None and arguments.known.get("label_pad_token_id") != -100:
@@ -411,10 +416,33 @@ def _objects(call: Call, at: Reading, nodes: dict[str, ast.expr]) -> None:
             key = {"peft_config": "model.adapter", "model_init": "model.source"}.get(name, "tokenizer.source")
             at.draft.unclear(f"line {call.line}: {name}={code_of(node)}", "the line that creates it was not found", key)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        function = function_of(at.script, nodes.get(name))
+        function = _scoring(at.script, nodes.get(name))
+        if function is None and nodes.get(name) is not None and not _is_of_library(at.script, nodes[name]):
+            where = f"line {call.line}: {name}={code_of(nodes[name])}"
+            at.draft.unclear(where, "which function it is was not found, and it may change the training")
         if function is not None and (line := changes_outside(at.script, function)) is not None:
             where = f"line {line.lineno}: {code_of(line)}"  # type: ignore[attr-defined]
             at.draft.unclear(where, f"it changes the training from {name}")
+
+
+def _scoring(script: Script, node: ast.expr | None) -> ast.AST | None:
+    """Return the function of the script that scores: one that is named, one with others in it that makes it, or the
+    `__call__` of a class."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) and node.id not in script.functions else node
+    if (function := function_of(script, node) or function_of(script, value)) is not None:
+        return function
+    name = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+    if name in script.classes:
+        return next((m for m in script.classes[name].body if getattr(m, "name", "") == "__call__"), None)
+    return script.functions.get(name) if name not in script.ambiguous else None
+
+
+def _is_of_library(script: Script, node: ast.expr) -> bool:
+    """Return whether a function is one of a library, or None."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else node
+    if value is None or script.known(value, 0) is None:
+        return script.known(node, 0) is None or root_of(node) in script.imports
+    return root_of(value) in script.imports
 
 
 def _is_choice(script: Script, node: ast.expr | None) -> bool:
