@@ -106,9 +106,9 @@ class _Flows:
                 break
             scope = self.script.scopes.get(id(scope))
         last = self.script.bound(node, last=True)
-        values = [last] if last is not None else [each for each in values or () if each is not None]
-        kinds = [self._kind(each, depth + 1) for each in values]
-        usual = kind_of(self.script, node) if not values else None
+        known = [last] if last is not None else [each for each in values or () if each is not None]
+        kinds = [self._kind(each, depth + 1) for each in known]
+        usual = kind_of(self.script, node) if not known else None
         return next((each for each in kinds if each is not None), usual if usual in _STRICT else None)
 
     def _called(self, node: ast.Call, depth: int) -> str | None:
@@ -215,11 +215,19 @@ class _Flows:
         if isinstance(parent, ast.Call | ast.keyword):
             call = self.parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
             return isinstance(call, ast.Call) and self._is_known(call)
-        if kind not in ("rows", "DataLoader"):
-            return False
+        data = kind in ("rows", "DataLoader")
         if isinstance(parent, ast.Assign) and all(isinstance(each, ast.Name) for each in parent.targets):
-            return all(self._reads(each, True) for each in self._uses(parent.targets[0].id))  # type: ignore[attr-defined]
-        return self._reads(node, True)
+            uses = list(self._uses(parent.targets[0].id))  # type: ignore[attr-defined]
+            return all((data and self._reads(each, True)) or self._is_unpacked(each) for each in uses) and (
+                data or bool(uses)
+            )
+        return data and self._reads(node, True)
+
+    def _is_unpacked(self, node: ast.expr) -> bool:
+        """Return whether a mapping is only what a function of a library is called with: `Trainer(**more)`."""
+        word = self.parents.get(id(node))
+        call = self.parents.get(id(word)) if isinstance(word, ast.keyword) and word.arg is None else None
+        return isinstance(call, ast.Call) and self._is_known(call)
 
     def _uses(self, name: str) -> Iterator[ast.Name]:
         for node in ast.walk(self.script.tree):
@@ -257,8 +265,10 @@ class _Flows:
         if name in self.script.functions:
             return True
         if name in self.script.classes:
-            own = self.script.classes[name]
-            return data or kind == "tokenizer" or is_trainer(self.script, name) or self._inherits(own)
+            inherits = is_trainer(self.script, name) or self._inherits(self.script.classes[name])
+            return data or kind == "tokenizer" or inherits
+        if name == "dict" and node not in call.args:
+            return self._displayed(call, kind)
         if name and hasattr(builtins, name):
             copied = data and name in NAMES["copying_builtins"] and node in call.args
             return name in NAMES["reading_builtins"] or copied
@@ -266,12 +276,14 @@ class _Flows:
             return True
         if self.script.origin_of(call.func).rpartition(".")[2] == "partial":
             return self._function(call) is not None and node is not call.args[0]
+        if isinstance(call.func, ast.Name):
+            return self.script.bound(call.func, last=True) is not None and kind != "model"
         if not isinstance(call.func, ast.Attribute):
-            return bool(name) and self.script.bound(call.func, last=True) is not None and kind != "model"
+            return False
         holder = call.func.value
         inherits = isinstance(holder, ast.Call) and ast.unparse(holder.func) == "super"
-        own = isinstance(holder, ast.Name) and holder.id in ("self", "cls")
-        return inherits or own or self._kind(holder) is not None or call.func.attr in NAMES["taking_methods"]
+        itself = isinstance(holder, ast.Name) and holder.id in ("self", "cls")
+        return inherits or itself or self._kind(holder) is not None or call.func.attr in NAMES["taking_methods"]
 
     def _inherits(self, kind: ast.ClassDef) -> bool:
         """Return whether a class has a base, whose reader looks at it: a Trainer, a callback, a module, a data set."""
