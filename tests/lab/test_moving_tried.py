@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.lab.import_config import followed, tried_on_rows
 from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.text_columns import Column
 from support.moving_scripts import QUESTIONS, TAGS, changed
 
 OTHER_WINDOWS = {  # a change of a function of windows -> whether its positions are others
@@ -58,6 +59,63 @@ def test_tags_are_those_that_lockstep_gives_the_same_rows(tmp_path: Path) -> Non
 
     assert not differs(TAGS)
     assert {pair: differs(changed(pair, text=TAGS)) for pair in OTHER_TAGS} == OTHER_TAGS
+
+
+PAIRS = """
+tokenizer = AutoTokenizer.from_pretrained("acme/encoder")
+prefix = "translate: "
+ids = {"no": 0, "yes": 1}
+
+def pairs(rows):
+    out = tokenizer(rows["first"], rows["second"], truncation=True)
+    out["labels"] = [ids[each] for each in rows["answer"]]
+    return out
+
+def single(row):
+    return tokenizer(row["first"], text_pair=row["second"], max_length=32)
+
+def translated(rows):
+    sources = [prefix + each["en"] for each in rows["translation"]]
+    targets = [each["fr"] for each in rows["translation"]]
+    out = tokenizer(sources, max_length=32)
+    labels = tokenizer(text_target=targets, max_length=32)
+    out["labels"] = [[(t if t != tokenizer.pad_token_id else -100) for t in ids] for ids in labels["input_ids"]]
+    return out
+"""
+OTHER_TEXTS = {  # a change of a function of texts -> the function
+    ('rows["first"], rows["second"]', 'rows["second"], rows["first"]'): "pairs",
+    ('rows["first"], r', '[text.strip() for text in rows["first"]], r'): "pairs",
+    ('in rows["answer"]]', 'in rows["answer"]][::-1]'): "pairs",
+    ("return out\n\ndef single", "out['input_ids'][0] = out['input_ids'][1]\n    return out\n\ndef single"): "pairs",
+    ('row["first"], text', 'row["first"].lower(), text'): "single",
+    ('prefix + each["en"]', 'prefix + each["en"].strip()'): "translated",
+    ('[each["fr"] for', '[each["en"] for'): "translated",
+    ("t in ids]", "t in ids[1:]]"): "translated",
+    ('each in rows["translation"]]\n    out', 'each in rows["translation"][::-1]]\n    out'): "translated",
+    (
+        "return out\n\ndef single",
+        "out['token_type_ids'] = out['attention_mask']\n    return out\n\ndef single",
+    ): "pairs",
+}
+
+
+def test_texts_and_labels_are_those_of_the_columns(tmp_path: Path) -> None:
+    def differing(text: str) -> list[str]:
+        script = Script(tmp_path / "train.py", text)
+        both = {"text": Column("first"), "text_pair": Column("second")}
+        of = {"text": Column("translation", "translate: ", "en"), "text_target": Column("translation", "", "fr")}
+        columns = {"pairs": both, "single": both, "translated": of}
+        tried = {
+            name: tried_on_rows.other_texts(
+                script, script.functions[name], of, name != "single", lambda n: n.id == "ids"
+            )
+            for name, of in columns.items()
+        }
+        return [name for name, node in tried.items() if node is not None]
+
+    assert differing(PAIRS) == []
+    for pair, name in OTHER_TEXTS.items():
+        assert differing(changed(pair, text=PAIRS)) == [name], pair
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,9 @@ def mapped(call: Call, at: Reading) -> None:
         checked.read()
         if at.draft.task == "token_classification" and len(at.draft.gaps) == gaps:
             _try_tags(tokenising[0], function, checked, at)
+        if at.draft.task in (None, "classification", "translation", "summarization") and len(at.draft.gaps) == gaps:
+            batched = call.name != "map" or at.script.arguments(call).known.get("batched", False)
+            _try_texts(tokenising, function, checked, bool(batched), at)
         label_order.note(at.script, function, at.draft)
         if checked.drops_blank:
             at.set(call, "data.drop_missing", True)
@@ -247,6 +250,23 @@ def _try_tags(call: Call, function: Scope, checked: MappedFunction, at: Reading)
     if other is not None:
         why = "on init's test rows the tags differ: here the first token of a word has its tag, and the others none"
         _changed(at, other, why, "task.tags")
+
+
+def _try_texts(calls: list[Call], function: Scope, checked: MappedFunction, batched: bool, at: Reading) -> None:
+    """Try a function that tokenises texts, or sources and targets, on rows of ours."""
+    columns: dict[str, text_columns.Column] = {}
+    for call in calls:
+        nodes = at.script.arguments(call, ("text", "text_pair")).nodes
+        target = at.draft.task in ("translation", "summarization") and _is_target(call, function)
+        for side in (each for each in ("text", "text_pair", "text_target") if each in nodes):
+            column = text_columns.column_of(at.script, nodes[side])
+            key = "text_target" if target else side
+            if column is None or columns.setdefault(key, column) != column:
+                return  # the column is unknown, or another branch has another one: refused elsewhere
+    node = tried_on_rows.other_texts(at.script, function, columns, batched, checked.is_mapping)
+    if node is not None:
+        why = f"on rows that init tries, its tokens or labels are not those of the columns: {_WHOLE}"
+        _changed(at, node, why, "data.source", "data.train")
 
 
 def _changed(at: Reading, node: ast.AST, why: str, *by: str) -> None:

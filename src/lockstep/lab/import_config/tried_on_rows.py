@@ -1,4 +1,4 @@
-"""Functions passed to `map` that make windows of contexts, or give tokens the tags of their words, tried on rows.
+"""Functions passed to `map` that make windows, give tokens the tags of their words, or tokenise texts, tried on rows.
 
 In: such a function. Out: the node that cannot be followed, the function if its result is not what lockstep makes of the
 same rows, or None. The function is followed (`followed.py`) with a tokenizer of ours, and not run.
@@ -14,6 +14,7 @@ from lockstep.data.qa_features import TokenWindow
 from lockstep.lab.import_config.followed import FollowedFunction, NotFollowed, Ours
 from lockstep.lab.import_config.kinds import kind_of
 from lockstep.lab.import_config.script import Scope, Script, Unknown
+from lockstep.lab.import_config.text_columns import Column
 
 _CLS, _SEP, _PAD = 101, 102, 0
 _ROOM, _STRIDE = 7, 3  # tokens of the context in a window, and of the window before it
@@ -182,6 +183,97 @@ def _keeps(entries: dict[Any, Any], tokens: Ours) -> bool:
     """Return whether the model inputs in `entries` are the tokenizer's output, unchanged."""
     inputs = ("input_ids", "attention_mask", "token_type_ids")
     return "input_ids" in entries and all(entries[each] == tokens.entries[each] for each in inputs if each in entries)
+
+
+_TEXTS = (
+    (" Where does It lie? ", "It lies on the Wensum,\nin Norfolk.", "Sur la  Wensum."),
+    ("One", "two words", "Un"),
+    ("http://example.org <b>3,5 %</b>; e-mail: a@b.c", "UPPER lower", "Où ? À l'Est -- d'accord !"),
+    ("One", "a long text of many words, " * 9, "Une phrase assez longue, " * 9),
+)
+_LABELS = tuple(Ours() for _ in _TEXTS)
+_SIDES = ("text", "text_pair", "text_target")
+
+
+def _ids(*texts: str) -> list[int]:
+    """Return tokens that no other texts have."""
+    return [_CLS, *(number for text in texts for number in (*map(ord, text), _SEP))]
+
+
+class _TextTokenizer(Ours):
+    """A tokenizer of any texts. `following` evaluates the texts that a call is given by a keyword."""
+
+    following: FollowedFunction
+
+    def called(self, node: ast.Call, values: list[Any]) -> Any:
+        words = {str(word.arg): self.following.value(word.value) for word in node.keywords if word.arg in _SIDES}
+        sides = dict(zip(_SIDES, values, strict=False)) | words
+        wholes = {key: [of] if isinstance(of, str) else of for key, of in sides.items() if of is not None}
+        if not wholes or not all(isinstance(of, list) and all(map(_is_text, of)) for of in wholes.values()):
+            raise NotFollowed(node)
+        one = any(isinstance(of, str) for of in sides.values())
+        target = wholes.pop("text_target", None)
+        rows = [_ids(*row) for row in zip(*(wholes or {"text": target}).values(), strict=True)]
+        entries: dict[str, Any] = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        entries["token_type_ids"] = [[0] * len(row) for row in rows]
+        if target is not None and wholes:
+            entries["labels"] = [_ids(text) for text in target]
+        return _Tokens({key: of[0] if one else of for key, of in entries.items()}, [], [])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def other_texts(
+    script: Script, function: Scope, columns: dict[str, Column], batched: bool, mapping: Any
+) -> ast.AST | None:
+    """Return the function if its tokens or labels are not those of the texts of `columns`, unchanged behind their
+    prefixes, and the labels of the same rows; None if they are, or if it cannot be followed."""
+    named: dict[str, list[Any]] = {}
+    for place, side in enumerate(_SIDES):
+        for column in [columns[side]] if side in columns else []:
+            if column.name in named and not column.language:
+                return None  # one column as both texts
+            texts = [row[place] for row in _TEXTS]
+            whole = named.setdefault(column.name, [{} for _ in texts] if column.language else texts)
+            for row, text in zip(whole, texts, strict=True):
+                if column.language:
+                    row[column.language] = text
+    parts = [None] if batched else list(range(len(_TEXTS)))
+    for part in parts:
+        tokenizer = _TextTokenizer(pad_token_id=_PAD, cls_token_id=_CLS, sep_token_id=_SEP, is_fast=True)
+        tokenizer.following = following = _following(script, tokenizer, mapping)
+        rows = {key: of if part is None else of[part] for key, of in deepcopy(named).items()}
+        try:
+            result = following.call(function, [_Columns(rows, list(_LABELS) if part is None else _LABELS[part])])  # type: ignore[arg-type]
+        except (NotFollowed, *_FAULTS):
+            return None  # its statements decide
+        entries = result.entries if isinstance(result, Ours) else result
+        if not isinstance(entries, dict) or not _is_of_texts(entries, columns, part):
+            return function
+    return None
+
+
+def _is_of_texts(entries: dict[Any, Any], columns: dict[str, Column], part: int | None) -> bool:
+    """Return whether entries are the tokens of all rows, or of one, and their labels."""
+    which = list(range(len(_TEXTS))) if part is None else [part]
+
+    def of(side: str, row: int) -> str:
+        return columns[side].prefix + _TEXTS[row][_SIDES.index(side)]
+
+    sides = [side for side in ("text", "text_pair") if side in columns]
+    own = [_ids(*(of(side, row) for side in sides)) for row in which]
+    usual = {"input_ids": own, "attention_mask": [[1] * len(ids) for ids in own]}
+    usual["token_type_ids"] = [[0] * len(ids) for ids in own]
+    if "text_target" in columns:
+        labels: list[list[Any]] = [[_ids(of("text_target", row)) for row in which]]
+    else:
+        labels = [[_LABELS[row] for row in which], [("number of", _LABELS[row]) for row in which]]
+    actual = {key: value if part is None else [value] for key, value in entries.items()}
+    plain = all(actual[key] == of_rows for key, of_rows in usual.items() if key in actual) and "input_ids" in actual
+    needed = "text_target" not in columns or "labels" in actual
+    return plain and needed and all(actual[key] in labels for key in ("labels", "label") if key in actual)
 
 
 _WORDS = (("Anna", "lives", "in", "Reykjavik", "."), ("Oslo",), ("Herr", "Hallgrimsson", "visits", "Akureyri"))
