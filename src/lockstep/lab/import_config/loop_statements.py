@@ -460,8 +460,8 @@ class Statements:
         if not isinstance(name, ast.Name) or name.id in self.path:
             return False
         value = self.script.bound(name, last=True)
-        held = names_in(value) if isinstance(value, _HOLDING) else set()
-        return name.id in self.roles or bool(held & (self.path | self.roles.keys()))
+        others = names_in(value) if isinstance(value, _HOLDING) else set()
+        return name.id in self.roles or bool(others & (self.path | self.roles.keys()))
 
     def _role(self, node: ast.expr) -> Role | None:
         """Return the role of an expression, or None if it is not on the list."""
