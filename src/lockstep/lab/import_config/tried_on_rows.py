@@ -120,7 +120,7 @@ class _OneToOne(Ours):
         return ("number of", key)
 
 
-def _following(script: Script, tokenizer: _Tokenizer, mapping: Any = None) -> FollowedFunction:
+def _following(script: Script, tokenizer: Ours, mapping: Any = None) -> FollowedFunction:
     functions = {name: each for name, each in script.functions.items() if name not in script.ambiguous}
 
     def other(node: ast.Name) -> Any:
