@@ -110,7 +110,7 @@ def test_what_only_reads_an_object_is_no_gap() -> None:
     same = TRIED.replace("OTHER", "from_pretrained(NAME, force_download=True)")
     assert not _deciding(changed((LOADED, same), text=text))
     other = TRIED.replace("OTHER", "from_pretrained('acme/other')")
-    assert any("its value is that of line" in line for line in _deciding(changed((LOADED, other), text=text)))
+    assert any("it has the value of line" in line for line in _deciding(changed((LOADED, other), text=text)))
     logs = f"        history['loss'].append(loss.item())\n{AFTER}"
     assert not _deciding(changed(("for epoch in", "history = {'loss': []}\nfor epoch in"), (AFTER, logs), text=SCRIPT))
 
