@@ -57,6 +57,7 @@ OF_TRAINERS = (
     "torch.nn.Module.__getattribute__(model, 'half')()",
     "chosen = max([model], key=id)",
     "import importlib\nimportlib.import_module('torch').use_deterministic_algorithms(True)",
+    "import torch.nn.functional as F\nF.__dict__.update(dropout=print)",
     "import weakref\nseen = weakref.ref(model)",
 )
 OF_ADAPTERS = (
@@ -138,6 +139,7 @@ SCORES = {  # code -> the function that compute_metrics is
     f"class Scores:\n    def __call__(self, p):\n        {RATE}\n        return {{}}\n": "Scores()",
     f"def make(t):\n    def inner(p):\n        {RATE}\n        return {{}}\n    return inner\n": "make(1)",
     "def scores(p):\n    for m in [model]:\n        m.classifier = None\n    return {}\n": "scores",
+    "def zeros(p):\n    trainer.model.classifier.weight.data.zero_()\n    return {}\n": "zeros",
     "table = {}\n": "table['scores']",
 }
 

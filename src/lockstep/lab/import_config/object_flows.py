@@ -64,7 +64,8 @@ class _Flows:
             if isinstance(node, ast.Call) and self._reflects(node):
                 yield node, _COMPUTED
             elif isinstance(node, ast.Attribute) and node.attr in NAMES["reflecting_attributes"]:
-                if self._kind(node.value) is not None and not self._is_name(node):
+                library = root_of(node) in self.script.imports and isinstance(node.value, ast.Name | ast.Attribute)
+                if (library or self._kind(node.value) is not None) and not self._is_name(node):
                     yield self._whole(node), _COMPUTED
             elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
                 continue

@@ -426,8 +426,12 @@ def _acts_outside(script: Script, call: ast.Call, bound: set[str], own: set[str]
     root = root_of(call.func)
     if root in own or call.func.attr in NAMES["trainer_evaluates"]:
         return False
-    return _kind_of_any(script, call.func.value) in _ACTS or (
-        root in bound and call.func.attr not in NAMES["quiet_methods"]
+    first = next((each for each in ast.walk(call.func) if isinstance(each, ast.Name) and each.id == root), None)
+    outer = first is not None and root not in bound and _kind_of_any(script, first) in _ACTS  # trainer.model.x.data
+    return (
+        outer
+        or _kind_of_any(script, call.func.value) in _ACTS
+        or (root in bound and call.func.attr not in NAMES["quiet_methods"])
     )
 
 
