@@ -17,6 +17,7 @@ from support.composed_cases import COMPOSED
 from support.contradiction_cases import CONTRADICTIONS
 from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
 from support.forked import FORK_TRACED
+from support.given_cases import GIVEN, GIVEN_SUSPECTED
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED
 from support.places import ROOT
@@ -44,16 +45,14 @@ def test_every_finding_has_an_exhibit() -> None:
     in_tests = {
         "packed-rows",
         "equal-shards",
-        "labels-without-offset",
-        "equal-masks",
         "parts-overlap",
         "best-is-worst",
         "no-effect",
         "split-by-rank",
     }  # tests/trace
-    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE
+    proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE | GIVEN
     likely = SUSPECTED | LIKELY | CONTRADICTIONS | LAYERS_SUSPECTED | NOISE_SUSPECTED | STATE_SUSPECTED
-    likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED | EVIDENCE_SUSPECTED
+    likely |= ANSWERS_SUSPECTED | UPDATES_SUSPECTED | EVIDENCE_SUSPECTED | GIVEN_SUSPECTED
     likely |= {code: code for codes_ in COMPOSED.values() for code in codes_}
     assert codes() - shown - {*proved.values(), *likely.values()} == in_tests
 

@@ -4,6 +4,7 @@ In: torch. Out: functions of a kind; `COMPOSED`: the code of the expected findin
 """
 
 import copy
+import io
 import math
 from collections.abc import Callable, Iterator
 
@@ -166,30 +167,6 @@ def items(kind: str) -> None:
     learned(sgd(model), losses())
 
 
-def rows_of_a_mask(kind: str) -> None:
-    model, table = net(), nn.Embedding(12, 3)
-
-    def losses() -> Iterator[Tensor]:
-        for i in torch.arange(96).split(12):
-            mask = (X[i, 0] > 0).long()
-            out = model(X[i])
-            if kind == "integers":
-                yield functional.mse_loss(out[mask], X[i, :3][mask])
-            elif kind == "positions":
-                yield functional.mse_loss(out[mask.nonzero()[:, 0]], X[i, :3][mask.nonzero()[:, 0]])
-            elif kind == "offsets":
-                yield functional.cross_entropy(out + table.weight[mask], Y[i])
-            elif kind == "anchors":
-                yield functional.mse_loss(out, out[torch.arange(12) % 2])
-            elif kind == "two centers":
-                yield functional.mse_loss(out[:2][mask], X[i, :3])
-            else:
-                chosen = mask.bool() if kind == "booleans" else torch.randperm(len(mask))
-                yield functional.mse_loss(out[chosen], X[i, :3][chosen])
-
-    learned(sgd(model), losses())
-
-
 def states(kind: str) -> None:
     layer, head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 1)
     optimizer = torch.optim.Adam([*layer.parameters(), *head.parameters()], 1e-2)
@@ -247,6 +224,14 @@ def loaded_weights(kind: str) -> None:
         elif kind == "copied":
             for p, q in zip(model.parameters(), first.parameters(), strict=True):
                 p.copy_(q)
+        elif kind == "another checkpoint":
+            file = io.BytesIO()
+            torch.save(net().state_dict(), file)
+            file.seek(0)
+            other = torch.load(file)
+            torch.randn(3)
+            for name, p in model.named_parameters():
+                p.copy_(other[name])
         elif kind == "loaded again":
             model.apply(lambda m: nn.init.xavier_uniform_(m.weight) if isinstance(m, nn.Linear) else None)
             model.load_state_dict(first.state_dict())
@@ -336,9 +321,6 @@ COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str
         "mean-over-padding": (("mean of masked",), ("divided by the mask", "divided by its mean", "hazards", "tags")),
     },
     items: {"padding-is-data": (("from 0",), ("no padding", "from 1", "rows", "missing"))},
-    rows_of_a_mask: {
-        "mask-as-index": (("integers",), ("booleans", "positions", "two centers", "an order", "offsets", "anchors"))
-    },
     states: {
         "state-carried": (("",), ("in order", "not carried", "parts of a batch", "a start of zeros", "a mean of all")),
     },
@@ -348,7 +330,10 @@ COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str
     loaded_weights: {
         "load-overwritten": (
             ("all anew",),
-            ("a new head", "shrunk", "copied", "loaded again", "used before", "as loaded", "another order"),
+            (
+                *("a new head", "shrunk", "copied", "another checkpoint", "loaded again", "used before", "as loaded"),
+                "another order",
+            ),
         ),
     },
     a_new_head: {

@@ -196,21 +196,9 @@ def a_sum_of_means(wrong: bool) -> None:
             optimizer.zero_grad()
 
 
-def a_teacher_with_dropout(wrong: bool) -> None:
-    teacher, model = net(0.5).train(wrong), net()
-    optimizer = sgd(model)
-    for x, _ in batches(1):
-        with torch.no_grad():
-            wanted = teacher(x).softmax(1)
-        optimizer.zero_grad()
-        functional.kl_div(model(x).log_softmax(1), wanted, reduction="batchmean").backward()
-        optimizer.step()
-
-
 LIKELY: dict[Callable[[bool], None], str] = {
     a_cosine_of_epochs: "scheduler-unit",
     a_sum_of_means: "accumulation-undivided",
-    a_teacher_with_dropout: "teacher-in-training-mode",
     shuffled_apart: "pairs-change",
 }
 

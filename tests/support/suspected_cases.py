@@ -37,7 +37,7 @@ def an_absolute_difference(wrong: bool) -> None:
     """Control: differences of all pairs of outputs, as in a ranking loss."""
     model = nn.Linear(12, 1)
     optimizer = sgd(model, 1e-3)
-    for x, _ in batches():
+    for x in X.split(16):
         optimizer.zero_grad()
         out, target = model(x), x[:, 0]
         pairs = out - out.squeeze(1)
@@ -124,68 +124,6 @@ def a_mask_of_another_number(wrong: bool) -> None:
         optimizer.step()
 
 
-def averages_that_stay(wrong: bool) -> None:
-    """Control: averages replace the weights for each evaluation and are removed again, by `.data`, as in libraries."""
-    model = net()
-    optimizer = sgd(model)
-    average = [p.detach().clone() for p in model.parameters()]
-    for _ in range(3):
-        for x, y in batches(1):
-            step(model, optimizer, x, y)
-            torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.2)
-        kept = [p.detach().clone() for p in model.parameters()]
-        for p, other in zip(model.parameters(), average, strict=True):
-            p.data.copy_(other)
-        with torch.no_grad():
-            model.eval()(X[:7] + 1)
-        model.train()
-        for p, other in zip(model.parameters(), average if wrong else kept, strict=True):
-            p.data.copy_(other)
-
-
-def an_average_that_is_loaded(wrong: bool) -> None:
-    """Control: the best weights are loaded after each evaluation."""
-    model, average = net(), net()
-    optimizer = sgd(model)
-    for _ in range(3):
-        for x, y in batches(1):
-            step(model, optimizer, x, y)
-        if wrong:
-            model.load_state_dict(average.state_dict())
-        with torch.no_grad():
-            model.eval()(X[:7] + 1)
-        model.train()
-        if not wrong:
-            model.load_state_dict(average.state_dict())
-
-
-def weights_from_elsewhere(wrong: bool) -> None:
-    """Control: weights are clipped after each step."""
-    model, other = net(), net()
-    optimizer = sgd(model)
-    for i, (x, y) in enumerate(batches()):
-        step(model, optimizer, x, y)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            if not wrong:
-                p.detach().clamp_(-0.1, 0.1)
-            elif i == 5:
-                p.detach().copy_(q)
-
-
-def steps_that_are_undone(wrong: bool) -> None:
-    """Control: weights are saved before each step, and restored after a bad one."""
-    model = net()
-    optimizer = sgd(model)
-    kept = [p.detach().clone() for p in model.parameters()]
-    for x, y in batches():
-        step(model, optimizer, x, y)
-        for p, q in zip(model.parameters(), kept, strict=True):
-            if wrong:
-                p.detach().copy_(q)
-            else:
-                q.copy_(p.detach())
-
-
 def an_optimizer_in_each_epoch(wrong: bool) -> None:
     """Control: each new optimizer loads the state of the one before."""
     model = net()
@@ -256,10 +194,6 @@ SUSPECTED: dict[Callable[[bool], None], str] = {
     folds_of_one_model: "trained-on",
     tokens_that_are_copied: "labels-not-shifted",
     a_mask_of_another_number: "padding-seen",
-    averages_that_stay: "weights-written",
-    an_average_that_is_loaded: "weights-written",
-    weights_from_elsewhere: "weights-written",
-    steps_that_are_undone: "steps-undone",
     an_optimizer_in_each_epoch: "optimizer-made-anew",
     layers_in_a_list: "unregistered",
     a_decay_in_each_step: "rate-vanishes",

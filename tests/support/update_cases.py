@@ -67,34 +67,12 @@ def a_weight_tied_by_data(wrong: bool) -> None:
         step(model, optimizer, x, y)
 
 
-def a_factor_that_is_the_rate(wrong: bool) -> None:
-    """Control: a share of the rate."""
-    model = net()
-    optimizer = sgd(model, 0.03)
-    scheduler = LambdaLR(optimizer, lambda i: (0.03 if wrong else 1.0) * 0.9**i)
-    for x, y in batches():
-        step(model, optimizer, x, y)
-        scheduler.step()
-
-
-def a_factor_that_is_small(wrong: bool) -> None:
-    """Control: a warm-up that is longer than the run."""
-    model = net()
-    optimizer = sgd(model, 0.01)
-    scheduler = LambdaLR(optimizer, lambda i: 0.02 * min((i + 1) / 5 if wrong else (i + 1) / 50, 5 / (i + 1)))
-    for x, y in batches():
-        step(model, optimizer, x, y)
-        scheduler.step()
-
-
 UPDATES: dict[Callable[[bool], None], str] = {
     a_step_left_out: "gradient-not-cleared",
     a_weight_tied_by_data: "tied-by-data",
 }
 UPDATES_SUSPECTED: dict[Callable[[bool], None], str] = {
     a_generator_left_in_its_discriminator: "gradient-left",
-    a_factor_that_is_the_rate: "factor-is-rate",
-    a_factor_that_is_small: "factor-is-rate",
 }
 
 

@@ -14,14 +14,15 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import LIKELY as LIKELY_CODES
 from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
+from lockstep_trace.rules import data, gradients, inputs, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
-from lockstep_trace.tracer import graph
+from lockstep_trace.tracer import loss_inputs
 from lockstep_trace.tracer.settings import Settings
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL
 from support.evidence_cases import EVIDENCE, EVIDENCE_SUSPECTED
+from support.given_cases import GIVEN, GIVEN_SUSPECTED, NEAR_GIVEN
 from support.layer_cases import LAYERS, LAYERS_SUSPECTED
 from support.noise_cases import NOISE, NOISE_SUSPECTED, SIMILAR
 from support.proved_cases import CLOSE, LIKELY, PROVED
@@ -32,7 +33,7 @@ from support.traced_cases import PAIRS as PAIRED_CASES
 from support.traced_cases import RIGHT, a_stream_of_workers, batches, net, no_target_that_counts, sgd
 from support.update_cases import NEAR_UPDATES, UPDATES, UPDATES_SUSPECTED
 
-PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE
+PAIRS = PAIRED_CASES | PROVED | CONTRADICTIONS | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE | GIVEN
 SUSPECTED = (
     SUSPECTED_CASES
     | LIKELY
@@ -42,6 +43,7 @@ SUSPECTED = (
     | ANSWERS_SUSPECTED
     | UPDATES_SUSPECTED
     | EVIDENCE_SUSPECTED
+    | GIVEN_SUSPECTED
 )
 CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers else ()) for c in PAIRS]
 
@@ -93,7 +95,7 @@ def test_a_decoder_that_reads_its_targets_is_suspected(tmp_path: Path, wrong: bo
 
 @pytest.mark.parametrize(
     "case",
-    [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS, *NEAR_UPDATES],
+    [*RIGHT, *CLOSE, *UNUSUAL, *SIMILAR, *RIGHT_ON_PURPOSE, *NEAR_ANSWERS, *NEAR_UPDATES, *NEAR_GIVEN],
     ids=lambda case: case.__name__,
 )
 def test_right_programs_of_unusual_styles_are_not_accused(tmp_path: Path, case: Callable[[], None]) -> None:
@@ -159,29 +161,6 @@ def test_shards_that_a_script_scales_by_other_factors_are_a_finding(
     assert [f.code for f in proved(rows_)] == (["clip-own-shards"] if proved_ else [])
 
 
-@pytest.mark.parametrize(
-    ("states", "rows", "found"),
-    [((0, 0), (0, 1), True), ((0, 1), (0, 1), False), ((0, 0), (0, 0), False), ((None, None), (0, 1), False)],
-)
-def test_equal_random_numbers_for_different_examples_are_noted(
-    states: tuple[int | None, int | None], rows: tuple[int, int], found: bool
-) -> None:
-    """The controls: other states, the same examples, and no random numbers."""
-    layout = OptimizerLayout(
-        "SGD", (Parameter("a", (2,), (), (2,), 1, "float32", "cpu", 0, True, True, ""),), (), False, None, ("M",)
-    )
-    ranks = []
-    for number, (state, row) in enumerate(zip(states, rows, strict=True)):
-        rank = Rank({"rank": number, "world": 2}, Path())
-        for at in range(12):
-            drawn = None if state is None else [f"{state}-{at}"]
-            rank.steps.setdefault(0, {})[at] = Step({"step": at, "drawn": drawn, "examples": [f"{row}-{at}"]}, layout)
-        ranks.append(rank)
-    notes = [*inputs.equal_masks(Trace(Path(), {"world": 2}, tuple(ranks), 0), 0)]
-    assert [f.code for f in notes] == (["equal-masks"] if found else [])
-    assert not proved(notes)
-
-
 @pytest.mark.parametrize(("rows", "codes"), [(range(60, 120), []), (range(40, 100), ["parts-overlap"])])
 def test_fixed_parts_of_replicas_that_share_examples_are_suspected(rows: range, codes: list[str]) -> None:
     ranks = []
@@ -210,40 +189,14 @@ def test_workers_that_shuffle_a_stream_each_are_suspected(overlap: int) -> None:
     assert [(f.code, f.level) for f in rows_] == ([("whole-stream", "suspicious")] if overlap else [])
 
 
-@pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])
-def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    ranks = []
-    for number in range(2):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda number=number: number)
-        model, rank = nn.Linear(3, 5), Rank({"rank": number, "world": 2}, Path())
-        for at in range(3):
-            own = nn.functional.normalize(model(torch.rand(4, 3)), dim=-1)
-            parts = [torch.rand(4, 5), torch.rand(4, 5)]
-            place = 0 if way == "own candidates first" else number
-            parts[place] = own
-            targets = torch.arange(4) + (4 * number if way == "with it" else 0)
-            loss = nn.functional.cross_entropy(own @ torch.cat(parts).T / 0.1, targets)
-            (function,) = graph.objectives(loss)
-            assert function.targets is not None
-            about = function.about | {"diagonal": bool(function.targets[-1])}
-            assert about["gathered"] == [4, 8, place]
-            layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
-            record = {"step": at, "objectives": [about], "examples": [f"{number}.{at}"]}
-            rank.steps.setdefault(0, {})[at] = Step(record, layout)
-        ranks.append(rank)
-    rows = [*losses.contrastive(Trace(Path(), {}, tuple(ranks), 0), 0)]
-    assert [f.code for f in proved(rows)] == (["labels-without-offset"] if way == "without the offset" else [])
-
-
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_an_absolute_loss_of_torch_that_spreads_is_noted() -> None:
     layer, targets = nn.Linear(3, 1), torch.randn(8)
     outputs = layer(torch.randn(8, 3))
-    assert graph.handmade(nn.functional.l1_loss(outputs, targets)) == ["spread 8"]
-    assert graph.handmade(nn.functional.l1_loss(outputs.squeeze(1), targets)) == []
-    assert graph.handmade(nn.functional.l1_loss(outputs, targets.unsqueeze(1))) == []
+    losses_ = [functional.l1_loss(outputs, targets), functional.l1_loss(outputs.squeeze(1), targets)]
+    losses_.append(functional.l1_loss(outputs, targets.unsqueeze(1)))
+    notes = [[note for note, _ in loss_inputs.notes_on_inputs(loss, 8, [], {})] for loss in losses_]
+    assert notes == [[("all pairs", "8")], [], []]
 
 
 @pytest.mark.parametrize("way", ["zeroed", "zeroed in place", "cut", "two factors of zeros"])

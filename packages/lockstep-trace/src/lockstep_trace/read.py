@@ -133,11 +133,6 @@ class Step:
         return self._values("weights", range(len(self.layout.parameters)), sketch=False)
 
     @cached_property
-    def written(self) -> dict[str, Value]:
-        """Name -> weight before the step minus that after the last one; empty if nothing wrote to them."""
-        return self._values("written", range(len(self.layout.parameters)), sketch=False)
-
-    @cached_property
     def updates(self) -> dict[str, Value]:
         """Name -> weight after the step minus weight before."""
         return self._values("updates", range(len(self.layout.parameters)))

@@ -569,3 +569,23 @@ def workers(trace: Trace) -> Iterator[Finding]:
                     finding, bool(first), "a generator that is seeded by the example", "the code of the data set"
                 )
                 return
+
+
+def flags(trace: Trace) -> Iterator[Finding]:
+    """Report a data set that was split, and a setting of it that was changed afterwards: both parts have it.
+
+    Only if it has the new value in each pass over two parts or more: scripts that switch it show both values. What was
+    None before the split, as a transform made from the training rows, is no such setting."""
+    for rank in trace.ranks[:1]:
+        rows: dict[int, list[Any]] = {}
+        for each in rank.loaders:
+            if each.get("flags"):
+                rows.setdefault(each["flags"][0], []).append(each)
+        for passes in rows.values():
+            first = passes[0]["flags"][1]
+            if first and len({e["data"] for e in passes}) > 1 and all(e["flags"][1] == first for e in passes):
+                name = next(iter(first))
+                what = f"{name} of a data set was changed after it was split: all its parts have the new value"
+                cause = "make a data set for each part, or let a wrapper of each part transform its rows"
+                otherwise, decides = "a setting for all rows", f"whether training should have another {name}"
+                yield Finding("flag-shared", what, cause, None, SUSPICIOUS, otherwise, decides)

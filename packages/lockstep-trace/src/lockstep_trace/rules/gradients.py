@@ -18,6 +18,7 @@ from lockstep_trace.read import Rank, Step, Trace
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
+BY_HAND = "updates by hand"  # `tracer/by_hand.py`
 UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not multiplied by it
 
 
@@ -32,12 +33,14 @@ def _first(trace: Trace, optimizer: int, of: Callable[[Step], bool], count: int 
 def zeroed(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report gradients of the previous step that backward adds to: the same, unmodified, nonzero tensors.
 
-    No correct program applies a gradient twice; one that decays gradients by hand modifies them."""
+    No correct program applies a gradient twice; one that decays gradients by hand modifies them. Updates by hand may
+    use the sum of all gradients, so of them it is only suspected."""
     if (row := _first(trace, optimizer, lambda s: f"not zeroed: {optimizer}" in (s.notes or ()), 2)) is not None:
         rank, step = row
         cause = "call zero_grad() of the optimizer that holds these parameters once a step"
         what = f"step {step.step}: backward adds to the gradients of the previous step (rank {rank.number})"
-        yield Finding("not-zeroed", what, cause, step.step, WRONG)
+        finding, by_hand = Finding("not-zeroed", what, cause, step.step), step.layout.optimizer == BY_HAND
+        yield weakened(finding, not by_hand, "a sum of all gradients (dual averaging)", "what updates use")
 
 
 def finite(trace: Trace, optimizer: int) -> Iterator[Finding]:
@@ -203,25 +206,6 @@ def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 ACCUMULATED = ("momentum_buffer", "momentum", "velocity", "exp_avg", "exp_avg_sq", "sum", "square_avg", "m", "v")
-
-
-def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report optimizer state that shares memory with the gradients, so that zero_grad clears it between steps.
-
-    Backward then adds the new gradient to zeros, and the state loses what it accumulated. A correct program that keeps
-    momentum in the gradients does not clear them. State under an unknown name may be only for inspection."""
-    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
-    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items()) if s.shared_state]
-    if len(steps) < PATIENCE:
-        return
-    name = next((n for n in steps[0].shared_state if n in ACCUMULATED), steps[0].shared_state[0])
-    what = (
-        f"step {steps[0].step}: the state {name} of {steps[0].layout.optimizer} shares memory with the gradients, which"
-    )
-    what += f" zero_grad clears before backward, as in {len(steps)} steps: it keeps nothing of earlier steps"
-    cause = "clone the gradient when creating the state: state[name] = grad.clone()"
-    otherwise, decides = "state that is only inspected", "whether a later step reads it"
-    yield weakened(Finding("state-cleared", what, cause, steps[0].step), name in ACCUMULATED, otherwise, decides)
 
 
 def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -287,29 +287,6 @@ def _drops(step: Step) -> bool:
     return bool((step.mode or {}).get("dropout", [0, 0])[0])
 
 
-def equal_masks(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report ranks that draw the same random numbers for different examples: the generator's state changes from step to
-    step, but is equal on all ranks.
-
-    One seed on all ranks may be intended for the weights only, and shared masks may be intended, so the finding is
-    never proved."""
-    if trace.world < 2:
-        return
-    rows = [[s for _, s in sorted(r.steps.get(optimizer, {}).items())] for r in trace.ranks]
-    steps = list(zip(*rows, strict=False))
-    equal = [each for each in steps if all(s.drawn for s in each) and len({s.drawn[0] for s in each}) == 1]
-    equal = [each for each in equal if len({tuple(s.examples or ()) for s in each}) == len(each)]
-    states = {each[0].drawn[0] for each in equal}
-    cpu = bool(equal) and all(p.device == "cpu" for p in equal[0][0].layout.parameters)
-    if len(equal) < LEAST or len(states) < 0.9 * len(equal) or not cpu:
-        return
-    what = f"step {equal[0][0].step}: torch's generator is in the same state on all {trace.world} ranks at the forward "
-    what += f"pass, as in {len(equal)} steps: ranks draw the same dropout and noise for different examples"
-    cause = "seed by rank after creating the model: torch.manual_seed(seed + rank)"
-    otherwise, decides = "one seed on all ranks on purpose", "whether noise should be independent across ranks"
-    yield Finding("equal-masks", what, cause, equal[0][0].step, SUSPICIOUS, otherwise, decides)
-
-
 def made_in_forward(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report layers that each forward pass creates with new random weights, on which the loss depends.
 

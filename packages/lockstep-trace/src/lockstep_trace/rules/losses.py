@@ -138,32 +138,6 @@ def _in_words(code: str, objective: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def contrastive(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a loss over candidates gathered from all ranks whose targets are 0, 1, ... on every rank: those of rank 0.
-
-    A correct program adds the offset of a rank's own candidates, or puts these first, which the graph shows: the
-    finding requires that they are at the rank's offset. Ranks that train on the same examples share candidates and are
-    excluded."""
-    rows: list[tuple[int, list[int]]] = []
-    for number in trace.steps(optimizer):
-        records = trace.at(optimizer, number)
-        looks = [(r.number, o) for r, s in records for o in s.objectives or () if o.get("gathered")]
-        wrong = [o["gathered"] for rank, o in looks if rank and o.get("diagonal") and o["gathered"][2] == rank]
-        wrong = [g for g in wrong if g[1] == trace.world * g[0]]
-        examples = {tuple(sorted(s.examples or ())) for _, s in records}
-        whole = all(o.get("diagonal") for _, o in looks) and len({rank for rank, _ in looks}) == trace.world
-        if wrong and whole and len(examples) == trace.world > 1:
-            rows.append((number, wrong[0]))
-    if len(rows) >= PATIENCE:
-        number, (size, classes, _) = rows[0]
-        what = (
-            f"step {number}: {classes} candidates are gathered from {trace.world} ranks, but on every rank the targets "
-        )
-        what += f"of {size} rows are 0 to {size - 1}: the candidates of rank 0"
-        cause = f"add rank * {size}, the offset of a rank's own candidates, to its targets"
-        yield Finding("labels-without-offset", what, cause, number, WRONG)
-
-
 def one_class(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report batches that each hold a single class: rows that are sorted by class and not shuffled.
 
@@ -239,13 +213,12 @@ def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
     kinds: dict[str, list[tuple[Step, str]]] = {}
     for step in steps:
         for note in step.notes or ():
-            over = note == "spread over targets"
-            kind, _, size = note.rpartition(" ") if note.startswith("spread") and not over else (note, "", "")
+            kind, _, size = note.rpartition(" ") if note.startswith("spread squares") else (note, "", "")
             kinds.setdefault(kind, []).append((step, size))
     if "kl_div of probabilities" in kinds or "kl_div of logits" in kinds:
         kinds.pop("kl of probabilities", None)
     if "spread over targets" in kinds:
-        kinds = {k: v for k, v in kinds.items() if k not in ("spread", "spread squares")}
+        kinds.pop("spread squares", None)
     for kind, rows in kinds.items():
         if kind in HANDMADE and len({s.step for s, _ in rows}) >= PATIENCE:
             yield _handmade(kind, *rows[0])
@@ -254,7 +227,6 @@ def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
 HANDMADE = {
     "spread over targets": "loss-broadcast",
     "spread squares": "loss-broadcast",
-    "spread": "loss-broadcast",
     "kl of probabilities": "loss-of-probabilities",
     "kl_div of probabilities": "loss-of-probabilities",
     "kl_div of logits": "loss-of-logits",
@@ -271,10 +243,7 @@ def _handmade(kind: str, step: Step, size: str) -> Finding:
     elif kind.startswith("spread"):
         what = f"the loss has {size} x {size} differences: an output [{size}, 1] minus targets [{size}]"
         cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
-        if kind == "spread squares":
-            what += "; their mean square is minimal if every output is the mean of all targets"
-        else:
-            otherwise, decides = "differences of all pairs on purpose", "whether each output belongs to one target"
+        what += "; their mean square is minimal if every output is the mean of all targets"
     elif kind == "kl of probabilities":
         what = "the loss has the form of kl_div, but its input is the output of a softmax"
         cause = "kl_div expects log-probabilities: use log_softmax"

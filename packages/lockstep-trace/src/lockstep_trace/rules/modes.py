@@ -1,25 +1,19 @@
 """Rules on modes: dropout and batch norm active during evaluation or inactive during training; stale autocast casts;
 packed rows without a document mask.
 
-Rules on code besides the optimizer that changes weights and moments: weights written between steps, steps that are
-undone, optimizers that are recreated.
-
-Correct programs do each of these on purpose: they clip, project and mask weights, average them (Lookahead, local SGD),
-restore the best ones, redraw low-rank parts. So none of the findings is `wrong`. Weights that are swapped for an
-evaluation and swapped back are unchanged, and cause no finding.
+Optimizers that are recreated with empty moments may be meant, so that finding is never `wrong`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep_trace.causes import few
-from lockstep_trace.read import Rank, Step, Trace, Value
+from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 
 def evaluated(trace: Trace) -> Iterator[Finding]:
@@ -42,30 +36,6 @@ def evaluated(trace: Trace) -> Iterator[Finding]:
             finding = Finding("evaluated-in-training-mode", what, cause)
             proved = (_held_out(rank, record) or _again(rank, record)) and not calm & set(record["examples"])
             yield weakened(finding, proved, otherwise, "whether the pass computes a score")
-            return
-
-
-def teachers(trace: Trace) -> Iterator[Finding]:
-    """Report another model that every step calls without gradients, with dropout or batch norm active.
-
-    Mean teachers and noisy targets may work like this on purpose, so the finding is never proved."""
-    for rank in trace.ranks[:1]:
-        rows: dict[str, list[Mapping[str, Any]]] = {}
-        for record in rank.evaluations:
-            if record["active"] and not record.get("trained"):
-                rows.setdefault(record["model"], []).append(record)
-        for model, records in rows.items():
-            stretches = {tuple(r["steps"]) for r in records}
-            if len(stretches) < PATIENCE or any(r["mode"].get("dropout", [0, 0])[0] == 0 for r in records):
-                continue
-            what = (
-                f"{model} is called without gradients, and no optimizer trains it: {few(records[0]['active'])} active, "
-            )
-            what += f"in training mode, in {len(stretches)} steps or evaluations"
-            cause = "call .eval() on a teacher, reference, target or averaged model"
-            otherwise = "a teacher that is noisy on purpose"
-            decides = "whether its outputs should be random"
-            yield Finding("teacher-in-training-mode", what, cause, None, SUSPICIOUS, otherwise, decides)
             return
 
 
@@ -216,103 +186,6 @@ def without_statistics(trace: Trace) -> Iterator[Finding]:
                 cause = "copy or average buffers with the parameters (AveragedModel(use_buffers=True), update_bn)"
                 yield Finding("norms-without-statistics", what, cause, None, WRONG)
                 return
-
-
-ROUNDING, ROUNDING_HALF = 1e-5, 2e-2  # relative: rounding left after adding and subtracting a change
-OFTEN = 0.4  # share of steps; writes before more steps than this are a design
-ENOUGH = 8  # steps that all start with the same weights
-
-
-def between(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report weights that change between two steps, unless the script loaded a state_dict to continue from.
-
-    A state_dict that is loaded before an evaluation, with none loaded after it, counts as a change."""
-    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
-    if rank is None or not all(s.measured for steps in rank.steps.values() for s in steps.values()):
-        return
-    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
-    if any(s.closure for s in steps):  # weights are measured inside of the step
-        return
-    written = {s.step: names for s, names in _written(rank, optimizer) if not _loaded(s)}
-    if not written:
-        return
-    if (undone := _undone(steps)) is not None:
-        yield undone
-        return
-    at = sorted(written)
-    names = sorted(set().union(*written.values()))
-    what = f"before step {at[0]}, other code than the optimizer writes to {few(names)}"
-    if len(at) > 1:
-        what += f", and before {len(at)} of {len(steps) - 1} steps"
-    gaps = {b - a for a, b in itertools.pairwise(at)}
-    evaluated = [s.step for s in steps[1:] if s.evaluated]
-    if set(at) <= set(evaluated) and len(at) >= 0.5 * len(evaluated) and len(evaluated) < OFTEN * len(steps):
-        what += ": each time after an evaluation, and training continues from these weights"
-        cause = "restore the trained weights after evaluating other weights (an average, a checkpoint)"
-        otherwise = "restoring the best weights, or continuing from an average (Lookahead)"
-        decides = "which weights training should continue from after an evaluation"
-        yield Finding("weights-written", what, cause, at[0], SUSPICIOUS, otherwise, decides)
-    elif len(at) >= OFTEN * len(steps) or (len(at) >= PATIENCE and len(gaps) == 1):
-        cause = "clipping, projections, masks and averages of weights do this"
-        yield Finding("weights-written", what, cause, at[0], INFO)
-    else:
-        if (back := _equal_state(steps, at[0])) is not None:
-            what += f"; they equal the weights before step {back}"
-        cause = "the moments belong to the replaced weights: load the optimizer's state, too, or create a new optimizer"
-        otherwise = "merging, pruning, or restoring stored weights on purpose"
-        yield Finding(
-            "weights-written", what, cause, at[0], SUSPICIOUS, otherwise, "which code writes to the weights here"
-        )
-
-
-def _loaded(step: Step) -> bool:
-    return step.loaded_model == "after" or (step.loaded_model == "before" and not step.evaluated)
-
-
-def _written(rank: Rank, optimizer: int) -> Iterator[tuple[Step, list[str]]]:
-    known: dict[tuple[str, object, str], Value] = {}
-    at = sorted((s for steps in rank.steps.values() for s in steps.values()), key=lambda s: int(s.raw["at"]))
-    for step in at:
-        rows = {p.name: (p.name, p.block, p.dtype) for p in step.layout.parameters}
-        if step.opt == optimizer and step.step:
-            changed = [
-                n
-                for n, key in rows.items()
-                if key in known and n in step.before and step.before[n].fingerprint != known[key].fingerprint
-            ]
-            if changed and _beyond_rounding(step, changed):
-                yield step, changed
-        known |= {rows[n]: value for n, value in step.weights.items()}
-
-
-def _beyond_rounding(step: Step, names: list[str]) -> bool:
-    if not all(n in step.written for n in names):
-        return True
-    change = math.sqrt(sum(step.written[n].square for n in names))
-    size = math.sqrt(sum(step.before[n].square for n in names))
-    half = any("16" in p.dtype for p in step.layout.parameters if p.name in names)
-    return not change <= (ROUNDING_HALF if half else ROUNDING) * size
-
-
-def _state(step: Step) -> tuple[int, ...]:
-    return tuple(v.fingerprint for v in step.before.values())
-
-
-def _undone(steps: list[Step]) -> Finding | None:
-    begins = {_state(s) for s in steps}
-    changes = all(any(s.weights[n].fingerprint != v.fingerprint for n, v in s.before.items()) for s in steps)
-    if len(steps) < ENOUGH or len(begins) > 1 or not changes:
-        return None
-    what = f"each of {len(steps)} steps starts with the weights of step 0: every update is undone before the next step"
-    cause = "code restores weights between steps: after an evaluation, restore the weights from before it, not the "
-    cause += "initial ones"
-    otherwise = "measuring the effect of single steps (influence of examples, a learning rate search)"
-    return Finding("steps-undone", what, cause, 1, SUSPICIOUS, otherwise, "whether the weights should change at all")
-
-
-def _equal_state(steps: list[Step], number: int) -> int | None:
-    now = next(s for s in steps if s.step == number)
-    return next((s.step for s in steps if s.step < number and _state(s) == _state(now)), None)
 
 
 def anew(trace: Trace, optimizer: int) -> Iterator[Finding]:

@@ -58,12 +58,83 @@ KINDS = {
         "",
         "",
     ),
-    "weights spread": (
+    "all pairs": (
         "loss-broadcast",
-        "a constant and values of shapes [{0}] and [{0}, 1] are multiplied to [{0}, {0}] and summed over all pairs",
+        "values [{0}, 1] of a layer are combined with others to [{0}, {0}], and all pairs count equally",
         "give both the same shape (squeeze or unsqueeze the last dimension of one)",
-        "a product of two sums on purpose",
-        "whether each number belongs to one example",
+        "all pairs on purpose, as of two sets",
+        "whether each output belongs to one target",
+    ),
+    "ctc": (
+        "loss-of-logits",
+        "ctc_loss is given the output of a layer or softmax, whose exponentials do not add to 1: raising all lowers "
+        "the loss without end",
+        "give it log_softmax(-1) of the logits",
+        "",
+        "",
+    ),
+    "ignored": (
+        "class-ignored",
+        "ignore_index is {0}, a class of the outputs that comes as often as the others: it is never learned",
+        "use an index that is no class (-100 is the default)",
+        "a class that means: unlabelled",
+        "what class {0} is",
+    ),
+    "weights of others": (
+        "weights-reversed",
+        "the weights of cross entropy are inverse frequencies of the targets, but those of other classes",
+        "compute them in the order of the class numbers",
+        "weights that are like that by chance",
+        "how the weights are computed",
+    ),
+    "bounded": (
+        "logits-bounded",
+        "cross entropy is given the output of {0}: classes get probabilities of a part of 0 to 1, or do not add to 1",
+        "give it the output of the last layer",
+        "a bounded score on purpose",
+        "whether the model ends in an activation by mistake",
+    ),
+    "8 bits": (
+        "ids-wrapped",
+        "token ids are 0 to 255, evenly or in 8 bits, and the table has {0} rows: larger ids may have wrapped",
+        "keep ids in int64, int32 or int16",
+        "bytes as tokens, with a larger table",
+        "the largest id before it was stored",
+    ),
+    "start twice": (
+        "start-twice",
+        "all rows begin with the same token twice, which comes nowhere else",
+        "add the start token once: in the text or by the tokenizer (add_special_tokens=False)",
+        "two start tokens on purpose",
+        "whether the model is later given both",
+    ),
+    "pairs of 0": (
+        "target-out-of-range",
+        "{0} is given labels 0 and 1, and takes -1 and 1",
+        "give it 2 * label - 1",
+        "0 for pairs that do not count",
+        "what 0 means",
+    ),
+    "target of kl_div": (
+        "target-out-of-range",
+        "kl_div is given {0}",
+        "targets are probabilities, or with log_target=True their logarithms",
+        "numbers that are no distribution on purpose",
+        "how targets are computed",
+    ),
+    "constant term": (
+        "term-without-gradient",
+        "the loss adds a term made of torch.autograd.grad's result, which has no graph: the term trains nothing",
+        "create_graph=True",
+        "a term that is only shown",
+        "whether the term should train the model",
+    ),
+    "ascends": (
+        "update-ascends",
+        "parameters move along their gradients, so that the mean error grows",
+        "subtract the gradient",
+        "examples to forget",
+        "whether the loss should grow",
     ),
     "rare weighs": (
         "weights-reversed",
@@ -122,13 +193,6 @@ KINDS = {
         "keep one index for padding: number items from 1, or leave padding_idx out",
         "an index for missing values",
         "whether {0} is an item",
-    ),
-    "mask as index": (
-        "mask-as-index",
-        "{0} rows are indexed by {0} integers that are all 0 or 1: each takes row 0 or 1, and no row is selected",
-        "a mask selects rows if it is of booleans: mask.bool()",
-        "a table of this length in which rows 0 and 1 are looked up",
-        "whether the integers are a mask",
     ),
     "mean beside sum": (
         "mean-beside-sum",
@@ -210,7 +274,7 @@ KINDS = {
 UNLESS = {
     "noise in no": "noise in an",
     "target beyond": "target outside",
-    "weights spread": "own weights",
+    "all pairs": "own weights",
 }  # a note of another kind in the same run
 
 
@@ -224,6 +288,8 @@ def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
                 rows.setdefault(kind, {}).setdefault(number, argument)
         for kind, by_step in rows.items():
             if kind not in KINDS or UNLESS.get(kind) in rows:
+                continue
+            if kind == "all pairs" and any(n.startswith("spread") for _, s in steps for n in s.notes or ()):
                 continue
             if kind == "state carried" and not any(
                 e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
@@ -423,9 +489,8 @@ def answers(trace: Trace, optimizer: int) -> Iterator[Finding]:
     layer one channel per class and then reads the classes along positions.
     `answer-in-input`: at each position, a causal decoder reads the token that it must predict there, in every loss
     examined. The graph and the numbers exclude a shift inside the model, autoencoders and masked prediction, but not a
-    tagger that seldom changes a token, so the finding is only suspected. Targets that equal a column of the input are
-    also suspected: autoencoders of tables, class-conditional generators, slowly changing states and classes derived
-    from a column have them, too.
+    tagger that seldom changes a token, so the finding is only suspected, as are targets that equal a column of the
+    input (`MAYBE`).
     `itself-among-candidates`: embeddings are multiplied by their own transpose, the target of each row is another row,
     and the diagonal is neither removed nor masked. If all embeddings have the same length, the diagonal is the largest
     entry of each row, so no target can win; otherwise, as for consecutive states, the finding is suspected.
@@ -465,10 +530,6 @@ ANSWERS = {
         "each row is one of its own candidates, although its target is another row",
         "mask the diagonal of the similarities (fill it with -inf) before the loss",
     ),
-    "itself among products": (
-        "each row is one of its own candidates, although its target is another row",
-        "mask the diagonal of the similarities (fill it with -inf) before the loss",
-    ),
     "positive among negatives": (
         "the logit of each row's target occurs again among its negatives",
         "remove the positive from the negatives: enqueue keys after the loss, or mask them",
@@ -476,6 +537,7 @@ ANSWERS = {
 }
 
 
+ANSWERS["itself among products"] = ANSWERS["itself among candidates"]
 MAYBE = {
     "answer at its position": (
         "a tagger that seldom changes a token",

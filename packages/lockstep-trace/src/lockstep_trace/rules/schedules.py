@@ -418,31 +418,6 @@ def _mean_loss(rank: Rank, optimizer: int, first: int, end: int) -> float | None
     return sum(losses) / len(losses) if losses else None
 
 
-def factor_is_rate(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a LambdaLR whose function returns a rate, not a factor: its largest value is the optimizer's rate itself,
-    which is then squared.
-
-    Also report a factor that rises, falls and stays below a tenth of an ordinary rate. Neither is proved: a factor may
-    be small on purpose, and a share of steps or a constant may be the same number."""
-    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
-    steps = [] if rank is None else [s for _, s in sorted(rank.steps[optimizer].items())]
-    if len(steps) < 2 * PATIENCE or not any("LambdaLR" in n for s in steps for n in s.schedulers or ()):
-        return
-    pairs = [(g.get("lr"), g.get("initial_lr")) for g in (s.groups[0] for s in steps)]
-    if not all(isinstance(a, float) and isinstance(b, float) and 0 < b < 0.1 for a, b in pairs):
-        return
-    factors = [a / b for a, b in pairs]
-    top, base = max(factors), pairs[0][1]
-    at = factors.index(top)
-    squared = math.isclose(top, base, rel_tol=1e-6)
-    if squared or (top < 0.1 and 0 < at < len(factors) - 1 and factors[-1] < 0.9 * top):
-        what = f"LambdaLR multiplies the rate {base:g} by {min(factors):.3g} to {top:.3g}: at most {base * top:.3g}"
-        what += ", the square of the optimizer's" if squared else ""
-        cause = "its function returns a factor of the optimizer's rate: divide by the rate, or give the optimizer lr=1"
-        otherwise, decides = "a factor that is small on purpose", "what the largest rate is to be"
-        yield Finding("factor-is-rate", what, cause, None, SUSPICIOUS, otherwise, decides)
-
-
 # -- the score by which a trainer chooses the best weights, or when to stop
 
 ERRORS = {

@@ -44,7 +44,6 @@ def notes_on(
             notes += _batch(node, name, calls)
         if name == "Embedding":
             notes += _padding(node, loss, later, calls)
-    notes += [note for end in loss_nodes(loss) for note in _mask(end)]
     notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
@@ -130,23 +129,6 @@ OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "NllLoss": _classes,
     "Bmm": lambda node: _summed(node),
 }
-
-
-def _mask(end: Any) -> Iterator[Note]:
-    """Yield whether predictions and targets of a loss are both indexed by an integer mask: then all targets where the
-    mask is 0 are equal, and all where it is 1. A lookup table is a parameter, not the output of a layer."""
-    target, first = getattr(end, "_saved_target", None), next((n for n, _ in end.next_functions), None)
-    node = next((n for n in _below(first, (*VIEWS, "LogSoftmax").__contains__) if name_of(n) == "Index"), None)
-    if node is None or not isinstance(target, Tensor) or not is_plain_tensor(target):
-        return
-    index, under = next(iter(node._saved_indices), None), _only(node)
-    if not isinstance(index, Tensor) or not is_plain_tensor(index) or index.dtype != torch.int64 or index.dim() != 1:
-        return
-    if LEAST <= int(node._saved_self_sym_sizes[0]) == len(index) == len(target) and name_of(under) in LAYERS:
-        ones, rows = index == 1, target.detach().reshape(len(index), -1)
-        first_one = rows[ones.long().argmax()]
-        alike = torch.where(ones.unsqueeze(1), rows == first_one, rows == rows[ones.long().argmin()]).all()
-        yield ("mask as index", str(len(index))), ((index == 0) | ones).all() & (ones.any() & ~ones.all()) & alike
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
@@ -257,7 +239,6 @@ def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
             flat = weight.detach().reshape(-1)
             rows = [(flat == column.to(flat.device)).all() for column in columns if len(column) == n]
             spread = flat.max() > flat.min()
-            yield ("weights spread", str(n)), spread
             if rows and 1 in (len(value), weight.dim()):  # else both were given a second axis on purpose
                 yield ("own weights", str(n)), spread & torch.stack(rows).any()
 

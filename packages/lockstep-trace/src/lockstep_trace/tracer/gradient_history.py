@@ -201,7 +201,6 @@ class GradientUse:
 
     def __init__(self) -> None:
         self.zeroed = False  # `zero_grad` was called since the last backward
-        self.zeroed_before = False  # and before it
         self._late: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # clipped before any backward of a step
 
     def before_backward(self, after: Sequence[GradientVersion]) -> bool:
@@ -211,7 +210,7 @@ class GradientUse:
                 clip["unused"] = True
         self._late = []
         cleared = bool(after) and all(self._cleared(row) for row in after)
-        self.zeroed_before, self.zeroed = self.zeroed, False
+        self.zeroed = False
         return cleared
 
     def _cleared(self, row: GradientVersion) -> bool:
@@ -310,16 +309,3 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 def _marks(optimizer: Any) -> list[Any]:
     rows = gradient_versions(p for group in optimizer.param_groups for p in group["params"])
     return [(id(p()), id(grad()), count) for p, grad, count in rows]
-
-
-def shared_with_gradients(optimizer: Any) -> list[str]:
-    """Return the names of states that share memory with the gradient of every parameter that has both."""
-    rows: dict[str, list[bool]] = {}
-    for parameter, state in optimizer.state.items():
-        grad: Any = getattr(parameter, "grad", None)
-        if not isinstance(state, dict) or not placement.is_plain_tensor(grad) or grad.layout != torch.strided:
-            continue
-        for name, value in state.items():
-            if isinstance(value, Tensor) and placement.is_plain_tensor(value) and value.shape == grad.shape:
-                rows.setdefault(str(name), []).append(value.data_ptr() == grad.data_ptr() != 0)
-    return sorted(name for name, shared in rows.items() if all(shared))

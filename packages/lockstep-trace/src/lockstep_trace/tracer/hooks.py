@@ -490,6 +490,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         size=None if skips else _size(getattr(loader, "dataset", None)),
         length=_size(loader),
         data=observers.number_of_data(recorder, getattr(loader, "dataset", None)),
+        flags=observers.changed_flags(recorder, getattr(loader, "dataset", None)),
         split=observers.split_of(getattr(loader, "dataset", None)),
         rows=getattr(getattr(loader, "dataset", None), "lockstep_rows", None),
         streamed=isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset),

@@ -11,7 +11,8 @@ import functools
 import importlib.util
 import numbers
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -25,10 +26,10 @@ ENGINE = "deepspeed"
 
 
 class Finder:
-    """Import finder that calls `install` after a module is imported."""
+    """Import finder that calls `then` with a module after it is imported."""
 
-    def __init__(self, hooks: Hooks, module: str) -> None:
-        self.hooks, self.module = hooks, module
+    def __init__(self, then: Callable[[ModuleType], None], module: str) -> None:
+        self.then, self.module = then, module
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self.module:
@@ -46,7 +47,7 @@ class Finder:
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             load(module)
-            install(self.hooks, self.module)
+            self.then(module)
 
         setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
         return spec
@@ -76,7 +77,7 @@ def watch(hooks: Hooks) -> None:
         elif module is not None:
             install(hooks, name)
         else:
-            sys.meta_path.insert(0, Finder(hooks, name))
+            sys.meta_path.insert(0, Finder(lambda module: install(hooks, module.__name__), name))
 
 
 LOADS = "transformers.modeling_utils"
@@ -221,3 +222,39 @@ def _constants(code: Any) -> set[str]:
         return set()
     inner = (name for each in code.co_consts if hasattr(each, "co_consts") for name in _constants(each))
     return {each for each in code.co_consts if isinstance(each, str)} | set(inner)
+
+
+COMPILER = "torch._dynamo.eval_frame"
+CONTEXTS = ("_TorchDynamoContext", "OptimizeContext")
+
+
+def watch_compiler(around: Callable[..., Any]) -> None:
+    """Wrap everything that `torch.compile` compiles from now on: it becomes one entry of `around`, since it would fall
+    back to eager mode under a dispatch mode. `call_site` sees those compiled before."""
+    if COMPILER in sys.modules:
+        _wrap(sys.modules[COMPILER], around)
+    else:
+        sys.meta_path.insert(0, Finder(lambda module: _wrap(module, around), COMPILER))
+
+
+def _wrap(module: Any, around: Callable[..., Any]) -> None:
+    for name in CONTEXTS:
+        kind = getattr(module, name, None)
+        if kind is not None and "__call__" in vars(kind):
+            kind.__call__ = _outside(kind.__call__, getattr(module, "DisableContext", ()), around)
+
+
+def _outside(original: Any, disabling: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, function: Any) -> Any:
+        result = original(self, function)
+        if isinstance(self, disabling) or not isinstance(result, types.FunctionType):
+            return result  # called from a module's own forward
+
+        @functools.wraps(result)  # with the attributes by which dynamo finds the function inside
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return around(result, args, kwargs)
+
+        return compiled
+
+    return call

@@ -12,6 +12,7 @@ previous step. Distances are measured at a few early steps, without waiting for 
 from __future__ import annotations
 
 import dis
+import itertools
 import sys
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ from .versions import version
 SAMPLE, ALIKE = 64, 0.5  # numbers of a matrix that are compared; correlation of a matrix with itself
 PART = 4096  # numbers of a parameter whose updates are looked at
 LARGE = 1 << 20  # numbers of a state
+READ = 512  # matrices of checkpoints
 EVERY, LAST = 4, 40  # steps whose updates are looked at
 
 
@@ -45,6 +47,7 @@ class LoadedWeights:
     def __init__(self, write: Callable[..., None]) -> None:
         self._write = write
         self._loaded: list[tuple[weakref.ref[Any], tuple[Tensor, Tensor]]] = []
+        self._read: list[Tensor] = []  # samples of matrices of checkpoints
         self._drawn: Tensor | None = None  # state of the generator at the first load
         self._known: dict[int, weakref.ref[Any]] = {}  # loaded or trained, or a part that a library adds to a body
         self._new: dict[int, weakref.ref[Any]] = {}  # not in the state, and trainable when it was loaded
@@ -77,9 +80,21 @@ class LoadedWeights:
         on_cpu = all(p.device.type == "cpu" for p, _ in rows)
         if not rows or (on_cpu and self._drawn is not None and torch.equal(self._drawn, torch.get_rng_state())):
             return  # nothing was drawn: other weights, and no initialization
-        over = [p for p, before in rows if _is_other(before, _look(p))]
+        over = [p for p, before in rows if _is_other(before, _look(p)) and not self._is_copy(p)]
         if 2 * sum(p.numel() for p in over) > sum(p.numel() for p, _ in rows) and 2 * len(over) > len(rows):
             self._write("fact", fact="load overwritten", argument=f"{len(over)} of {len(rows)}")
+
+    def reads(self, result: Any) -> None:
+        """Record the matrices of a checkpoint that was read."""
+        tensors = (t for _, t in tensors_of(result) if t.dim() > 1 and t.numel() >= SAMPLE and t.is_floating_point())
+        self._read += [_sample(t).cpu() for t in itertools.islice(tensors, READ - len(self._read))]
+
+    def _is_copy(self, parameter: Any) -> bool:
+        """Return whether a matrix is that of another checkpoint, or of another loaded or trained model."""
+        own = _sample(parameter).cpu()
+        others = (q for r in self._known.values() if (q := r()) is not None and q is not parameter)
+        alike = (_sample(q).cpu() for q in others if q.shape == parameter.shape and q.device.type != "meta")
+        return any(torch.equal(t.to(own.dtype), own) for t in itertools.chain(self._read, alike) if len(t) == len(own))
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """Record layers that a loaded state lacks and that were frozen after the load, if loaded ones are frozen, too.

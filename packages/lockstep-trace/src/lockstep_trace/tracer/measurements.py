@@ -27,9 +27,8 @@ Local = tuple[Tensor, Block, str]  # local tensor, its block, "partial" or an em
 @dataclass
 class Before:
     """Measured before a step. `weights`: of all parameters; `start`: the same at the first step, with the contents of
-    shards. `written`: their differences from the weights after the last step, None if nothing was written. `grads`: of
-    the parameters numbered `present`, None if they are `unclipped` times the clipping's factor; `unclipped`: measured
-    before clipping, None where that is not known."""
+    shards. `grads`: of the parameters numbered `present`, None if they are `unclipped` times the clipping's factor;
+    `unclipped`: measured before clipping, None where that is not known."""
 
     locals: list[Local]
     weights: list[Tensor]
@@ -40,7 +39,6 @@ class Before:
     partial: list[int]
     grads: list[Tensor] | None
     unclipped: list[Tensor | None] = field(default_factory=list)
-    written: list[Tensor] | None = None
 
 
 def measured_gradients(parameters: Sequence[Any], sketch: bool = True) -> list[Tensor]:
@@ -66,14 +64,12 @@ def before_step(
     a factor. `fresh`: measure weights even if they seem unmodified. `often`: every step is recorded. `evaluated`: the
     model was evaluated since the last step, where weights may be swapped through `.data`."""
     locals_ = [placement.local(p) for p in params]
-    start, shards, written_to = None, [], None
+    start, shards = None, []
     modified = evaluated or [written(p) for p in params] != layout.versions
     if layout.sketches is not None and not modified and not fresh:
         weights = layout.sketches
     else:  # with a sketch if the last step may not be recorded, or weights were written to since
         weights = measured_locals(locals_, sketch=modified or layout.sketches is None or not often)
-        if layout.sketches is not None and modified:
-            written_to = heads(subtracted(weights, layout.sketches))
     if layout.sketches is None:
         layout.sketches = start = weights
         shards = _contents([t for (t, b, _) in locals_ if b.size != b.shape])
@@ -83,9 +79,9 @@ def before_step(
     clipped = [unclipped.get(placement.key(params[i])) for i in present] if unclipped else []
     partial = [i for i, (_, _, kind) in zip(present, grads, strict=True) if kind]
     if known and clipped and all(v is not None for v in clipped):
-        return Before(locals_, weights, start, shards, present, absent, partial, None, clipped, written_to)
+        return Before(locals_, weights, start, shards, present, absent, partial, None, clipped)
     vectors = measured_locals(grads, sketch=not clipped or any(v is None for v in clipped))
-    return Before(locals_, weights, start, shards, present, absent, partial, vectors, clipped, written_to)
+    return Before(locals_, weights, start, shards, present, absent, partial, vectors, clipped)
 
 
 def after_step(
@@ -100,8 +96,6 @@ def after_step(
     layout.versions = [written(p) for p in parameters]
     record["none"], record["partial"] = before.absent, before.partial
     vectors = {"before": heads(before.weights), "weights": heads(after), "updates": subtracted(after, earlier)}
-    if before.written is not None:
-        vectors["written"] = before.written
     if before.start is not None:
         vectors["start"], vectors["shards"] = before.start, before.shards
         record["shards_of"] = [i for i, (_, b, _) in enumerate(before.locals) if b.size != b.shape]

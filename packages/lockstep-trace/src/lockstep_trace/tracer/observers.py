@@ -6,6 +6,7 @@ In: `Hooks`. Out: calls of its recorder.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import weakref
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from . import modes
+from . import by_hand, modes
 from .graph import LAYERS, VIEWS, name_of
-from .inputs import hash_of
+from .inputs import hash_of, tensors_of, wrapped
 from .lifetimes import is_dropped
+from .loss_inputs import ARGUMENTS
 from .versions import written
 
 COLLECTIVES = (
@@ -38,6 +40,8 @@ COLLECTIVES = (
     "irecv",
 )
 DEPTH = 3  # nesting depth of data sets
+LOOKS = 8  # first losses
+OF_TRAINING = re.compile(r"train|aug|transform|eval|test|rand|noise|flip|jitter|mask|crop")  # settings of a part
 
 
 def install(hooks: Any) -> None:
@@ -49,7 +53,8 @@ def install(hooks: Any) -> None:
     _wrap_loads(hooks)
     _wrap_checkpoint(hooks)
     _wrap_saved(hooks)
-    _wrap_divergence(hooks)
+    _wrap_losses(hooks)
+    by_hand.install(hooks)
     modes.install(hooks)
     _wrap_reading(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
@@ -146,6 +151,7 @@ def _wrap_reading(hooks: Any) -> None:
         result = original(*args, **kwargs)
         if hooks.recorder is not None:
             hooks.guarded(hooks.recorder.resumes.reads, result)
+            hooks.guarded(hooks.recorder.loaded.reads, result)
         return result
 
     torch.load = load
@@ -262,16 +268,30 @@ def _wrap_checkpoint(hooks: Any) -> None:
     module.check_backward_validity = check
 
 
-def _wrap_divergence(hooks: Any) -> None:
-    original = nn.functional.kl_div
+def _wrap_losses(hooks: Any) -> None:
+    for name, look in ARGUMENTS.items():
+        setattr(nn.functional, name, _looked_at(hooks, look, getattr(nn.functional, name)))
 
+
+def _looked_at(hooks: Any, look: Any, original: Any) -> Any:
     @functools.wraps(original)
-    def kl_div(input: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and hooks.recorder is not None:
-            hooks.guarded(_divergence, hooks.recorder, input)
-        return original(input, *args, **kwargs)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        if not torch.compiler.is_compiling() and recorder is not None and torch.is_grad_enabled():
+            if look is ARGUMENTS["kl_div"]:
+                hooks.guarded(_divergence, recorder, args[0] if args else kwargs.get("input"))
+            if recorder.loss_looks < LOOKS:
+                hooks.guarded(_note, recorder, look, args, kwargs)
+        return original(*args, **kwargs)
 
-    nn.functional.kl_div = kl_div
+    return function
+
+
+def _note(recorder: Any, look: Any, args: Any, kwargs: Any) -> None:
+    if not any(wrapped(t) for _, t in tensors_of([args, kwargs])):
+        for note, holds in look(*args, **kwargs):
+            recorder.since.observed += [note] if holds is None else []
+            recorder.since.noted += [] if holds is None else [(note, holds)]
 
 
 def _divergence(recorder: Any, value: Any) -> None:
@@ -294,6 +314,8 @@ def _wrap_split() -> None:
     @functools.wraps(init)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        if _FLAGS.get(id(self.dataset), (None,))[0] is not self.dataset:
+            _FLAGS[id(self.dataset)] = self.dataset, _flags(self.dataset)
         frame = sys._getframe(1)
         names = {frame.f_code.co_name, frame.f_back.f_code.co_name if frame.f_back else ""}
         if "random_split" in names:
@@ -309,6 +331,24 @@ def _wrap_split() -> None:
             last["rows"] |= rows
 
     kind.__init__ = begin
+
+
+_FLAGS: dict[int, tuple[Any, dict[str, Any]]] = {}  # data sets that were split, and their settings then
+
+
+def _flags(data: Any) -> dict[str, Any]:
+    values = {n: v for n, v in getattr(data, "__dict__", {}).items() if OF_TRAINING.search(n)}
+    return {n: v for n, v in values.items() if isinstance(v, bool) or (callable(v) and not isinstance(v, nn.Module))}
+
+
+def changed_flags(recorder: Any, data: Any) -> list[Any] | None:
+    """Return [number of the data set that a part was taken from, names and values of its settings that have changed
+    since]; None for a data set that is no part."""
+    base, before = _FLAGS.get(id(getattr(data, "dataset", None)), (None, {}))
+    if base is None or base is not data.dataset:
+        return None
+    now = {n: v for n, v in _flags(base).items() if n in before and v is not before[n]}
+    return [number_of_data(recorder, base), {n: v if isinstance(v, bool) else id(v) for n, v in now.items()}]
 
 
 def split_of(data: Any, depth: int = DEPTH) -> list[int] | None:

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
-from . import compiled
 from .fingerprint import measure, whole
 from .hooks import Hooks, working
+from .late_imports import watch_compiler
 from .placement import WRAPPERS, plain_name
 from .recorder import Recorder
 from .records import packed
@@ -425,7 +425,7 @@ def begin(hooks: Hooks, recorder: Recorder) -> None:
         _WRAPPED.append(hooks)
         _wrap_call(hooks)
         _wrap_resize(hooks)
-        compiled.install(_Current(hooks))
+        watch_compiler(_Current(hooks).around)
 
 
 class _Current:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
+from .by_hand import ByHand, has_constant_term
 from .check.checker import Checker
 from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
-from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks, shared_with_gradients
+from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks
 from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
 from .inputs import (
     EVALUATED,
@@ -44,6 +45,7 @@ from .lifetimes import (
     own_loss_of_a_trainer,
 )
 from .logits import answer_notes, attention_counts, compares_all, floats_of, logits_notes
+from .loss_inputs import notes_on_inputs
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import FrozenNorms, ModelModes, UnusedNorms
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
@@ -81,6 +83,7 @@ class Recorder:
         self.averages = Averages()
         self.sequence_looks, self.ranged = SEQUENCE_LOOKS, 0
         self.columns: list[Tensor] = []  # of the loader's last batch, at first losses
+        self.classes: dict[int, Tensor] = {}  # targets of each class in first losses, by number of classes
         self.ratio_looks: float = RATIO_LOOKS[0]  # each that finds none takes one of them
         self.rates_made: dict[int, tuple[weakref.ref[Any], list[float]]] = {}  # of optimizers when made, by id
         self.modes = ModelModes()
@@ -104,6 +107,7 @@ class Recorder:
         self.with_gradients = False  # in the last outermost call of a model
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
+        self.by_hand = ByHand()
         self.arrivals = False  # gradients were written to by hand before the last step, one of the first
         self.optimizer_refs: list[weakref.ref[Any]] = []  # all that were made
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
@@ -130,6 +134,7 @@ class Recorder:
             self.perturbed = True
             placement.perturb(module)
         if gradients:
+            self.step_by_hand()
             self.root(module)
         self.norms.forward(module, self.modes.norms(module), gradients)
         looks = gradients and self.token_looks < TOKEN_LOOKS
@@ -251,6 +256,11 @@ class Recorder:
 
     def backward(self, tensors: Any, scaled: bool, whole: bool = True) -> None:
         """Record that `backward` is about to be called on tensors. `whole`: without inputs or gradients given."""
+        if not isinstance(tensors, Tensor):
+            tensors = tensors[0] if len(tensors) == 1 else None
+        loss: Tensor | None = tensors
+        if not self.optimizers_made and loss is not None:
+            self.step_by_hand(self.by_hand.reads(loss, self.models()))
         self.leaks.before_backward(self._stepping())
         if self.evaluation is not None and self.since.inputs:
             self.end_evaluation()
@@ -263,9 +273,6 @@ class Recorder:
         if (count := self.since.backwards) >= LOOKED_FROM and not count & (count - 1):
             self.since.nonfinite = self._nonfinite()
         self.since.inputs_at.append(len(self.since.inputs))
-        if not isinstance(tensors, Tensor):
-            tensors = tensors[0] if len(tensors) == 1 else None
-        loss: Tensor | None = tensors
         if not cleared and loss is not None and any(ref() is loss for ref in self.since.twice):
             self.since.notes.append("backward twice")
         self.since.twice = [weakref.ref(loss)] if whole and loss is not None else []
@@ -279,7 +286,9 @@ class Recorder:
                 self.since.ratios += [] if one is None else [one]
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
-                self.since.notes += handmade(loss)
+                wide = {n for tensor in self.arguments for n in tensor.shape[1:]}  # not only the batch has this length
+                self.since.notes += [n for n in handmade(loss) if n not in {f"spread squares {size}" for size in wide}]
+                self.since.observed += [("constant term", "")] if has_constant_term(loss) else []
                 self._look(loss)
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
@@ -306,6 +315,7 @@ class Recorder:
             calls = Calls(self.models(), self.outputs, rows_, self.arguments)
             noted = self.since.noted
             others = notes_on(loss, calls, self.columns, lambda note, holds: noted.append((note, holds)))
+            others += notes_on_inputs(loss, rows_, self.arguments, self.classes)
             notes: list[tuple[Any, Tensor | None]] = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
             self.since.notes += [note for note, holds in notes if holds is None]
             self.since.observed += [note for note, holds in others if holds is None]
@@ -316,6 +326,8 @@ class Recorder:
         """Record that `backward` has returned."""
         self.gradients.after_backward(self.models())
         self.leaks.after_backward(self._stepping())
+        if not self.optimizers_made:
+            self.by_hand.arrived()
         if self.arrivals and self.measures():
             self.since.arrived = self._arrived()
 
@@ -401,6 +413,13 @@ class Recorder:
             self._names = placement.named_parameters(self.models())
         return self._names
 
+    def step_by_hand(self, anew: bool = False) -> None:
+        """Record a step of the script's statements if they wrote to parameters since the last backward, or replaced
+        them (`anew`)."""
+        if self.since.backwards and not self.optimizers_made and (self.by_hand.wrote() or anew):
+            self.since.observed += [("ascends", "")] if self.by_hand.ascends else []
+            self.after_step(self.by_hand, self.before_step(self.by_hand))
+
     def before_step(self, optimizer: Any) -> dict[str, Any]:
         """Measure gradients and weights before a step, and return the values that `after_step` needs."""
         number = self.number_of(optimizer)
@@ -418,7 +437,6 @@ class Recorder:
         if step == UNITS_AT:
             self.since.alike = units_alike(self.models())
         layout = self.layouts.of(optimizer, number, parameters, named, self.models())
-        shared = shared_with_gradients(optimizer) if 0 < step < LOOKED_AT and self.use.zeroed_before else []
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {
             "number": number,
@@ -426,7 +444,6 @@ class Recorder:
             "optimizer": optimizer,
             "parameters": parameters,
             "groups": groups,
-            "shared_state": shared,
             "one_memory": memory,
         }
         if step and self.gradients.added_to(number):
@@ -442,7 +459,7 @@ class Recorder:
         here["lost"] = lost_updates(optimizer, [p for p, _ in parameters], step)
         here["rewritten"] = self.since.rewritten or self.gradients.rewritten()
         self.arrivals = bool(here["rewritten"]) and not self.since.clips and step < LOOKED_AT
-        if not self.measures(step):
+        if not self.measures(step) or optimizer is self.by_hand:
             return here
         here["measured"] = self._measure(number, layout, [p for p, _ in parameters])
         scale = getattr(optimizer, "grad_scale", None)
@@ -483,7 +500,7 @@ class Recorder:
             self.since.noted.append((("updates lost", ""), here["lost"]()))
         sources = (getattr(p, "source", p) for p, _ in here["parameters"])
         own = (p if p.grad is not None else q for p, (q, _) in zip(sources, here["parameters"], strict=True))
-        self.gradients.stepped(number, own)
+        self.gradients.stepped(number, () if optimizer is self.by_hand and here["rewritten"] else own)
         if self.steps[number] == 0:
             self.loaded.knows(p for p, _ in here["parameters"] if p.requires_grad)
         self.use.stepped([getattr(p, "source", p) for p, _ in here["parameters"]])
@@ -556,7 +573,6 @@ class Recorder:
             "sequences": since.sequences,
             "drawn": since.drawn,
             "unread_rate": unread_rate(here["optimizer"]),
-            "shared_state": here.get("shared_state"),
         } | self._rates_of(here["optimizer"])
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
@@ -637,6 +653,7 @@ class Recorder:
 
     def end(self) -> None:
         """Write pending records and the end record, at a normal exit."""
+        self.step_by_hand()
         self.flush()
         if self.operations is not None:
             self.operations.finish(unfinished=True)
