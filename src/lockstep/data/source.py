@@ -583,10 +583,11 @@ def _expand(texts: list[str], key: str, layout: str, root: Path | None = None) -
         if root is not None and not path.is_absolute() and not path.exists():
             path = root / path
         matches = [path] if path.is_file() else sorted(Path(f) for f in glob.glob(str(path)) if Path(f).is_file())
-        if not matches and path.is_dir():
-            raise RunError("LS2250", f"{key}: {path} is a folder; name its files, for example {path / '*.jsonl'}")
         if not matches:
-            raise RunError("LS2250", f"{key}: no such file{_or_folder(key)}: {path}{_near(path)}")
+            reason = f"no such file{_or_folder(key)}: {path}{_near(path)}"
+            if path.is_dir():
+                reason = f"{path} is a folder; name its files, for example {path / '*.jsonl'}"
+            raise RunError("LS2250", f"{key}: {reason}")
         for file in matches:
             if layout == "rows" and row_files.format_of(file) is None:
                 raise RunError("LS2251", f"{key}: {file} has an unknown file type; expected {row_files.READ}")
