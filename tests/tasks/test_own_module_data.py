@@ -17,7 +17,7 @@ from lockstep.config.run import Run, RunError, load
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare
 from lockstep.tasks.module import Module
-from lockstep.tasks.modules.dataset import INPUT
+from lockstep.tasks.modules.dataset import INPUT, OwnCode, model
 from support.messages import raises
 from support.own_modules import MEAN, NET, NET_FUNCTIONS, found_of, job
 
@@ -273,3 +273,30 @@ def test_the_files_of_its_functions_are_what_a_checkpoint_compares(module_folder
     before = code_of(run)
     (module_folder / file).write_text(MEAN.replace("Linear(3, 8)", "Linear(3, 9)"))
     assert code_of(run) != before
+
+
+BUILDS = {
+    "orthogonal": "nn.utils.parametrizations.orthogonal(nn.Linear(3, 2))",
+    "reads": "nn.Sequential(nn.Linear(3, 2), *read(torch.randn(2)))",
+}
+READ = """
+def read(value):
+    try:
+        return [nn.Linear(2, 2)] if value.sum().item() < 100 else []
+    except Exception:
+        return []
+
+
+def build():
+    return"""
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_an_empty_model_has_the_weights_and_buffers_of_the_real_one(build: str, module_folder: Path) -> None:
+    """Also if an operation fails on the meta device and the failure is suppressed, as torch's `orthogonal` does: ranks
+    that built an empty model lacked a buffer, which ended in gloo's SIGABRT under zero3."""
+    code = re.sub(r"\ndef build\(\):\n    return .*", f"{READ} {BUILDS[build]}", MEAN)
+    run = job(module_folder, code)
+    real, empty = (model(OwnCode.of(run), empty=empty).state_dict() for empty in (False, True))
+    assert {tensor.device.type for tensor in empty.values()} == {"meta"}
+    assert {n: t.shape for n, t in real.items()} == {n: t.shape for n, t in empty.items()}

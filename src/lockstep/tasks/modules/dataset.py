@@ -11,7 +11,7 @@ import hashlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lockstep.config import plugins
@@ -189,7 +190,7 @@ def model(code: OwnCode, empty: bool = False) -> nn.Module:
         )
     seed_libraries(code.seed)
     with ACTIVITY.during(f"building the model ({name})"), user_call(code.task, "model"):
-        built = _on_meta(build, code.task) if empty else build(**code.task.options["model_arguments"])
+        built = _on_meta(build, code) if empty else build(**code.task.options["model_arguments"])
     if isinstance(built, list | tuple) and built and all(isinstance(part, nn.Module) for part in built):
         built = nn.Sequential(*built)
     if not isinstance(built, nn.Module):
@@ -202,13 +203,30 @@ def model(code: OwnCode, empty: bool = False) -> nn.Module:
     return built.to("meta") if empty else built
 
 
-def _on_meta(build: Any, task: TaskSection) -> Any:
-    arguments = task.options["model_arguments"]
-    try:
-        with torch.device("meta"):
-            return build(**arguments)
-    except Exception:  # code that reads values while building
-        return build(**arguments)
+def _on_meta(build: Any, code: OwnCode) -> Any:
+    """Build on the meta device; really, for the caller to move, if an operation failed there. An error that the code
+    suppresses counts, too: torch's `orthogonal` would leave out its buffer, and ranks would hold different models."""
+    arguments, failures = code.task.options["model_arguments"], _Failures()
+    with suppress(Exception):  # code that reads values while building
+        with torch.device("meta"), failures:
+            built = build(**arguments)
+        if not failures.any:
+            return built
+    seed_libraries(code.seed)
+    return build(**arguments)
+
+
+class _Failures(TorchFunctionMode):
+    """Notices operations of torch that raise."""
+
+    any = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception:
+            self.any = True
+            raise
 
 
 def measured(code: OwnCode, data: Any, places: np.ndarray, each: int, key: str) -> str:
