@@ -11,8 +11,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.config.run import Run, load
-from lockstep.tasks.models import adapters, heads, models, source_files, source_ties
+from lockstep.config.run import Run, RunError, load
+from lockstep.config.sections import ModelSection
+from lockstep.tasks.models import adapters, heads, model_configs, models, source_files, source_ties
 from support import own_heads
 from support.command import LOCKSTEP, CommandJob, ended, start
 from support.harness import TINY
@@ -306,3 +307,12 @@ def test_an_edited_config_that_names_another_type_than_its_class_is_refused(tmp_
         (tmp_path / "config.json").write_text(json.dumps(config))
         with raises("LS3496", "GPT2ForSequenceClassification", "gpt2", model_type):
             source_files.check_edited(tmp_path)
+
+
+def test_a_source_with_an_adapter_is_refused_and_not_called_an_adapter_alone(tmp_path: Path) -> None:
+    """`from_pretrained` would load the adapter's base instead of the weights beside it."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(RunError, match=r"holds an adapter \(adapter_config\.json\); name the model"):
+        model_configs.local_or_id(ModelSection(source=str(tmp_path)))

@@ -270,8 +270,8 @@ def local_or_id(section: ModelSection) -> str:
     if adapters.is_adapter(path):
         raise RunError(
             "LS3132",
-            f"model.source: {path} holds only an adapter; name the model that it belongs to, or train it "
-            "again with model.adapter.export: merged",
+            f"model.source: {path} holds an adapter (adapter_config.json); name the model that it belongs to, or train "
+            "it again with model.adapter.export: merged",
         )
     if path.is_dir():
         if not (path / "config.json").is_file():
