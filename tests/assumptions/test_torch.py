@@ -308,7 +308,7 @@ def test_switches_of_kernels_on_a_cpu() -> None:
     assert (choices, calls) == ([1, 0], [1, 1])
 
 
-@rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/consistency_check.py")
+@rests_on_it("src/lockstep/distributed/portable.py", "src/lockstep/distributed/hardware.py")
 def test_names_of_cpu_capabilities() -> None:
     """get_cpu_capability returns one of these words; DEFAULT and others name other kernels. torch.cpu.get_capabilities
     has avx2 and fma3 as bool on x86. numpy's show_config lists the instruction sets in use as "found"."""
