@@ -23,8 +23,8 @@ def rates(steps: int = STEPS, **keys: Any) -> list[float]:
 
 def theirs(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     found = [scheduler.get_last_lr()[0]]
+    optimizer.step()  # once: torch warns of a scheduler that steps first
     for _ in range(steps - 1):
-        optimizer.step()
         scheduler.step()
         found.append(scheduler.get_last_lr()[0])
     return found
