@@ -1,7 +1,11 @@
 """Traced scripts in which a library behaves unexpectedly (`tests/assumptions/`): no correct one has a finding, and a
 comparison names what the library changed."""
 
+import contextlib
+import importlib
+import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ from lockstep_trace import tracer
 from lockstep_trace.compare_traces import compare_traces
 from lockstep_trace.findings import findings
 from lockstep_trace.read import Trace, read
+from lockstep_trace.tracer import late_imports
+from lockstep_trace.tracer.hooks import Hooks
 from lockstep_trace.tracer.settings import Settings
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -171,3 +177,51 @@ def test_an_optimizer_that_accelerate_does_not_know_is_to_look_at(tmp_path: Path
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
     assert ("step-while-accumulating" in codes) is not prepared
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_column_that_trainer_removes_and_a_loss_names_is_to_look_at(tmp_path: Path, own: bool) -> None:
+    state = pytest.importorskip("accelerate.state")
+    datasets = pytest.importorskip("datasets")
+    from transformers import Trainer, TrainingArguments
+
+    class Weighted(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss * inputs["weight"].sum()
+
+    model = BertForSequenceClassification(BertConfig(**SIZES))
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 4, "labels": [0, 1] * 2, "weight": [1.0] * 4})
+
+    def script() -> None:
+        arguments = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[])
+        (Weighted if own else Trainer)(model, arguments, train_dataset=rows).get_train_dataloader()
+        train(model, 2)
+
+    try:
+        codes = {f.code for f in findings(traced(tmp_path / "trace", script))}
+    finally:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
+    assert ("column-removed" in codes) is own
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_library_whose_import_begins_the_trace_is_watched_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """`from transformers import Trainer` in a script's first line, for one: torch is imported while Trainer is not."""
+    hooks = Hooks()
+    for name, value in (("ENGINE", "no_engine"), ("LOADS", "no_loads"), ("SELECTORS", {})):
+        monkeypatch.setattr(late_imports, name, value)
+    monkeypatch.setattr(late_imports, "EVALUATORS", {"half": ("Trainer", "evaluate")})
+    monkeypatch.setattr(late_imports, "begin_here", lambda: late_imports.watch(hooks), raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    body = "from lockstep_trace.tracer import late_imports\nlate_imports.begin_here()\n"
+    body += "class Trainer:\n    def evaluate(self):\n        return {}\n" + ("1 / 0\n" if fails else "")
+    (tmp_path / "half.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        half = importlib.import_module("half")
+        assert hasattr(half.Trainer.evaluate, "__wrapped__")
+        assert type(half.__spec__) is ModuleSpec
+    sys.modules.pop("half", None)

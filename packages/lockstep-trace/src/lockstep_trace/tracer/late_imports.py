@@ -7,6 +7,7 @@ are chosen.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import numbers
@@ -53,27 +54,50 @@ class Finder:
         return spec
 
 
+class Beginning(ModuleSpec):
+    """The spec of a module whose own import has imported torch, and so began the trace: calls `then` at its end."""
+
+    then: Callable[[], None]
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(self.__dict__.get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            then = self.__dict__.pop("then")
+            if self.name in sys.modules:  # its import did not fail
+                then()
+
+
 def install(hooks: Hooks, module: str) -> None:
+    """Wrap a module's functions, also between two traces of a process."""
     from . import deepspeed_engine
 
-    if module == ENGINE:
-        hooks.guarded(deepspeed_engine.install, hooks)
-    elif module == LOADS:
-        hooks.guarded(_install_loads, hooks)
-    else:
-        hooks.guarded(install_evaluator, hooks, module)
+    works: list[Callable[[], None]] = [functools.partial(install_evaluator, hooks, module)]
+    if module in (ENGINE, LOADS):
+        works = [functools.partial(deepspeed_engine.install if module == ENGINE else _install_loads, hooks)]
     if module == "transformers.trainer":
-        hooks.guarded(_install_columns, hooks)
+        works.append(functools.partial(_install_columns, hooks))
+    for work in works:
+        if hooks.recorder is not None:
+            hooks.guarded(work)
+        else:
+            with contextlib.suppress(Exception):
+                work()
 
 
 def watch(hooks: Hooks) -> None:
     """Install the wrappers of each module now, or when it is imported."""
     for name in (ENGINE, LOADS, *EVALUATORS, *SELECTORS):
         module = sys.modules.get(name)
-        if getattr(getattr(module, "__spec__", None), "_initializing", False):
-            hooks.at_first_call.append(
-                functools.partial(install, hooks, name)
-            )  # its own import of torch began the trace
+        spec = getattr(module, "__spec__", None)
+        if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+            spec.__class__ = Beginning
+            spec.__dict__["then"] = functools.partial(install, hooks, name)
         elif module is not None:
             install(hooks, name)
         else:
