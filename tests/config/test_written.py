@@ -127,7 +127,14 @@ def test_a_written_value_that_is_the_default_is_known_from_the_file_of_the_outpu
 BESIDE = [
     *("model.type=bert", "data.train=train.csv", "data=train.csv", "task.name=image_classification"),
     *("task.name=language_modeling", "task.name=language_modeling task.block_size=32", "tokenizer.train=character"),
-    *("batch_size=2", "strategy.name=single", "strategy.name=pipeline", "optim.name=sgd", "optim.name=schedule_free"),
+    *(
+        "batch_size=2",
+        "strategy.name=single",
+        "strategy.name=pipeline",
+        "optim.name=sgd",
+        "optim.name=schedule_free",
+        "optim.warmup_steps=4",
+    ),
     *(
         "launch.processes=9",
         "launch.device=cpu",
@@ -137,7 +144,7 @@ BESIDE = [
         "tokenizer=./nowhere",
     ),
     *("data.stream=true", "task.name=translation", "precision=fp16", "optim.schedule=constant"),
-    "task.name=module",
+    *("task.name=module", "optim.schedule=[[0,1e-3],[100,0]]"),
 ]
 
 

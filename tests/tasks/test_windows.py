@@ -223,6 +223,16 @@ def test_a_language_model_that_reads_ahead_is_refused(
             find("tasks", run.task.name)(run).prepare()
 
 
+def test_logits_that_are_no_numbers_show_no_reading_ahead(tmp_path: Path) -> None:
+    """DoRA divides by the norm of each row, and a fresh row of a padding token is 0."""
+    adapter = {"type": "lora", "r": 2, "target_modules": ["lm_head"], "use_dora": True}
+    keys = ["model.type=llama", 'model.config={"num_hidden_layers": 1, "tie_word_embeddings": true}']
+    run = make(tmp_path, "documents", *keys)
+    section = run.model.model_validate(run.model.model_dump() | {"adapter": adapter, "source": "x", "type": None})
+    config = transformers.LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, pad_token_id=1)
+    assert padding.tried_ahead(section, "causal", config) is None
+
+
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_decoder_that_reads_ahead_is_refused(tmp_path: Path, decodes: bool) -> None:
     """A saved model whose parts were put together by hand; its loss would be that of copying."""

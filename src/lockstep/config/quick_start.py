@@ -43,9 +43,11 @@ _GIVES_WAY: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("model.source",), ("model", "tokenizer", "optim", "data.max_length")),  # all are for the model from scratch
     (("model.type",), ("model.config",)),
     (("tokenizer.source",), ("tokenizer",)),
-    (("optim.name",), ("optim.betas",)),
+    (("optim.name",), ("optim.betas", "optim.schedule")),
+    (("optim.warmup_steps",), ("optim.warmup_fraction",)),
     (("batch_size",), ("micro_batches",)),
 ]
+_POINTS = ("optim.learning_rate", "optim.warmup_fraction")  # dropped for rates that are given point by point
 _ONE_PROCESS = ("launch.processes", "launch.processes_per_gpu")  # dropped for a single-process strategy
 
 
@@ -57,6 +59,9 @@ def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
     strategy = chosen.get("strategy")
     if isinstance(strategy, Mapping) and strategy.get("name") == ALONE:
         left_out.update(_ONE_PROCESS)
+    optim = chosen.get("optim")
+    if isinstance(optim, Mapping) and isinstance(optim.get("schedule"), list):
+        left_out.update(_POINTS)
     values = copy.deepcopy(QUICK_START)
     for key in sorted(left_out, key=len):  # a section before its keys
         section, _, name = key.partition(".")

@@ -55,10 +55,15 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     return run, export
 
 
+def edits_of(folder: Path) -> str | None:
+    """Name the JSON files of an output folder's export that were edited; None if none were, or for a checkpoint."""
+    output, checkpoint = hub.parts(folder)
+    return export_hashes.note_of_edits(output) if checkpoint is None else None
+
+
 def note_edited(folder: Path) -> None:
     """Note, on standard error, the JSON files of an output folder's export that were edited."""
-    output, checkpoint = hub.parts(folder)
-    if checkpoint is None and (text := export_hashes.note_of_edits(output)) is not None:
+    if (text := edits_of(folder)) is not None:
         streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
 
 
@@ -100,7 +105,8 @@ def scores(
         source_files.check_export(job.run.model, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
-    _check_prepared(task.prepared, export, run.model.trust_remote_code)
+    if other_data or edits_of(output) is None:
+        _check_prepared(task.prepared, export, run.model.trust_remote_code)
     split_names = [name for name in files_given or ("validation", "test") if name in task.splits]
     split_names = split_names if split is None else [split]
     if split is not None and split not in task.splits:
