@@ -314,7 +314,7 @@ def test_an_average_cannot_be_added_at_a_resume(
     folder = Path(shutil.copytree(plain_job, tmp_path / "copy", symlinks=True))
     shutil.rmtree(folder / "out/checkpoints/step-000007")
     assert trained(folder, EMA) == 2
-    assert "average.ema: None in the checkpoint, 0.9 now" in " ".join(capfd.readouterr().err.split())
+    assert "average.ema: not set in the checkpoint, 0.9 now" in " ".join(capfd.readouterr().err.split())
 
 
 # -- retention of checkpoints ----------------------------------------------------------------------------------------

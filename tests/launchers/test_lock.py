@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.run import Run, RunError, write_run_yaml
-from lockstep.distributed import job_record
+from lockstep.distributed import hardware, job_record
 from lockstep.distributed.job_record import Process
 from lockstep.launchers.processes import output_lock
 from lockstep.launchers.processes.output_lock import FILE, Holder, check_ours, take
@@ -82,7 +83,10 @@ def test_one_holder_at_a_time_and_a_killed_one_is_replaced(
         take(tmp_path / "out", nothing)
     process.kill()
     process.wait()
-    take(tmp_path / "out", nothing).release()
+    end = f"the previous start: process {process.pid} on "
+    told: list[str] = []
+    take(tmp_path / "out", told.append).release()
+    assert [text.startswith(end) and "it was killed" in text for text in told] == [True]
     assert not (tmp_path / "out" / FILE).exists()
 
 
@@ -105,7 +109,9 @@ def test_a_reused_process_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with raises(HELD):
         take(tmp_path, nothing)
     written(tmp_path, process=Process(this.host, this.pid, "yesterday"), **own)
-    take(tmp_path, nothing).release()
+    told: list[str] = []
+    take(tmp_path, told.append).release()
+    assert len(told) == 1
 
 
 @pytest.mark.processes
@@ -117,10 +123,13 @@ def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path) -> None:
         process.wait()
         found: list[output_lock.Lock] = []
         refused: list[RunError] = []
+        told: list[str] = []
 
-        def come(found: list[output_lock.Lock] = found, refused: list[RunError] = refused) -> None:
+        def come(
+            found: list[output_lock.Lock] = found, refused: list[RunError] = refused, told: list[str] = told
+        ) -> None:
             try:
-                found.append(take(tmp_path, nothing))
+                found.append(take(tmp_path, told.append))
             except RunError as caught:
                 refused.append(caught)
 
@@ -129,7 +138,7 @@ def test_one_of_many_concurrent_starts_gets_the_lock(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert (len(found), len(refused)) == (1, 7)
+        assert (len(found), len(refused), len(told)) == (1, 7, 1)
         found[0].release()
     assert list(tmp_path.iterdir()) == []
 
@@ -212,6 +221,28 @@ def test_status_and_stop_read_the_lock(tmp_path: Path) -> None:
     gone = output_lock.now(tmp_path, other)[1]
     assert gone is not None
     assert gone.word == "gone"
+
+
+def test_a_start_that_was_killed_before_its_record_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hardware, "kills", lambda *_: (3, 3))
+    killed = Process(socket.gethostname(), 999_999_999, f"{output_lock._kernel()}/1")
+    here = {"process": killed, "kernel": output_lock._kernel(), "space": output_lock._space()}
+    written(tmp_path, **here, kills=(2, 2), cgroup=hardware.cgroup())
+    assert main(["status", str(tmp_path)]) == 2
+    cause = "the kernel killed 1 process of its cgroup because memory ran out"
+    assert mentions(capsys.readouterr().err, "LS8131", "process 999999999 on ", cause)
+    earlier = replace(job_record.here("local", 2), began=1.0, status=75)
+    record, state = output_lock.now(tmp_path, earlier)
+    assert record is not None
+    assert state is not None
+    assert (record.process, state.word) == (killed, "gone")
+    for known in (replace(earlier, process=killed), replace(earlier, status=0), replace(earlier, job="12")):
+        assert output_lock.now(tmp_path, known) == (known, None)
+    told: list[str] = []
+    take(tmp_path, told.append).release()
+    assert cause in told[0]
 
 
 # -- the folder is replaced or deleted -------------------------------------------------------------------------------

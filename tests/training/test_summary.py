@@ -167,6 +167,15 @@ def files_are_evaluated_with_the_exports_labels(folder: Path, capfd: pytest.Capt
         assert result["facts"]["data"] == test
     assert main(["evaluate", out, f"data.source={folder / 'others.jsonl'}"]) == 2
     assert mentions(capfd.readouterr().err, "LS5055", "others.jsonl", "p, q", "sadness")
+    run_file = folder / "out" / "run.yaml"
+    run_file.write_text(run_file.read_text().replace("builtin/emotion", "gone.jsonl"))  # the training data are gone
+    assert main(["evaluate", out, test, "--json"]) == 0
+    printed = capfd.readouterr()
+    (row,) = (row for row in json.loads(printed.out)["tables"]["scores"] if row["name"] == "loss")
+    assert float(row["test"]) == pytest.approx(expected, rel=1e-4)
+    assert mentions(printed.err, "LS2250", "gone.jsonl")
+    assert main(["evaluate", out, str(folder / "others.jsonl")]) == 2  # has not the model's labels
+    assert mentions(capfd.readouterr().err, "LS2250", "gone.jsonl")
 
 
 def test_little_padding_is_reported() -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import export_hashes
 from lockstep.config import user_code
+from lockstep.config.error_messages import value_text
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
@@ -316,7 +317,9 @@ def changed(job: Job, manifest: Manifest, mirror: str = "") -> str | None:
     not in OUTPUT."""
     run, where, other = job.run, mirror or job.run.folder, "another mirror" if mirror else "another output=FOLDER"
     differing = differing_keys(job, manifest)
-    rows = "\n".join(f"  {k}: {then!r} in the checkpoint, {now!r} now" for k, (then, now) in differing.items())
+    rows = "\n".join(
+        f"  {k}: {value_text(then)} in the checkpoint, {value_text(now)} now" for k, (then, now) in differing.items()
+    )
     if not differing.keys() <= _READ_FROM:
         return (
             f"{where} holds a checkpoint (step {manifest.step}) of a run with other settings "

@@ -142,7 +142,8 @@ def run_and_record(output: str, trusted: bool = False) -> tuple[Run, JobRecord |
     record, state = output_lock.now(folder, job_record.read(folder))
     if not (folder / "run.yaml").is_file():
         if state is not None:
-            raise RunError("LS8131", f"{output}: {state.text} is preparing a run there; there is nothing to show yet")
+            doing = " is preparing a run there; there is nothing to show yet" if state.live else ". Nothing was saved"
+            raise RunError("LS8131", f"{output}: {state.text}{doing}")
         require_output(folder)
     return load(folder / "run.yaml", [f"output={json.dumps(output)}"], imports=trusted), record
 

@@ -304,6 +304,11 @@ def _siblings(model: type[BaseModel], parent: str) -> list[str]:
     ]
 
 
+def value_text(value: Any) -> str:
+    """Return a key's value as messages that compare two of them write it."""
+    return "not set" if value is None else repr(value)
+
+
 def kind(value: Any) -> str:
     """Name the type of a YAML value for messages."""
     names = {

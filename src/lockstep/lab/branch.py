@@ -28,6 +28,7 @@ from lockstep.checkpoint.manifest import (
     name_of,
     newest_first,
 )
+from lockstep.config.error_messages import value_text
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.output_files import open_file, replace_text
 from lockstep.config.run import Run, RunError, load, require_output, write_run_yaml
@@ -120,7 +121,7 @@ def shared(output: Path, job: Job, manifest: Manifest, ours: Course) -> tuple[in
     if fixed:
         key, (then, now) = next(iter(fixed.items()))
         more = f" (and {', '.join([*fixed][1:])})" if len(fixed) > 1 else ""
-        return 0, f"{key} is {then!r} there and {now!r} here{more}, which changes every step"
+        return 0, f"{key} is {value_text(then)} there and {value_text(now)} here{more}, which changes every step"
     if manifest.data != prepared.key:
         return 0, "its data or tokenizer differ in content from those of this run"
     if (why := shares_nothing(job, differing)) is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lockstep.config.error_messages import value_text
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.job import arithmetic_of, strategy_class
@@ -290,7 +291,9 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe what has changed since the file was written: keys of the run file, data, versions, hardware."""
     former = then["run"]
     keys = sorted(k for k in former.keys() | now["run"].keys() if former.get(k) != now["run"].get(k))
-    rows = [f"{key}: {former.get(key)!r} then, {now['run'].get(key)!r} now" for key in keys[:_MOST_KEYS]]
+    rows = [
+        f"{key}: {value_text(former.get(key))} then, {value_text(now['run'].get(key))} now" for key in keys[:_MOST_KEYS]
+    ]
     rows += [f"{len(keys) - _MOST_KEYS} more keys of the run file"] if len(keys) > _MOST_KEYS else []
     if then["data"] != now["data"]:
         rows.append("the data or the tokenizer have changed")

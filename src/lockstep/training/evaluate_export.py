@@ -15,6 +15,7 @@ from lockstep.checkpoint import export_hashes
 from lockstep.config.run import Run, RunError, load, overrides_of, require_output
 from lockstep.data import hub, tokenizer
 from lockstep.data.arrow_cache import Prepared
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.tasks.models import adapters, source_files
 from lockstep.tasks.task import Calibrates
@@ -89,6 +90,37 @@ def _with_tokens_of(alone: Run, export: Path) -> Run:
     return alone.model_copy(update={"tokenizer": section})
 
 
+def _prepared_for(
+    run: Run, alone: Run, world: World, export: Path, overrides: Sequence[str] | Mapping[str, Any]
+) -> Job:
+    """Return the job of the only rank. Where files are named and the run's own data cannot be read any more, the files
+    alone are prepared, with the export's labels and tokens. Errors: `RunError`."""
+    keys = {key for key in overrides_of(overrides) if key.split(".")[0] == "data"}
+    if not keys:
+        return for_rank(alone, world, data=run)
+    with_files = _with_tokens_of(alone, export)
+    try:
+        return for_rank(alone, world, data=with_files)
+    except RunError as caught:
+        files: Any = with_files.data.test or with_files.data.validation
+        if not keys <= {"data.test", "data.validation"} or with_files.tokenizer.source != str(export):
+            raise
+        only = dict.fromkeys(("train", "validation", "test"), files) | {
+            "validation": with_files.data.validation if "data.validation" in keys else files
+        }
+        none = dict.fromkeys(("source", "sources", "config", "revision", "split_column"))
+        off = dict.fromkeys(("stream", "deduplicate", "decontaminate"), False)
+        data = with_files.data.model_copy(update=none | off | only)
+        try:
+            job = for_rank(alone, world, data=with_files.model_copy(update={"data": data}))
+            _check_prepared(job.data, export, run.model.trust_remote_code)
+        except RunError:
+            raise caught from None
+        text = f"{job.data.facts['source']} is read without the training data, which cannot be read: {caught}"
+        streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
+        return job
+
+
 def scores(
     output: Path, split: str | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> tuple[str, dict[str, dict[str, float]]]:
@@ -98,8 +130,7 @@ def scores(
     files_given = [name for name in ("validation", "test") if f"data.{name}" in overrides_of(overrides)]
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    other_data = any(key.split(".")[0] == "data" for key in overrides_of(overrides))
-    job = for_rank(alone, world, data=_with_tokens_of(alone, export) if other_data else run)
+    job = _prepared_for(run, alone, world, export, overrides)
     join_ranks(job, world)
     if job.task.head is not None and not adapters.is_adapter(export):
         source_files.check_export(job.run.model, job.task.head)

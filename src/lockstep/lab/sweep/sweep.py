@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.checkpoint.manifest import changed_code, finished, folder_of, newest_first, read_manifest
 from lockstep.checkpoint.manifest import name_of as checkpoint_of
 from lockstep.config import plugins
+from lockstep.config.error_messages import value_text
 from lockstep.config.errors import STOPPED
 from lockstep.config.output_files import replace_text
 from lockstep.config.run import Run, RunError, write_run_yaml
@@ -64,10 +65,11 @@ class SweepTrial:
             now = arithmetic_of(self.run)
             if differing := sorted(k for k in now if newest.arithmetic.get(k) != now[k]):
                 key = differing[0]
+                then = value_text(newest.arithmetic.get(key))
                 raise RunError(
                     "LS8350",
-                    f"{self.run.folder} contains a trial of another run file ({key}: {newest.arithmetic.get(key)!r} "
-                    f"there, {now[key]!r} now); give another --out, or remove that folder",
+                    f"{self.run.folder} contains a trial of another run file ({key}: {then} there, "
+                    f"{value_text(now[key])} now); give another --out, or remove that folder",
                 )
             if self.run.checkpoint.changed_code == "refuse" and (files := changed_code(self.run, newest)):
                 raise RunError(

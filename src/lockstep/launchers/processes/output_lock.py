@@ -27,7 +27,7 @@ import yaml
 from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.run import Run, RunError, check_output
-from lockstep.distributed import job_record
+from lockstep.distributed import hardware, job_record
 from lockstep.distributed.job_record import JobRecord, Process, State
 from lockstep.track.console import error
 
@@ -46,9 +46,15 @@ class Holder:
     space: str  # pid namespace
     flocks: bool  # whether flock worked for it
     since: float  # seconds since 1970
+    kills: tuple[int, int] = (0, 0)  # OOM kill counters at the start, as in `JobRecord`
+    cgroup: str = ""
 
     def __str__(self) -> str:
         return f"process {self.process.pid} on {self.process.host}"
+
+    def launch(self) -> JobRecord:
+        """Return the record of a launch that only the lock knows."""
+        return JobRecord("local", 1, self.since, self.process, kills=self.kills, cgroup=self.cgroup)
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,9 @@ def take(folder: Path, say: Callable[[str], None], beat_s: float = BEAT_S, stale
     """Take the lock of a folder, creating the folder if necessary. Waits, with a message, if a holder on another
     machine may be dead. Errors: `RunError` if it is alive, or the folder is not writable."""
     path = folder / FILE
-    holder = Holder(secrets.token_hex(8), Process.this(), _kernel(), _space(), True, time.time())
+    this = Process.this()
+    counters = hardware.kills(), hardware.cgroup()
+    holder = Holder(secrets.token_hex(8), this, _kernel(), _space(), True, time.time(), *counters)
     new_folders = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +266,9 @@ def _wait_for_the_end(
             raise RunError("LS7347", taken(path.parent, now))
         watched_s = time.monotonic() - since
         if now.alive is False or watched_s >= patience_s:
-            _take_away(path, now)
+            lost = _unrecorded(now.holder, job_record.read(path.parent)) if now.alive is False else None
+            if _take_away(path, now) and lost is not None:
+                say(f"the previous start: {_end_of(lost)}")
             return
         # else it may be about to write its content
         if not announced and (now.holder is not None or watched_s > beat_s / 2):
@@ -274,13 +284,16 @@ def _wait_for_the_end(
 
 def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State | None]:
     """Return record and state of the job that holds the lock of OUTPUT, if launch.json does not know it (it prepares
-    data, or was started by hand) or it is on another machine; else (`record`, None)."""
+    data, died while it did, or was started by hand) or it is on another machine; else (`record`, None)."""
     try:
         output_state = look(folder / FILE)
     except OSError:
         output_state = None
-    if output_state is None or output_state.holder is None or output_state.alive is False:
+    if output_state is None or output_state.holder is None:
         return record, None
+    if output_state.alive is False:
+        lost = _unrecorded(output_state.holder, record)
+        return (record, None) if lost is None else (lost, State("gone", _end_of(lost)))
     process = output_state.holder.process
     if output_state.alive is None and output_state.age_s > STALE_S:
         text = f"{output_state.holder} has sent no heartbeat for {output_state.age_s:.0f} s"
@@ -290,6 +303,21 @@ def now(folder: Path, record: JobRecord | None) -> tuple[JobRecord | None, State
     if record is None or record.status is not None or process not in (record.process, record.main):
         record = JobRecord("local", 1, output_state.holder.since, process)
     return record, State("running", str(output_state.holder))
+
+
+def _unrecorded(holder: Holder | None, record: JobRecord | None) -> JobRecord | None:
+    """Return the launch of a dead holder that launch.json does not know, because it died before it wrote there; None
+    if it does, or the run was finished before."""
+    if holder is None or (record is not None and (record.status == 0 or record.job is not None)):
+        return None
+    known = record is not None and (record.began >= holder.since or holder.process in (record.process, record.main))
+    return None if known else holder.launch()
+
+
+def _end_of(lost: JobRecord) -> str:
+    """Describe how a launch ended that died before it wrote launch.json."""
+    why = job_record.evidence_of_end(lost) or "it was killed, or the machine was"
+    return f"process {lost.process.pid} on {lost.process.host} ended before the training began: {why}"
 
 
 def taken(folder: Path, state: OutputState) -> str:
@@ -304,26 +332,27 @@ def taken(folder: Path, state: OutputState) -> str:
     )
 
 
-def _take_away(path: Path, state: OutputState) -> None:
-    """Remove the lock of a dead holder, but not a newer one. Errors: `OSError`."""
+def _take_away(path: Path, state: OutputState) -> bool:
+    """Remove the lock of a dead holder, but not a newer one. Returns whether this call did. Errors: `OSError`."""
     try:
         descriptor = _opened(path)
     except FileNotFoundError:
-        return
+        return False
     try:
         if _flock(descriptor) is False:
-            return  # another process is removing it
+            return False  # another process is removing it
         here, own = os.stat(path), os.fstat(descriptor)
         if (here.st_dev, here.st_ino) != (own.st_dev, own.st_ino) or os.read(descriptor, 65536) != state.beat[0]:
-            return
+            return False
         aside = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
         os.rename(path, aside)
         if _parsed(aside.read_bytes()) != state.holder:  # without flock, a newer lock may have appeared: restore it
             with suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()
+        return True
     except FileNotFoundError:
-        return
+        return False
     finally:
         os.close(descriptor)
 
@@ -371,7 +400,8 @@ def _flock(descriptor: int, limit_s: float = 1.0) -> bool | None:
 def _parsed(text: bytes) -> Holder | None:
     try:
         values = json.loads(text.partition(b"\n")[2])
-        return Holder(**values | {"process": Process(**values["process"])})
+        inside, machine = values["kills"]
+        return Holder(**values | {"process": Process(**values["process"]), "kills": (int(inside), int(machine))})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
