@@ -23,6 +23,7 @@ __all__ = ["here"]  # fixtures
 SERVER = questions.MachineInfo(cores=64, gpus=16, bf16=True, hub=True)
 
 
+NAMED = [{}, {"name": "Ada"}]  # of messages, some of which have a key more
 # rows -> the `task` section that is guessed
 COLUMNS: dict[str, tuple[list[dict], dict]] = {
     "a text and a label": (EMOTION, {"name": "classification", "text": "text", "label": "mood"}),
@@ -48,7 +49,7 @@ COLUMNS: dict[str, tuple[list[dict], dict]] = {
     ),
     "conversations": (
         [
-            {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}]}
+            {"messages": [{"role": "user", "content": f"{i}?"} | NAMED[i % 2], {"role": "assistant", "content": "yes"}]}
             for i in range(40)
         ],
         {"name": "language_modeling", "messages": "messages"},
@@ -137,6 +138,13 @@ def test_keys_that_are_given_are_in_the_file(here: Path) -> None:
     assert (run.name, run.steps, run.epochs, run.seed) == ("feelings", 7, None, 3)
     assert run.optim.learning_rate == 1e-4
     assert (run.model.config["n_layer"], run.model.config["n_embd"]) == (1, 128)
+
+
+def test_the_length_fits_the_model(here: Path) -> None:
+    jsonl(here / "data", [{"text": f"a film {i} " * 9, "label": "ab"[i % 2]} for i in range(60)])
+    assert written("--data", "data", "model.config.n_positions=16").data.max_length == 16
+    words = ["model.config.n_positions=16", "data.max_length=20"]
+    assert main(["init", "b.yaml", "--yes", "--data", "data", *words]) == 2
 
 
 def test_a_text_sets_the_main_key_of_a_section(here: Path) -> None:

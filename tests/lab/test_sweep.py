@@ -114,6 +114,8 @@ def test_prepared_trials_are_plain_run_files(here: Path, capsys: pytest.CaptureF
     run = load("out-sweep/seed-2/run.yaml", [])
     assert (run.seed, run.steps, run.output, run.hub.push_to) == (2, 5, "out-sweep/seed-2", None)
     assert run.name == "tiny-seed-2"
+    assert main(["sweep", "run.yaml", "--over", "seed=1,2", "data.source=gone.csv", "--prepare", "--out", "o"]) == 0
+    assert capsys.readouterr().out.count("gone.csv") == 1  # the data may be on another machine
 
 
 def test_a_sweep_file(tmp_path: Path) -> None:

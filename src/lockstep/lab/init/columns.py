@@ -195,6 +195,8 @@ def _kind(rows: Dataset, name: str) -> str:
             if {"role", "content"} <= set(inner):
                 return "messages"
             return "turns" if {"from", "value"} <= set(inner) else "list"
+        if type(inner).__name__ == "Json":  # rows with different keys
+            return _kind_of_turns(rows[:_FEW][name])
         dtype = str(getattr(inner, "dtype", ""))
         if getattr(inner, "names", None):
             return "labels"
@@ -216,6 +218,15 @@ def _kind(rows: Dataset, name: str) -> str:
         return "text"
     kinds = {"int": "number", "uint": "number", "bool": "true/false", "float": "decimal", "double": "decimal"}
     return next((kind for start, kind in kinds.items() if dtype.startswith(start)), dtype or type(feature).__name__)
+
+
+def _kind_of_turns(lists: Iterable[Any]) -> str:
+    """Return the kind of a column of lists whose entries have different keys."""
+    turns = [turn for each in lists for turn in each or ()]
+    shared = set.intersection(*(set(turn) if isinstance(turn, dict) else set() for turn in turns)) if turns else set()
+    if {"role", "content"} <= shared:
+        return "messages"
+    return "turns" if {"from", "value"} <= shared else "list"
 
 
 def _is_few(values: int, rows: int) -> bool:

@@ -32,7 +32,7 @@ from lockstep.track.console import Console
 from lockstep_trace.redaction import visible
 
 _RETRIES = 5  # fixes tried on one run file
-_LACKS_VALUES, _NO_CHAT_TEMPLATE = "LS2323", "LS3351"
+_LACKS_VALUES, _NO_CHAT_TEMPLATE, _TOO_LONG = "LS2323", "LS3351", "LS3142"
 _LOADS_MODEL = ("LS2303", "LS3131")  # loading the tokenizer, or the config
 
 
@@ -243,7 +243,7 @@ def _tried_with_model(
             talk.note("sacrebleu is not installed, so task.bleu is false: pip install 'lockstep-train[translation]'")
         talk.console.say("tokenizing the data (cached for training)")
         try:
-            return filled, _trial(path, filled, look, here, talk)
+            return filled, _trial(path, filled, look, here, talk, overridden)
         except RunError as error:
             if str(error).startswith(("model", "tokenizer", "data.max_length", "task.block_size")):
                 raise
@@ -257,7 +257,14 @@ def _tried_with_model(
 # -- trial preparation -------------------------------------------------------------------------------------------------
 
 
-def _trial(path: Path, filled: dict[str, Any], look: DatasetProfile, here: MachineInfo, talk: Prompter) -> Trial:
+def _trial(
+    path: Path,
+    filled: dict[str, Any],
+    look: DatasetProfile,
+    here: MachineInfo,
+    talk: Prompter,
+    overridden: Mapping[str, Any],
+) -> Trial:
     """Prepare the data as training will; `filled` gets the keys needed for that. Errors: `RunError`, as in training."""
     for _ in range(_RETRIES):
         try:
@@ -268,6 +275,15 @@ def _trial(path: Path, filled: dict[str, Any], look: DatasetProfile, here: Machi
                 if not talk.sure("Leave such rows out?", True):
                     raise
                 filled["data"]["drop_missing"] = True
+            elif error.code == _TOO_LONG and (key := error.message.partition(":")[0]) not in overridden:
+                from lockstep.tasks.models import models  # imports torch
+
+                with _aside(path, write(filled, [], {})) as aside:
+                    fits = models.most_tokens(load(aside, []).model)
+                if fits is None:
+                    raise
+                set_key(filled, key, fits)
+                talk.note(f"{key} is {fits}, because the model has positions for {fits} tokens")
             elif error.code == _NO_CHAT_TEMPLATE:
                 filled["task"]["chat_template"] = CHAT
             elif error.code in _LOADS_MODEL and not _is_folder(filled) and (not here.hub or unreached(error)):

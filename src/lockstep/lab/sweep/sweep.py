@@ -29,6 +29,7 @@ from lockstep.config.output_files import replace_text
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
+from lockstep.data.source import files_of
 from lockstep.distributed import job_record
 from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.subprocess_job import Child, asked_to_stop
@@ -285,9 +286,16 @@ def prepare_trials(sweep: Sweep) -> int:
         )
     console = Console(True)
     board = Leaderboard(sweep, console)
+    absent: dict[str, str] = {}  # fault -> first trial with it: the data may be on another machine
     for trial in board.trials:
         write_run_yaml(trial.run)
         console.say(f"lockstep train {trial.run.folder}/run.yaml", whole=True)
+        try:
+            files_of(trial.run.data)
+        except RunError as caught:
+            absent.setdefault(str(caught), trial.name)
+    for fault, name in absent.items():
+        console.note(f"trial {name} cannot be started from here: {fault}")
     board.write()
     return 0
 
