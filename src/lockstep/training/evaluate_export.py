@@ -136,6 +136,7 @@ def scores(
         source_files.check_export(job.run.model, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
+    other_data = any(key.split(".")[0] == "data" for key in overrides_of(overrides))
     if other_data or edits_of(output) is None:
         _check_prepared(task.prepared, export, run.model.trust_remote_code)
     split_names = [name for name in files_given or ("validation", "test") if name in task.splits]
