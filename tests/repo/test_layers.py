@@ -270,7 +270,6 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
     "tracer/loss_inputs.py": ("getattr(node, '_", "node._saved"),  # as graph.py
-    "tracer/by_hand.py": "torch._C",  # functions without those of a class of tensors
     "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     # the rates of a scheduler's state, and what SequentialLR is made of
     "tracer/schedules.py": ("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),

@@ -172,6 +172,26 @@ def a_penalty_without_its_graph(wrong: bool) -> None:
     trained(model, loss_of)
 
 
+def slopes_without_a_graph(model: nn.Module, x: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    return ((slope.norm(dim=1) - 1) ** 2).mean()
+
+
+def a_penalty_of_a_function(wrong: bool) -> None:
+    model = net(6, 1)
+
+    def loss_of(_: int) -> Tensor:
+        x = torch.randn(16, 6, requires_grad=True)
+        shown = slopes_without_a_graph(model, x)
+        assert type(shown) is Tensor
+        loss = model(x).square().mean() - model(x).mean()
+        if wrong:
+            loss += 0.1 * shown
+        return loss / 2
+
+    trained(model, loss_of)
+
+
 # -- updates by hand ---------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +282,7 @@ GIVEN_SUSPECTED: dict[Callable[[bool], None], str] = {
     wrapped_ids: "ids-wrapped",
     a_start_token_twice: "start-twice",
     a_penalty_without_its_graph: "term-without-gradient",
+    a_penalty_of_a_function: "term-without-gradient",
     gradients_by_hand_that_stay: "not-zeroed",
     an_ascent_by_hand: "update-ascends",
     a_setting_of_both_parts: "flag-shared",

@@ -6,21 +6,23 @@ In: losses before backward, gradients after it. Out: whether parameters were wri
 
 from __future__ import annotations
 
+import ast
 import functools
-from collections.abc import Iterable, Sequence
+import linecache
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .graph import KINDS, NODES, name_of, nodes_of
+from .graph import KINDS, name_of, nodes_of
 from .inputs import wrapped
 from .lifetimes import _sample
 from .placement import is_plain_tensor
 
 LEAVES = 4096  # nodes of a graph to visit
 LOOKS = 8  # first losses
-SUMS = ("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__rsub__")
 
 
 class ByHand:
@@ -71,33 +73,77 @@ class ByHand:
         return bool(changes)
 
 
-class Constant(Tensor):
-    """A gradient without a graph, and what is computed of it alone."""
+class ConstantTerms:
+    """Sums in a script's files of which a part is computed from `torch.autograd.grad`'s result without a graph."""
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if type(result) is not Tensor or not result.is_floating_point():
-                return result
-            if not result.requires_grad:
-                return result.as_subclass(cls)
-            if result.dim() == 0 and getattr(func, "__name__", "") in SUMS and len(TERMS) < LEAVES:
-                TERMS.append(result.grad_fn)
-            return result
+    def __init__(self) -> None:
+        self._sums: dict[str, list[Any]] = {}
+        self._file = ""  # that has called it since the last backward
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+    def called(self, file: str) -> None:
+        self._file = file
+        if file not in self._sums:
+            text = "".join(linecache.getlines(file)) if "site-packages" not in file else ""
+            try:
+                self._sums[file] = list(_sums(ast.parse(text)))
+            except (SyntaxError, ValueError, RecursionError):
+                self._sums[file] = []
+
+    def in_loss(self, loss: Any) -> bool:
+        """Return whether a loss is one of these sums, and the part has no graph in it."""
+        rows, self._file = self._sums.get(self._file, ()), ""
+        node = getattr(loss, "grad_fn", None) if rows else None
+        while node is not None and name_of(node) in ("Div", "Mul"):  # by the number of micro-batches, for one
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+        return node is not None and any(_is_sum(node, tree) for tree in rows)
 
 
-TERMS: list[Any] = []  # sums of a loss and a `Constant`, since the last backward
+def _is_sum(node: Any, tree: Any) -> bool:
+    if isinstance(tree, bool):
+        return not tree or node is None
+    sides = [n for n, _ in getattr(node, "next_functions", ())]
+    return len(sides) == 2 and name_of(node) in ("Add", "Sub") and all(map(_is_sum, sides, tree))
 
 
-def has_constant_term(loss: Any) -> bool:
-    """Return whether a loss is a sum of other terms and of one that is made of a gradient without a graph."""
-    ends = [n for n in nodes_of(loss, NODES) if any(n is t for t in TERMS)] if TERMS else []
-    TERMS.clear()
-    return bool(ends)
+def _sums(tree: ast.Module) -> Iterator[Any]:
+    """Yield sums as pairs of pairs; of each part, whether it is computed from a gradient without a graph."""
+    scopes: list[Any] = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]
+    sources: set[str] = set()  # functions that return such a part
+    names: set[str] = set()
+
+    def is_part(value: ast.AST) -> bool:
+        calls = [n for n in ast.walk(value) if isinstance(n, ast.Call)]
+        owners = {ast.unparse(c.func).rpartition(".")[2]: c for c in calls}
+        graph = "grad" in owners and any(k.arg == "create_graph" for k in owners["grad"].keywords)
+        own = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)}
+        return ("grad" in owners and not graph) or bool(sources & set(owners) or names & own)
+
+    def parts(value: ast.AST) -> Any:
+        if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add | ast.Sub):
+            return parts(value.left), parts(value.right)
+        return is_part(value)
+
+    for last in (False, False, True):
+        for scope in scopes:
+            names.clear()
+            for n in (n for row in scope.body for n in _in_order(row)):
+                value = getattr(n, "value", None)
+                if isinstance(n, ast.Assign | ast.AugAssign | ast.Return) and value is not None:
+                    pairs = (False, parts(value)) if isinstance(n, ast.AugAssign) else parts(value)
+                    if last and "True" in repr(pairs) and not isinstance(pairs, bool):
+                        yield pairs
+                    if isinstance(n, ast.Return):
+                        sources |= {scope.name} if is_part(value) else set()
+                    elif is_part(value):
+                        targets = n.targets if isinstance(n, ast.Assign) else [n.target]
+                        names |= {e.id for t in targets for e in ast.walk(t) if isinstance(e, ast.Name)}
+
+
+def _in_order(row: ast.AST) -> Iterator[ast.AST]:
+    yield row
+    if not isinstance(row, ast.FunctionDef):
+        for n in ast.iter_child_nodes(row):
+            yield from _in_order(n)
 
 
 def install(hooks: Any) -> None:
@@ -122,7 +168,7 @@ def install(hooks: Any) -> None:
             hooks.guarded(recorder.by_hand.arrived, result)
         looks = plain and not graph and recorder.loss_looks <= LOOKS and torch.is_grad_enabled()
         if looks and not any(isinstance(t, nn.Parameter) for t in leaves):
-            return tuple(t.as_subclass(Constant) if type(t) is Tensor else t for t in result)
+            hooks.guarded(recorder.constant_terms.called, sys._getframe(1).f_code.co_filename)
         return result
 
     torch.autograd.grad = grad

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
-from .by_hand import ByHand, has_constant_term
+from .by_hand import ByHand, ConstantTerms
 from .check.checker import Checker
 from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
@@ -107,7 +107,7 @@ class Recorder:
         self.with_gradients = False  # in the last outermost call of a model
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
-        self.by_hand = ByHand()
+        self.by_hand, self.constant_terms = ByHand(), ConstantTerms()
         self.arrivals = False  # gradients were written to by hand before the last step, one of the first
         self.optimizer_refs: list[weakref.ref[Any]] = []  # all that were made
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
@@ -288,7 +288,7 @@ class Recorder:
                 self.loss_looks += 1
                 wide = {n for tensor in self.arguments for n in tensor.shape[1:]}  # not only the batch has this length
                 self.since.notes += [n for n in handmade(loss) if n not in {f"spread squares {size}" for size in wide}]
-                self.since.observed += [("constant term", "")] if has_constant_term(loss) else []
+                self.since.observed += [("constant term", "")] if self.constant_terms.in_loss(loss) else []
                 self._look(loss)
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
