@@ -45,6 +45,7 @@ def test_every_finding_has_an_exhibit() -> None:
     in_tests = {
         "packed-rows",
         "equal-shards",
+        "labels-without-offset",
         "parts-overlap",
         "best-is-worst",
         "no-effect",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from support.traced_cases import DATA, X, batches, net, sgd, step
@@ -71,7 +72,19 @@ def an_average_without_statistics(wrong: bool) -> None:
                 first(X[:12])
 
 
+def a_state_that_is_the_gradient(wrong: bool) -> None:
+    """Right: a copy; and the gradient itself, which a later gradient does not share."""
+    for copies, to_none in ((False, False),) if wrong else ((True, False), (False, True)):
+        model = net()
+        optimizer = Momentum(model.parameters(), copies)
+        for x, y in batches(1):
+            optimizer.zero_grad(set_to_none=to_none)
+            functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
 STATE: dict[Callable[[bool], None], str] = {
+    a_state_that_is_the_gradient: "state-cleared",
     a_rate_that_nobody_reads: "rate-unread",
     weights_of_classes: "rows-unreached",
     an_average_without_statistics: "norms-without-statistics",

@@ -14,9 +14,9 @@ from lockstep_trace import tracer
 from lockstep_trace.findings import LIKELY as LIKELY_CODES
 from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
-from lockstep_trace.rules import data, gradients, inputs, observed, replicas, schedules
+from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
-from lockstep_trace.tracer import loss_inputs
+from lockstep_trace.tracer import graph, loss_inputs
 from lockstep_trace.tracer.settings import Settings
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
@@ -187,6 +187,33 @@ def test_workers_that_shuffle_a_stream_each_are_suspected(overlap: int) -> None:
         rank.steps[0][at] = Step({"step": at, "examples": rows, "micro": [12], "fed": [[name, at]]}, layout)
     rows_ = [*data.whole_stream(Trace(Path(), {}, (rank,), 0))]
     assert [(f.code, f.level) for f in rows_] == ([("whole-stream", "suspicious")] if overlap else [])
+
+
+@pytest.mark.parametrize("way", ["without the offset", "with it", "own candidates first"])
+def test_targets_of_gathered_candidates_need_the_place_of_the_rank(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    ranks = []
+    for number in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda number=number: number)
+        model, rank = nn.Linear(3, 5), Rank({"rank": number, "world": 2}, Path())
+        for at in range(3):
+            own = nn.functional.normalize(model(torch.rand(4, 3)), dim=-1)
+            parts = [torch.rand(4, 5), torch.rand(4, 5)]
+            place = 0 if way == "own candidates first" else number
+            parts[place] = own
+            targets = torch.arange(4) + (4 * number if way == "with it" else 0)
+            loss = nn.functional.cross_entropy(own @ torch.cat(parts).T / 0.1, targets)
+            (function,) = graph.objectives(loss)
+            assert function.targets is not None
+            about = function.about | {"diagonal": bool(function.targets[-1])}
+            assert about["gathered"] == [4, 8, place]
+            layout = OptimizerLayout("SGD", (), (), False, None, ("M",))
+            record = {"step": at, "objectives": [about], "examples": [f"{number}.{at}"]}
+            rank.steps.setdefault(0, {})[at] = Step(record, layout)
+        ranks.append(rank)
+    rows = [*losses.contrastive(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [f.code for f in proved(rows)] == (["labels-without-offset"] if way == "without the offset" else [])
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

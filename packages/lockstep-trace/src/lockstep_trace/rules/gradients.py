@@ -205,9 +205,6 @@ def overflow(trace: Trace, optimizer: int) -> Iterator[Finding]:
     yield weakened(Finding("skipped-some", what, cause, step), proved, otherwise, "whether ranks train one model")
 
 
-ACCUMULATED = ("momentum_buffer", "momentum", "velocity", "exp_avg", "exp_avg_sq", "sum", "square_avg", "m", "v")
-
-
 def leaked(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report steps whose gradient includes one that the loss of another optimizer left.
 
@@ -456,3 +453,16 @@ def _nothing(step: Step, clip: dict[str, object]) -> bool:
         return False
     same = clip["all"] == len([p for p in step.layout.parameters if p.trained])
     return same and bool(step.unclipped or step.grads) and (clip["of"] == 0 or clip.get("norm") == 0.0)
+
+
+def shared(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report momentum that shares memory with the gradients, so that zero_grad clears it between steps.
+
+    Backward then adds the new gradient to zeros. A correct program that keeps momentum in the gradients does not clear
+    them."""
+    if (row := _first(trace, optimizer, lambda s: "state cleared" in (s.notes or ()), PATIENCE)) is not None:
+        rank, step = row
+        what = f"step {step.step}: momentum of {step.layout.optimizer} shares memory with the gradients, which "
+        what += f"zero_grad clears before backward (rank {rank.number}): it keeps nothing of earlier steps"
+        cause = "clone the gradient when creating the state: grad.clone()"
+        yield Finding("state-cleared", what, cause, step.step, WRONG)

@@ -198,6 +198,32 @@ def _taken_again(lists: list[list[str]]) -> int | None:
     return None
 
 
+def contrastive(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report a loss over candidates gathered from all ranks whose targets are 0, 1, ... on every rank: those of rank 0.
+
+    A correct program adds the offset of a rank's own candidates, or puts these first, which the graph shows: the
+    finding requires that they are at the rank's offset. Ranks that train on the same examples share candidates and are
+    excluded."""
+    rows: list[tuple[int, list[int]]] = []
+    for number in trace.steps(optimizer):
+        records = trace.at(optimizer, number)
+        looks = [(r.number, o) for r, s in records for o in s.objectives or () if o.get("gathered")]
+        wrong = [o["gathered"] for rank, o in looks if rank and o.get("diagonal") and o["gathered"][2] == rank]
+        wrong = [g for g in wrong if g[1] == trace.world * g[0]]
+        examples = {tuple(sorted(s.examples or ())) for _, s in records}
+        whole = all(o.get("diagonal") for _, o in looks) and len({rank for rank, _ in looks}) == trace.world
+        if wrong and whole and len(examples) == trace.world > 1:
+            rows.append((number, wrong[0]))
+    if len(rows) >= PATIENCE:
+        number, (size, classes, _) = rows[0]
+        what = (
+            f"step {number}: {classes} candidates are gathered from {trace.world} ranks, but on every rank the targets "
+        )
+        what += f"of {size} rows are 0 to {size - 1}: the candidates of rank 0"
+        cause = f"add rank * {size}, the offset of a rank's own candidates, to its targets"
+        yield Finding("labels-without-offset", what, cause, number, WRONG)
+
+
 def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report hand-written losses that broadcast predictions over targets, and probabilities passed to kl_div.
 

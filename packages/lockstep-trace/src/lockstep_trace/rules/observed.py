@@ -73,13 +73,6 @@ KINDS = {
         "",
         "",
     ),
-    "ignored": (
-        "class-ignored",
-        "ignore_index is {0}, a class of the outputs that comes as often as the others: it is never learned",
-        "use an index that is no class (-100 is the default)",
-        "a class that means: unlabelled",
-        "what class {0} is",
-    ),
     "weights of others": (
         "weights-reversed",
         "the weights of cross entropy are inverse frequencies of the targets, but those of other classes",
@@ -93,13 +86,6 @@ KINDS = {
         "give it the output of the last layer",
         "a bounded score on purpose",
         "whether the model ends in an activation by mistake",
-    ),
-    "8 bits": (
-        "ids-wrapped",
-        "token ids are 0 to 255, evenly or in 8 bits, and the table has {0} rows: larger ids may have wrapped",
-        "keep ids in int64, int32 or int16",
-        "bytes as tokens, with a larger table",
-        "the largest id before it was stored",
     ),
     "start twice": (
         "start-twice",
@@ -121,13 +107,6 @@ KINDS = {
         "targets are probabilities, or with log_target=True their logarithms",
         "numbers that are no distribution on purpose",
         "how targets are computed",
-    ),
-    "constant term": (
-        "term-without-gradient",
-        "the loss adds a term made of torch.autograd.grad's result, which has no graph: the term trains nothing",
-        "create_graph=True",
-        "a term that is only shown",
-        "whether the term should train the model",
     ),
     "ascends": (
         "update-ascends",

@@ -200,7 +200,7 @@ class GradientUse:
     """Tracks which gradients of this process are read by an optimizer."""
 
     def __init__(self) -> None:
-        self.zeroed = False  # `zero_grad` was called since the last backward
+        self.zeroed_before = self.zeroed = False  # `zero_grad` was called since the last backward
         self._late: list[tuple[dict[str, Any], list[GradientVersion]]] = []  # clipped before any backward of a step
 
     def before_backward(self, after: Sequence[GradientVersion]) -> bool:
@@ -210,7 +210,7 @@ class GradientUse:
                 clip["unused"] = True
         self._late = []
         cleared = bool(after) and all(self._cleared(row) for row in after)
-        self.zeroed = False
+        self.zeroed_before, self.zeroed = self.zeroed, False
         return cleared
 
     def _cleared(self, row: GradientVersion) -> bool:
@@ -309,3 +309,18 @@ def _with_gradients(optimizer: Any) -> list[Any]:
 def _marks(optimizer: Any) -> list[Any]:
     rows = gradient_versions(p for group in optimizer.param_groups for p in group["params"])
     return [(id(p()), id(grad()), count) for p, grad, count in rows]
+
+
+ACCUMULATED = ("momentum_buffer", "momentum", "velocity", "exp_avg", "exp_avg_sq", "sum", "square_avg", "m", "v")
+
+
+def shared_with_gradients(optimizer: Any) -> bool:
+    """Return whether a state that accumulates shares memory with the gradient of every parameter that has both."""
+    rows: dict[str, list[bool]] = {}
+    for parameter, state in optimizer.state.items():
+        grad: Any = getattr(parameter, "grad", None)
+        plain = isinstance(state, dict) and placement.is_plain_tensor(grad) and grad.layout == torch.strided
+        for name in ACCUMULATED if plain else ():
+            if placement.is_plain_tensor(value := state.get(name)) and value.shape == grad.shape:
+                rows.setdefault(name, []).append(value.data_ptr() == grad.data_ptr() != 0)
+    return any(map(all, rows.values()))

@@ -37,10 +37,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class LossFunction:
-    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [4]: number of targets that are
-    not ignored, an order-dependent and an order-independent hash of them, and whether they are class numbers that are
-    all equal; None if the graph does not hold targets. `classes`: int64 [B], a hash of each if they are one class for
-    each example, else None."""
+    """A loss function in a graph. `about`: facts known on the host. `targets`: int64 [5]: number of targets that are
+    not ignored, an order-dependent and an order-independent hash of them, whether they are class numbers that are all
+    equal, and whether they are 0, 1, ... where classes are gathered over ranks; None if the graph does not hold
+    targets. `classes`: int64 [B], a hash of each if they are one class for each example, else None."""
 
     about: dict[str, Any]
     targets: Tensor | None
@@ -125,11 +125,56 @@ def loss_function(node: Any) -> LossFunction:
     if ignored is not None and not target.is_floating_point():
         numbers[0] = (target != signed(int(ignored) & (1 << 64) - 1)).sum()  # torch 2.4: -100 without its sign
     numbers.append(torch.zeros_like(numbers[0]) if target.is_floating_point() else (target == target.view(-1)[0]).all())
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    about["gathered"] = _gathered(node) if name == "NllLoss" and ranks else None
+    diagonal = torch.zeros_like(numbers[0])
+    if about["gathered"] is not None and target.dim() == 1:
+        diagonal = (target == torch.arange(counted, device=target.device)).all()
+    numbers.append(diagonal)
     one_each = counted == len(target) <= ROWS if target.dim() else False
     named = name.startswith(("NllLoss", "BinaryCrossEntropy"))
     values = target * 4096 if target.is_floating_point() else target  # soft labels
     classes = hash_of_each(values.reshape(counted)) if one_each and named else None
     return LossFunction(about, torch.stack([n.reshape(()).long() for n in numbers]), classes)
+
+
+def _gathered(loss: Any) -> list[int] | None:
+    queue: deque[tuple[Any, int]] = deque((n, 0) for n, _ in loss.next_functions)
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    rows: list[int] | None = None
+    while queue:
+        node, depth = queue.popleft()
+        if node is None or depth > 12:
+            continue
+        name = name_of(node)
+        if name in ("Mm", "Addmm") and rows is None:
+            rows = shape_of(node)
+        if "AllGather" in name or name == "Cat":
+            count = (shape_of(node) or [0])[0]
+            place = rank if name != "Cat" else _own_place(node, world, rank)
+            if rows is None or place is None or count not in rows or count % world:
+                return None
+            other = rows[0] if count == rows[-1] else rows[-1]
+            return [other, count, place]
+        if name in (*VIEWS, *PRODUCTS) or name.startswith("LogSoftmax"):
+            queue.extend((n, depth + 1) for n, _ in node.next_functions)
+    return None
+
+
+PRODUCTS = ("Mm", "Addmm", "Mul", "Div", "Exp", "Clamp", "Neg")
+
+
+def _own_place(cat: Any, world: int, rank: int) -> int | None:
+    parts = cat.next_functions
+    if len(parts) != world or world < 2:
+        return None
+    with_gradient = [i for i, (node, _) in enumerate(parts) if node is not None]
+    if len(with_gradient) == 1:  # parts of the others are constants
+        return with_gradient[0]
+    nodes = {node for node, _ in parts}
+    if len(nodes) == 1 and None not in nodes and [i for _, i in parts] == list(range(world)):
+        return rank
+    return None
 
 
 def _normalized(node: Any, viewed: bool) -> list[Any]:

@@ -1,5 +1,5 @@
-"""Examines what the first losses are given: shapes that spread over all pairs, values outside of a loss's domain, a
-class that is ignored, weights of other classes, token ids of 8 bits, and a start token that comes twice.
+"""Examines what the first losses are given: shapes that spread over all pairs, values outside of a loss's domain,
+weights of other classes, and a start token that comes twice.
 
 In: a loss before backward, the calls since the last one; arguments of torch's loss functions. Out: notes as in
 `evidence.py`. `rules/observed.py` explains each kind.
@@ -19,7 +19,6 @@ from .logits import ALONE, TOGETHER, _only, _signed, is_number
 from .placement import is_plain_tensor
 
 Note = tuple[tuple[str, str], Tensor | None]
-BYTES, WIDE = 256, 512  # values of 8 bits; rows of a table that is larger on purpose
 MANY = 30  # targets of a class, on average, whose frequencies are compared
 # element-wise operations of a loss by hand, besides `ALONE` and `TOGETHER`
 ELEMENTS = {*ALONE, *TOGETHER, *KINDS, "Where", "Expand", "Rsub", "Xlogy", "Log1P", "Reciprocal", "Rsqrt", "Lgamma"}
@@ -47,7 +46,7 @@ def notes_on_inputs(loss: Any, rows: int, inputs: list[Tensor], counts: dict[int
                 sums = node._saved_log_probs.detach().float().logsumexp(-1)
                 yield ("ctc", ""), (sums > 0.01).float().mean() > 0.5
         if name == "Embedding" and is_plain_tensor(node._saved_indices):
-            yield from _ids(node, inputs)
+            yield from _ids(node)
 
 
 def _below_views(node: Any) -> Any:
@@ -114,16 +113,12 @@ def _of_a_layer(node: Any) -> bool:
 
 
 def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
-    target, weight, ignored = node._saved_target.detach(), node._saved_weight, _signed(int(node._saved_ignore_index))
+    target, weight = node._saved_target.detach(), node._saved_weight
     shape = shape_of(_only(node))
     size = shape[1] if len(shape) > 1 else 0
     if target.dim() != 1 or not 1 < size <= 4096 or len(target) != rows:
         return
     now = torch.bincount(target[(target >= 0) & (target < size)], minlength=size)
-    if 0 <= ignored < size and rows >= 4 * size:
-        others = torch.cat([now[:ignored], now[ignored + 1 :]])
-        mean = others.sum() / (others > 0).sum().clamp(min=1)
-        yield ("ignored", str(ignored)), (2 * now[ignored] >= mean) & (now[ignored] <= 2 * mean) & (mean > 0)
     if not isinstance(weight, Tensor) or size < 3:
         return
     counts[size] = total = now + counts.get(size, 0)
@@ -133,13 +128,8 @@ def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
     yield ("weights of others", ""), inverse & (total > 0).all()
 
 
-def _ids(node: Any, inputs: list[Tensor]) -> Iterator[Note]:
-    ids, size = node._saved_indices.detach(), int(node._saved_weight_sym_argsize_0)
-    if size >= WIDE and ids.device.type == "cpu" and ids.numel() >= WIDE:
-        narrow = any(t.dtype in (torch.uint8, torch.int8) and t.shape == ids.shape for t in inputs)
-        even = 0.9 * BYTES * (1 - (1 - 1 / BYTES) ** ids.numel())  # as many values as even numbers below 256 have
-        if int(ids.max()) < BYTES and (narrow or ids.unique().numel() >= even):
-            yield ("8 bits", str(size)), None
+def _ids(node: Any) -> Iterator[Note]:
+    ids = node._saved_indices.detach()
     if ids.dim() == 2 and len(ids) >= 4 and ids.shape[1] > 4 and ids.shape[0] != ids.shape[1]:
         same = ids == ids[0, 0]
         end = same.flip(1).long().cumprod(1).flip(1).bool()  # an end token, or padding

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from . import fsdp1, placement, workers
-from .by_hand import ByHand, ConstantTerms
+from .by_hand import ByHand
 from .check.checker import Checker
 from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
-from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks
+from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks, shared_with_gradients
 from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
 from .inputs import (
     EVALUATED,
@@ -107,7 +107,7 @@ class Recorder:
         self.with_gradients = False  # in the last outermost call of a model
         self.by_scaler = False  # whether a scaler makes the step
         self.optimizers_made = 0
-        self.by_hand, self.constant_terms = ByHand(), ConstantTerms()
+        self.by_hand = ByHand()
         self.arrivals = False  # gradients were written to by hand before the last step, one of the first
         self.optimizer_refs: list[weakref.ref[Any]] = []  # all that were made
         self.late: dict[int, weakref.ref[Any]] = {}  # parameters created after an optimizer
@@ -288,7 +288,6 @@ class Recorder:
                 self.loss_looks += 1
                 wide = {n for tensor in self.arguments for n in tensor.shape[1:]}  # not only the batch has this length
                 self.since.notes += [n for n in handmade(loss) if n not in {f"spread squares {size}" for size in wide}]
-                self.since.observed += [("constant term", "")] if self.constant_terms.in_loss(loss) else []
                 self._look(loss)
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
@@ -437,6 +436,8 @@ class Recorder:
         if step == UNITS_AT:
             self.since.alike = units_alike(self.models())
         layout = self.layouts.of(optimizer, number, parameters, named, self.models())
+        if 0 < step < LOOKED_AT and self.use.zeroed_before and shared_with_gradients(optimizer):
+            self.since.notes.append("state cleared")
         groups = [options_of(group) for group in optimizer.param_groups]  # a scheduler changes them after the step
         here: dict[str, Any] = {
             "number": number,

@@ -186,8 +186,8 @@ def fill_in(record: dict[str, Any], since: Since, numbers: dict[str, list[Tensor
 def _targets(objective: LossFunction, numbers: Iterator[Tensor]) -> dict[str, Any]:
     if objective.targets is None:
         return {}
-    count, one, other, equal = next(numbers).tolist()
-    marks = {"equal": True} if equal else {}
+    count, one, other, equal, diagonal = next(numbers).tolist()
+    marks = {name: True for name, value in (("equal", equal), ("diagonal", diagonal)) if value}
     return {"targets": count, "hashes": [fingerprint.hexed(one), fingerprint.hexed(other)]} | marks
 
 
