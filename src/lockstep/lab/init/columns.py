@@ -222,8 +222,8 @@ def _kind(rows: Dataset, name: str) -> str:
 
 def _kind_of_turns(lists: Iterable[Any]) -> str:
     """Return the kind of a column of lists whose entries have different keys."""
-    turns = [turn for each in lists for turn in each or ()]
-    shared = set.intersection(*(set(turn) if isinstance(turn, dict) else set() for turn in turns)) if turns else set()
+    turns = [turn if isinstance(turn, dict) else {} for each in lists for turn in each or ()] or [{}]
+    shared = set.intersection(*map(set, turns))
     if {"role", "content"} <= shared:
         return "messages"
     return "turns" if {"from", "value"} <= shared else "list"
