@@ -245,7 +245,7 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
     "tracer/late_imports.py": (  # importlib's; and what Trainer removes from a data set
-        "getattr(getattr(module, '__spec__', None), '_initializing'",
+        "getattr(spec, '_initializing'",
         "getattr(kind, '_remove_unused_columns'",
     ),
     # likewise: targets, results of softmaxes, weights of attention, differences of pairs, shapes before views, tokens
