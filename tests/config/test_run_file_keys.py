@@ -29,7 +29,11 @@ TRIED = {key: case for key, case in KEYS.items() if isinstance(case, Tried)}
 # Keys that share the code of a neighbour, which is tried each time.
 LIKE_ANOTHER = ("profile.after", "profile.steps", "data.stream_cache_gb", "average.ema_warmup", "task.threshold")
 LIKE_ANOTHER += ("evaluate.min_delta", "hub.language", "hub.tags", "task.prefix", "task.answer_tokens", "task.bleu")
-LIKE_ANOTHER += ("launch.hang_timeout_s", "launch.rebalance_every", "task.label_names", "name")
+LIKE_ANOTHER += ("launch.hang_timeout_s", "launch.rebalance_every", "task.label_names", "name", "launch.timeout_s")
+LIKE_ANOTHER += ("optim.power", "optim.decay_fraction", "optim.decay_steps", "optim.decay_shape", "optim.average_power")
+LIKE_ANOTHER += ("optim.beta2_decay", "optim.d", "optim.nesterov", "optim.ns_steps", "optim.lr_adjust", "data.quote")
+LIKE_ANOTHER += ("data.test_fraction", "data.follow_links", "data.drop_unusable", "tokenizer.vocab_size")
+LIKE_ANOTHER += ("model.checkpoint_activations",)
 
 
 def marks(key: str) -> list[pytest.MarkDecorator]:

@@ -17,6 +17,7 @@ from lockstep.config.run import Run, load
 from lockstep.config.written import applies, naming_defaults, naming_lowered, with_defaults_named
 from lockstep.data.job import Job
 from lockstep.launchers.start import resolved
+from support.marks import long
 from support.messages import mentions, raises
 from support.mistakes import RUN, prepare
 from support.written_keys import accused, keys_written
@@ -125,30 +126,18 @@ def test_a_written_value_that_is_the_default_is_known_from_the_file_of_the_outpu
 
 
 BESIDE = [
-    *("model.type=bert", "data.train=train.csv", "data=train.csv", "task.name=image_classification"),
-    *("task.name=language_modeling", "task.name=language_modeling task.block_size=32", "tokenizer.train=character"),
-    *(
-        "batch_size=2",
-        "strategy.name=single",
-        "strategy.name=pipeline",
-        "optim.name=sgd",
-        "optim.name=schedule_free",
-        "optim.warmup_steps=4",
-    ),
-    *(
-        "launch.processes=9",
-        "launch.device=cpu",
-        "launch.name=slurm",
-        "steps=3",
-        "model=./nowhere",
-        "tokenizer=./nowhere",
-    ),
-    *("data.stream=true", "task.name=translation", "precision=fp16", "optim.schedule=constant"),
-    *("task.name=module", "optim.schedule=[[0,1e-3],[100,0]]"),
+    *("model.type=bert", "data.train=train.csv", "task.name=image_classification", "task.name=language_modeling"),
+    *("tokenizer.train=character", "batch_size=2", "strategy.name=single", "optim.name=schedule_free"),
+    *("optim.warmup_steps=4", "optim.schedule=[[0,1e-3],[100,0]]", "launch.processes=9", "launch.name=slurm"),
+    *("steps=3", "model=./nowhere", "data.stream=true", "task.name=translation", "task.name=module"),
+]
+LIKE_THOSE = [
+    *("data=train.csv", "task.name=language_modeling task.block_size=32", "strategy.name=pipeline", "optim.name=sgd"),
+    *("launch.device=cpu", "tokenizer=./nowhere", "precision=fp16", "optim.schedule=constant"),
 ]
 
 
-@pytest.mark.parametrize("words", BESIDE)
+@pytest.mark.parametrize("words", [*BESIDE, *map(long, LIKE_THOSE)])
 def test_written_keys_override_the_quick_start(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

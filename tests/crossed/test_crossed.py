@@ -28,7 +28,7 @@ PLANTED: dict[str, tuple[str, dict[str, object]]] = {
     "unscored_row": ("an evaluation scores each example once", {}),
     "late_refusal": ("what cannot be is refused before processes start", {"average": "ema", "second": ("zero2", 2)}),
 }
-SEED, COUNT = 20261126, 7  # `make crossed` runs any number, and 2,000 are recorded as promised
+SEED, COUNT = 20261126, 5  # `make crossed` runs any number, and 2,000 are recorded as promised
 DRAWN = list(itertools.islice(draw.cases(SEED), COUNT))
 WRITTEN = sorted(CASES.glob("*.yaml"))
 
@@ -85,8 +85,8 @@ def test_values_that_are_fixed_are_all_that_is_drawn() -> None:
     assert draw.never_drawn({"task": ["module", "modul"], "adapter": ["lora"]}) == ["task=modul"]
 
 
-# CI runs every second one.
-@pytest.mark.parametrize("path", [p if i % 2 else long(p) for i, p in enumerate(WRITTEN)], ids=lambda path: path.stem)
+# CI runs every third one.
+@pytest.mark.parametrize("path", [long(p) if i % 3 else p for i, p in enumerate(WRITTEN)], ids=lambda path: path.stem)
 def test_what_once_broke_a_promise(path: Path) -> None:
     verdict = judged(Job.load(path.read_text(encoding="utf-8")))
     assert verdict.outcome in ("promised", "refused"), f"{verdict.promise}: {verdict.seen}"

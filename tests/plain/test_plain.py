@@ -58,6 +58,7 @@ OTHERS: dict[str, tuple[str, ...]] = {  # every strategy but single and ddp, and
     "hf_accelerate fsdp": ("strategy.options={fsdp: {}}",),
     "hf_accelerate zero3": ("strategy.options={deepspeed: {zero_stage: 3}}",),
 }
+BY_HAND = ("allreduce", "zero1", "zero2", "hf_accelerate", "hf_accelerate fsdp", "hf_accelerate zero3")
 QUICK, LONG = ("classification", "prompts", "pairs"), ("documents", "packed", "reward")  # the others are slow
 
 
@@ -157,7 +158,7 @@ def recorded(world: World, run: Run) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "strategy",
-    ["ddp", *(long(s) if s in ("allreduce", "zero1", "zero2", "hf_accelerate") else slow(s) for s in OTHERS)],
+    ["ddp", *(long(s) if s in BY_HAND else slow(s) for s in OTHERS)],
 )
 def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
     """The steps have dropout, and plain starts from the run's optimizer state."""

@@ -171,7 +171,7 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
         long("fsdp2 step", 3),
         ("allreduce", 2),
         long("hf_accelerate", 2),
-        ("hf_accelerate fsdp", 2),
+        long("hf_accelerate fsdp", 2),
         ("hf_trainer", 2),
     ],
 )

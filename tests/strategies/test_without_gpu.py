@@ -107,7 +107,8 @@ LONG = {
     *(f"{kind} without padding" for kind in KINDS if kind not in (None, "packed", "documents", "preference")),
     *("masked with padding", "translation with padding", "texts apart, padded"),
     *(f"{kind} in chunks" for kind in OF_TOKENS if kind != "documents"),
-    *("odd vocabulary", "written-out attention"),
+    *("odd vocabulary", "written-out attention", "odd vocabulary, in chunks", "translation padded, in chunks"),
+    *("zero2", "hf_accelerate"),
 }  # one part of what another case has
 PLANTED = {
     "aten::_local_scalar_dense": 1,
