@@ -206,14 +206,15 @@ def test_a_resume_keeps_the_count_of_patience(early: Path, tmp_path: Path) -> No
     assert end_of(folder / "out") == end_of(early / "out")
 
 
-def test_the_last_model_can_be_exported(early: Path, tmp_path: Path) -> None:
+def test_the_last_model_can_be_exported(early: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     best = end_of(early / "out")[0]["step"]
     shutil.copy(early / "run.yaml", tmp_path)
     words = [f"steps={best}", "optim.schedule=constant", "evaluate.patience=null"]
     assert trained(tmp_path, *words, "export=best", "checkpoint.best=-loss") == 0
     scores, weights = end_of(tmp_path / "out")
     losses = told(tmp_path / "out")
-    assert scores["step"] == min(losses, key=losses.__getitem__)
+    assert scores["step"] == best == min(losses, key=losses.__getitem__)
+    assert "no usable checkpoint" not in "".join(capfd.readouterr())  # of the step that was the best before the last
     folder = tmp_path / "last"
     folder.mkdir()
     shutil.copy(early / "run.yaml", folder)

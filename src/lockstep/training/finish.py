@@ -110,10 +110,11 @@ def best_model(
     for text in notes:
         console.note(text)
     which = "that of the last step" if exported == step else f"that of step {exported} of {step}"
-    best = best_so_far(session.job, step if session.world.is_main else 0).step
-    gone = best not in (None, exported, step)  # without checkpoint.best only the newest checkpoints are there
+    best = best_so_far(session.job, step if session.world.is_main else 0)
+    beaten = exported == step and last is not None and not best.beats(finals["validation"][0][best.name])
+    gone = best.step not in (None, exported, step) and not beaten  # without checkpoint.best the newest are there
     if gone:
-        console.note(f"there is no usable checkpoint of step {best}, which was evaluated as the best")
+        console.note(f"there is no usable checkpoint of step {best.step}, which was evaluated as the best")
     those = "the best model of those with a checkpoint" if gone else "the best model"
     console.say(f"{those} by {run.checkpoint.best} is {which}, and is exported")
     return exported, finals
