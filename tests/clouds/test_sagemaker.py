@@ -108,6 +108,7 @@ def test_the_plan_is_pure_and_shows_no_secret(
     assert main(["plan", "run.yaml", "launch.secrets=[HF_TOKEN=lockstep/hf]", "--verbose"]) == 0
     said += capsys.readouterr().out
     assert '"TrainingJobName"' in said
+    assert said.index('"TrainingJobName"') < said.index("run.yaml\nname:" if "run.yaml\nname:" in said else "\nname: ")
     assert "lockstep/hf" in said
     assert "hf_xxx" not in said
     assert {p.name for p in here.iterdir()} == {"run.yaml"}

@@ -283,3 +283,20 @@ def test_a_read_only_file_system_is_reported(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "statvfs", lambda _, flag=flag: SimpleNamespace(f_flag=flag))
         with raises("LS1116", why, str(tmp_path)):
             check_output(run.folder)
+
+
+def test_paths_of_an_outputs_run_file_are_those_of_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are relative to the folder in which training was started, wherever a later command is given."""
+    output, neighbour = tmp_path / "job/runs/out", tmp_path / "neighbour"
+    for folder in (output, tmp_path / "job/minilm", neighbour, neighbour / "minilm"):
+        folder.mkdir(parents=True)
+    (output / "run.yaml").write_text(GOOD.replace("gpt2", "./minilm").replace("name: e", "output: runs/out\nname: e"))
+    for place, path in (("job", "./minilm"), ("neighbour", "../job/minilm"), ("job/runs/out", "../../minilm")):
+        monkeypatch.chdir(tmp_path / place)
+        run = load(os.path.relpath(output / "run.yaml"), [])
+        assert Path(str(run.model.source)).resolve() == Path(path).resolve() == tmp_path / "job/minilm"
+    (output / "other.yaml").write_text((output / "run.yaml").read_text())
+    monkeypatch.chdir(neighbour)
+    assert load(output / "other.yaml", []).model.source == "./minilm"

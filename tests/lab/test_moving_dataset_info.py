@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Template
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -168,3 +169,19 @@ def test_pairs_in_conversations_are_trained_as_they_are_moved(here: Path) -> Non
     first = Columns(prepared.splits["train"]).ragged("input_ids").row(0)
     tokenizer = tokenizers.load(prepared.tokenizer)
     assert str(tokenizer.decode(first)).strip().startswith("<user>what is")
+
+
+def test_chatml_becomes_a_template(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """axolotl and LLaMA-Factory use it in place of the tokenizer's own."""
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = factory(here, TALKS).replace("template: qwen", "template: chatml")
+    axolotl = "base_model: a/b\nchat_template: chatml\nlearning_rate: 1e-4\nmicro_batch_size: 2\n"
+    axolotl += "gradient_accumulation_steps: 1\nnum_epochs: 1\ndatasets: [{path: c/d, type: chat_template}]\n"
+    for name, written in (("lf.yaml", text), ("ax.yaml", axolotl)):
+        template = moved(name, written).task.options["chat_template"]
+        rendered = Template(template).render(messages=talk, add_generation_prompt=True)
+        answer = "<|im_start|>assistant\n"
+        assert rendered == f"<|im_start|>user\na<|im_end|>\n{answer}b<|im_end|>\n{answer}"
+    (here / "moved.yaml").unlink()
+    other = axolotl.replace("chatml", "llama3")
+    assert "chat_template: llama3" in refused("ax.yaml", other, capsys)

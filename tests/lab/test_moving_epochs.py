@@ -53,6 +53,26 @@ def accumulating(condition: str) -> str:
 EVERY, LAST = "(i + 1) % 4 == 0", "(i + 1) % 4 == 0 or i == len(train) - 1"
 
 
+def test_open_and_closed_parts_are_listed_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parts of a loop that the run file does not carry are on the terminal and in the file, whether keys of the
+    command line replace them or not."""
+    text = of_rows(PLAIN).replace(LOADER, LOADER.replace(")", ", drop_last=True)"))
+    text = text.replace('DataLoader(data["validation"]', 'DataLoader(list(data["validation"])[:4]')
+    text += 'model.save_pretrained("saved")\ntokenizer.save_pretrained("words")\n'
+    rows_of(24)
+    moved("acc.py", text, *DATA)
+    said, file = capsys.readouterr().out, " ".join(Path("moved.yaml").read_text().replace("#", "").split())
+    for part in ("DataLoader(drop_last=True): no rows are dropped", "[:4], batch_size=16)", "save_pretrained('saved')"):
+        assert part in said, part
+        assert part in file, part
+    assert "words" not in said
+    assert "replaced by data.validation: line" in said
+    opened, _, closed = file.partition("Replaced by keys of the command line:")
+    assert "[:4], batch_size=16): by data.validation" in closed
+    assert "[:4]" not in opened
+    assert "save_pretrained('saved')" in opened
+
+
 @pytest.mark.parametrize(
     ("text", "step", "wanted"),
     [

@@ -19,6 +19,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.errors import DONE, FAILED, coded
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.track import json_output
 from lockstep.track.console import RECORD, Console, error
 from lockstep_trace.coded import quantity
@@ -44,8 +45,10 @@ def run_plan(args: argparse.Namespace) -> int:
     run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
     launcher = start.launcher_of(run.launch)
     plan = start.plan_of(run, launcher)
-    job = start.preview(run, launcher, plan)
     console = Console(True)
+    ACTIVITY.set("importing torch")
+    with console.busy(lambda: ACTIVITY.name):
+        job = start.preview(run, launcher, plan)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)
     shares = sorted({b - a for a, b in itertools.pairwise(bounds)})
@@ -77,7 +80,7 @@ def run_plan(args: argparse.Namespace) -> int:
         for text in (*job.notes, *remarks(job), *without_effect(job, launcher)):
             console.note(text)
     whole = whole or not plan.facts
-    for path, text in plan.files.items() if whole else ():
+    for path, text in sorted(plan.files.items(), key=_is_run_file) if whole else ():
         console.say(f"--- {path}\n{text}", whole=True)
     if not whole:
         names = ", ".join(f"{Path(path).name} ({len(text.splitlines())} lines)" for path, text in plan.files.items())
@@ -92,6 +95,11 @@ def run_plan(args: argparse.Namespace) -> int:
     for text in wrong:
         error(coded("LS8082", f"this would fail: {text}"))
     return FAILED if wrong else DONE
+
+
+def _is_run_file(file: tuple[str, str]) -> bool:
+    """Return whether a submitted file is the run file, which is printed last: it is long, and others call it."""
+    return Path(file[0]).name == "run.yaml"
 
 
 def failures(run: Run, launcher: Launcher, plan: LaunchPlan, job: Job | str, offline: bool) -> list[str]:

@@ -532,12 +532,28 @@ PATHS = {
 
 
 def relative_to_file(values: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return a copy with local paths resolved from the run file's folder, if they exist there. The values of
-    OUTPUT/run.yaml, whose paths are resolved already, are returned unchanged."""
+    """Return a copy with local paths resolved from the run file's folder, if they exist there. Those of OUTPUT/run.yaml
+    were resolved in training: from elsewhere they are resolved from the folder in which training was started, which
+    `output` tells."""
     folder = file.parent
     output = values.get("output")
-    if folder == Path() or (isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve()):
+    if isinstance(output, str) and folder.resolve() == Path(output).expanduser().resolve():
         return values
+    values = values if folder == Path() else _resolved(values, folder)
+    started_in = _started_in(file, output) if isinstance(output, str) else None
+    return values if started_in is None else _resolved(values, started_in)
+
+
+def _started_in(file: Path, output: str) -> Path | None:
+    """Return the folder in which the training of OUTPUT/run.yaml was started; None if the file is another one."""
+    parts, there = Path(output).parts, file.parent.resolve().parts
+    if file.name != "run.yaml" or not parts or os.path.isabs(output) or there[-len(parts) :] != parts:
+        return None
+    return Path(*there[: -len(parts)])
+
+
+def _resolved(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a copy with local paths resolved from `folder`, if they exist there."""
     merged = dict(values)
     for section, keys in PATHS.items():
         if isinstance(content := at_length(section, values.get(section)), dict):

@@ -224,7 +224,8 @@ def model_folder(source: str, key: str = "model.source") -> str:
     if path.name == "export" and not path.is_dir() and (path.parent / "run.yaml").is_file():
         output = path = path.parent
     elif checkpoint is None and names_place(source) and not path.exists():
-        raise RunError("LS2088", f"{key}: the folder {path} does not exist; correct the path")
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise RunError("LS2088", f"{key}: the folder {path} does not exist{where}; correct the path")
     elif not (path / "run.yaml").is_file() or (path / "config.json").is_file():
         return source
     if not (path / "export" / "config.json").is_file():

@@ -36,7 +36,7 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     export = output / "export"
     if checkpoint is None and not export.is_dir():
         newest = output / "checkpoints" / "latest"
-        also = f", and {newest} is its newest checkpoint" if newest.exists() else ""
+        also = f"; its newest checkpoint can be used now: lockstep predict {newest}" if newest.exists() else ""
         raise RunError(
             "LS5051",
             f"{output} has no export: its run is not finished, or the export was deleted; run lockstep train again "

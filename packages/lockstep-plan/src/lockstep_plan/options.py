@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lockstep.config.run import Run, RunError
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
 from lockstep.track.console import Console
 from lockstep_plan import devices, planner, render
@@ -32,7 +33,8 @@ def answered(
         raise RunError("LS8323", f"--device: {device_rates.name} has no flops for precision={run.precision}")
     console = Console(True)
     plans: list[planner.Plan] = []
-    with ThreadPoolExecutor(len(counts)) as at_once:
+    ACTIVITY.set("importing torch")
+    with console.busy(lambda: ACTIVITY.name), ThreadPoolExecutor(len(counts)) as at_once:
         if suggest:
             each = at_once.map(lambda count: planner.suggest(run, count, device_rates, console.say), counts)
             plans += [plan for several in each for plan in several]

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.exact.training_state import freeze
 from lockstep.tasks.task import make_task
@@ -114,7 +115,9 @@ def simulate(job: Job, device: Device, say: Say) -> list[ranks_of.Simulated]:
         write_run_yaml(aside)
         for start in range(0, len(ranks), AT_ONCE):
             turn = ranks[start : start + AT_ONCE]
-            say(f"simulating rank {' and '.join(map(str, turn))} of {processes:,} under {run.strategy.name}")
+            about = f"simulating rank {' and '.join(map(str, turn))} of {processes:,} under {run.strategy.name}"
+            say(about)
+            ACTIVITY.set(about)
             children = {rank: _child(Path(folder), rank, processes, device) for rank in turn}
             try:
                 for child in children.values():

@@ -55,6 +55,7 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
     table.apply(TABLE, theirs, draft)
     _task(theirs, draft)
     _data(theirs, draft)
+    _chatml(draft, "chat_template", theirs.get("chat_template"))
     for key, value, origin in (
         ("optim.weight_decay", 0.0, "weight_decay"),
         ("optim.schedule", "cosine", "lr_scheduler"),
@@ -87,6 +88,23 @@ def move(theirs: Mapping[str, Any], draft: RunDraft, processes: int | None) -> N
         draft.set("strategy.name", "fsdp2", "fsdp")
     if theirs.get("deepspeed"):
         draft.deepspeed = theirs["deepspeed"]
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def _chatml(draft: RunDraft, name: str, value: Any) -> None:
+    """Write the template that a file calls chatml, if conversations are trained on: it replaces the tokenizer's."""
+    if value == "chatml" and (draft.keys.get("task.messages") or draft.keys.get("task.conversations")):
+        draft.set("task.chat_template", CHATML, f"{name} chatml")
+        draft.gaps[:] = [gap for gap in draft.gaps if gap.name != f"{name}: chatml"]
+        draft.notes.append(
+            f"{name} chatml: a tokenizer that has <|im_start|> and <|im_end|> not as special tokens cuts them into "
+            "several; the original adds them if its file says so"
+        )
 
 
 def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
@@ -346,6 +364,8 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
         if neat:
             draft.set("task.attend_across_documents", False, origin)
     _data_llama_factory(theirs, draft)
+    if task == "language_modeling":
+        _chatml(draft, "template", template)
     _adapter_llama_factory(theirs, draft)
 
 

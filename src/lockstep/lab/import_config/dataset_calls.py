@@ -20,7 +20,7 @@ from lockstep.lab.import_config import (
     trainer,
     tried_on_rows,
 )
-from lockstep.lab.import_config.kinds import CUT
+from lockstep.lab.import_config.kinds import CUT, split_of
 from lockstep.lab.import_config.loading import RUNS, Reading, without
 from lockstep.lab.import_config.mapped_function import MappedFunction
 from lockstep.lab.import_config.qa_function import QaFunction
@@ -147,13 +147,25 @@ def _held_out(call: Call, seed: ast.expr | None, draft: RunDraft) -> None:
     draft.notes.append(f"{where}; with a validation split of its own, the data keep all of train")
 
 
+_LIMIT = "data.limit is the maximum number of examples of each split"
+
+
+def _fewer_trained_on(call: Call, split: str, draft: RunDraft) -> None:
+    """Add a gap if the run trains on a split of which only a part is read, whatever the split is called."""
+    if draft.keys.get("data.train") == split:
+        draft.lacks(str(call), _LIMIT, "data.limit")
+
+
 def fewer(call: Call, at: Reading) -> None:
     """Read `select`, `take` and `filter`."""
     if call.name == "filter":
         at.draft.lacks(str(call), "data.filter chooses rows by their columns", "data.filter")
+    elif (split := split_of(at.script, call.receiver)) is not None and not split.startswith("train"):
+        why = "evaluate.limit is the number of validation examples that an evaluation uses, drawn with the seed"
+        at.draft.lacks(str(call), why, "evaluate.limit", "data.validation", "data.limit")
+        at.draft.at_end.append(lambda draft: _fewer_trained_on(call, split, draft))
     else:
-        why = "data.limit is the maximum number of examples of each split"
-        at.draft.lacks(str(call), why, "data.limit")
+        at.draft.lacks(str(call), _LIMIT, "data.limit")
 
 
 def renamed(call: Call, at: Reading) -> None:

@@ -38,10 +38,12 @@ class EpochEnd:
 
     def check(self, draft: RunDraft) -> None:
         """Add a gap unless the rows are known to fill all steps. If the number of rows is unknown, `divided` is only a
-        note, as it does not change the number of steps."""
+        note, as it does not change the number of steps; so is `dropped` if no row is."""
         rows = draft.rows if self.batch is not None and not draft.keys.get("task.packing") else None
         step = (self.batch or 1) * (1 if self.kind == "dropped" else self.every) * self.processes
         if rows is not None and rows % step == 0:
+            if self.kind == "dropped":
+                draft.notes.append(f"{self.where}: no rows are dropped, because {step:,} divides the {rows:,} rows")
             return
         why = _WHYS[self.kind].format(every=self.every)
         if rows is not None:

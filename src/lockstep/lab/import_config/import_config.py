@@ -21,6 +21,7 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
+from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.import_config import (
     axolotl,
     branch_values,
@@ -29,6 +30,7 @@ from lockstep.lab.import_config import (
     library_names,
     loops,
     project_files,
+    saved_files,
     switches,
     torchtune,
     trainer,
@@ -98,17 +100,18 @@ def move(
     _note_unread(draft, partial, talk)
     text = _text(path, origin, source.called, draft, talk)
     refused = [] if partial else draft.deciding()  # which the error lists
-    for gap in draft.gaps:
+    for gap in sorted(draft.gaps, key=lambda gap: bool(draft.replacing(gap))):  # the open ones first
         if gap not in refused:
-            by = " and ".join(sorted(draft.by_hand.keys() & set(gap.by)))
+            by = draft.replacing(gap)
             talk.console.say(f"replaced by {by}: {gap.name} ({gap.why})" if by else str(gap))
     if refused:
         raise _incomplete(origin, refused, draft.unread)
-    run = _written(path, text, partial, looked is not None, talk)
     listed = "; the file lists what was left out" if draft.gaps else ""
-    talk.console.say(f"wrote {path}: {run.task.name}{listed}")
+    fault = _write(path, text, partial, looked is not None, talk, listed)
     empty = [key for key, value in draft.keys.items() if value == FILL_IN]
-    first = f"fill in {' and '.join(empty)}; then " if empty else ""
+    steps = [f"fill in {' and '.join(empty)}"] if empty else []
+    steps += [f"correct {fault}, as the note says"] if fault else []
+    first = f"{'; '.join(steps)}; then " if steps else ""
     talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
     return 0
 
@@ -158,13 +161,21 @@ def _incomplete(origin: Path, deciding: Sequence[Gap], unread: Sequence[str]) ->
     )
 
 
-def _written(path: Path, text: str, partial: bool, with_data: bool, talk: Prompter) -> Run:
-    """Write the file, after planning it, `with_data` if its data are here. Requirements that only this machine lacks
-    become notes. Errors: `RunError`."""
-    run = init.loaded(path, text)
+def _write(path: Path, text: str, partial: bool, with_data: bool, talk: Prompter, listed: str) -> str:
+    """Write the file and plan it, `with_data` if its data are here: with `partial` in this order, otherwise only a file
+    that can be planned is written. Requirements that only this machine lacks become notes. Returns the key that `plan`
+    refuses, empty if there is none. Errors: `RunError`."""
+    run, fault = init.loaded(path, text), ""
+    wrote = f"wrote {path}: {run.task.name}{listed}"
+    if partial:
+        init.checked(path, text, planned=False)
+        talk.console.say(wrote)
+    ACTIVITY.set("checking the run file as lockstep plan does")
     try:
         filled = run.model.source != FILL_IN
-        for lacking in init.plan(run if filled else init.with_small_model(run), with_data and filled):
+        with talk.console.busy(lambda: ACTIVITY.name):
+            lacks = init.plan(run if filled else init.with_small_model(run), with_data and filled)
+        for lacking in lacks:
             talk.console.note(f"on this machine lockstep plan refuses it: {lacking}")
     except RunError as error:
         if not partial:
@@ -174,7 +185,12 @@ def _written(path: Path, text: str, partial: bool, with_data: bool, talk: Prompt
                 "Give another value, as key=value, or write it anyway with --partial",
             ) from None
         talk.console.note(f"lockstep plan refuses it: {error}")
-    return init.checked(path, text, planned=False)
+        key = error.message.partition(":")[0]
+        fault = key if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", key) else path.name
+    if not partial:
+        init.checked(path, text, planned=False)
+        talk.console.say(wrote)
+    return fault
 
 
 def _look(draft: RunDraft, by_flag: bool, talk: Prompter) -> DatasetProfile | None:
@@ -398,8 +414,11 @@ def _name_first(value: Any) -> Any:
 def _header(origin: Path, called: str, draft: RunDraft, talk: Prompter) -> list[str]:
     lines = [f"From {origin.name} ({called}), by `lockstep init --from`.", *(f"Note: {note}." for note in talk.notes)]
     for title, understood in (("No counterpart here:", True), ("Not understood:", False)):
-        if gaps := [gap for gap in draft.gaps if gap.understood is understood]:
+        if gaps := [gap for gap in draft.gaps if gap.understood is understood and not draft.replacing(gap)]:
             lines += ["", title, *(f"  {gap.name} ({gap.why})" for gap in gaps)]
+    if closed := [gap for gap in draft.gaps if draft.replacing(gap)]:
+        lines += ["", "Replaced by keys of the command line:"]
+        lines += [f"  {gap.name}: by {draft.replacing(gap)}" for gap in closed]
     return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
 
 
@@ -494,6 +513,7 @@ class Read:
         self.mover(draft, processes)
         if self.script is not None:
             draft.at_end.append(functools.partial(switches.note, self.script))
+            draft.at_end.append(functools.partial(saved_files.note, self.script))
 
 
 def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:

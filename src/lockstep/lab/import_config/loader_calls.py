@@ -1,7 +1,7 @@
 """DataLoaders of a script: which of them an expression may be, and how they draw.
 
 In: an expression, such as the iterable of the loop that trains. Out: the calls that may have made it; and whether what
-a loader is given are rows of a data set, and not another object around them.
+a loader is given are rows of a data set, and not another object around them; and gaps for loaders that do not train.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import ast
 
 from lockstep.lab.import_config.kinds import kind_of, split_of
 from lockstep.lab.import_config.library_names import PROGRESS, is_own
-from lockstep.lab.import_config.script import Script
-from lockstep.lab.import_config.table import NAMES
+from lockstep.lab.import_config.script import Call, Script
+from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _OF_VALUES = ("to_pandas", "keys", "values", "items", "unique", "iter", "column_names", "features", "get", "append")
 
@@ -113,3 +113,17 @@ def draws_all(script: Script, sampler: ast.Call, rows: ast.expr | None) -> bool:
         return True
     values = [script.bound(each) if isinstance(each, ast.Name) else each for each in pair]
     return len({ast.unparse(each) for each in values if each is not None}) == 1
+
+
+def note_others(script: Script, draft: RunDraft, trained_on: Call | None) -> None:
+    """Name the DataLoaders besides the training's whose rows are not plainly a split of the run's data."""
+    for call in script.calls:
+        if call.name != "DataLoader" or call is trained_on:
+            continue
+        arguments = script.arguments(call, ("dataset", "batch_size"))
+        if is_around_rows(script, arguments.nodes.get("dataset")):
+            why = (
+                "rows of the script's own, which are not read: a run evaluates on its validation split, or on "
+                "evaluate.limit rows of it"
+            )
+            draft.unclear(str(call), why, "data.validation", "evaluate.limit", decides=False)

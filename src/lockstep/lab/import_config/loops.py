@@ -32,7 +32,7 @@ from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.kinds import kind_of
 from lockstep.lab.import_config.library_names import is_own
-from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, without_order
+from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, note_others, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
 from lockstep.lab.import_config.model_inputs import learns_logits
@@ -94,6 +94,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         precision_calls.contexts(at, statements)
         at.loaders(statements)
         step_order.note_epochs(statements, at.loader)
+    note_others(script, draft, at.loader)
     at.constants(statements)
     at.settle()
     at.ends(statements)

@@ -191,6 +191,10 @@ class RunDraft:
         """Return whether a key, or one within it, was given on the command line."""
         return any(each == key or each.startswith(f"{key}.") for each in self.by_hand)
 
+    def replacing(self, gap: Gap) -> str:
+        """Name the keys given on the command line that close a gap; empty if it is open."""
+        return " and ".join(sorted(key for key in gap.by if self.is_given(key)))
+
 
 def apply(table: Table, theirs: Mapping[str, Any], draft: RunDraft) -> None:
     """Apply every row that converts a single key; rows marked `joined` are left to a function of the source."""

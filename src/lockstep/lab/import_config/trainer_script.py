@@ -17,6 +17,7 @@ from lockstep.lab.import_config import (
     lightning,
     loading,
     loss_means,
+    metric_names,
     object_flows,
     trainer,
 )
@@ -374,7 +375,9 @@ def trainer_call(call: Call, at: Reading) -> None:
         at.draft.unclear(f"line {call.line}: {call.name}({code})", "its content is known only when the script runs")
     if "compute_metrics" in arguments.nodes:
         why = "metrics takes functions of (predictions, labels); the task has its own scores"
-        at.draft.drop(f"line {call.line}: compute_metrics={code_of(arguments.nodes['compute_metrics'])}", None, why)
+        function = arguments.nodes["compute_metrics"]
+        at.draft.drop(f"line {call.line}: compute_metrics={code_of(function)}", None, why)
+        at.draft.at_end.append(lambda draft: metric_names.rename_best(at.script, function, draft))
     _objects(call, at, arguments.nodes)
     collate = arguments.nodes.get("data_collator")
     if collate is not None and (collator := own_collator(at.script, collate)):

@@ -448,7 +448,7 @@ def _known(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _comment(key: str, comments: Mapping[str, str], about: str | None) -> str:
     text = comments.get(key, "")
     about = _ABOUT.get(key, about or "")
-    return f"{about}; {text[1:]}" if text.startswith("+") else text or about
+    return "; ".join(filter(None, (about, text[1:]))) if text.startswith("+") else text or about
 
 
 def _wrapped(text: str) -> list[str]:
