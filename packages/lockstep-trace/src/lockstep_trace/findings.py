@@ -117,9 +117,9 @@ OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
     observed.split_apart,
     observed.statements,
 )
-# Suspicions that the default output names under a heading of their own, with what else they could be. A code is here if
-# no correct script of the held-out sets raised it, and if what else it could be is rare or known to its author; codes
-# of ordinary styles are not here. A rule marks a single suspicion itself (`Finding.likely`).
+# Suspicions that the default output lists: no correct script of the held-out sets raised the code, and its other
+# explanations are rare or known to the author. Not codes of ordinary styles: losses that share parts, one seed on all
+# ranks, Monte Carlo dropout, noisy teachers, weights that are clipped, pruned or restored.
 LIKELY = (
     "accumulation-undivided",
     "adapter-frozen",

@@ -193,7 +193,8 @@ def ratios(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def _taken_again(lists: list[list[str]]) -> int | None:
     for count in range(1, len(lists) // 2 + 1):
         one, other = (sorted(h for each in lists[i : i + count] for h in each) for i in (0, count))
-        if one == other and len(set(one)) >= 8:
+        varied = Counter(one).values()  # few kinds of examples, each a certain number of times
+        if one == other and (len(varied) >= 8 or (len(one) >= 64 and len({*varied}) >= 4)):
             return count
     return None
 

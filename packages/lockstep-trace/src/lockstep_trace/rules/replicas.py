@@ -104,7 +104,7 @@ def _reduced_until(trace: Trace, optimizer: int, step: int | None) -> set[str]:
 
 
 def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], largest: float) -> Finding:
-    every = len(merged(trace, optimizer, step, lambda s: s.unclipped))
+    every = sum(w.value.square > 0 for w in merged(trace, optimizer, step, lambda s: s.unclipped).values())
     what = (
         f"step {step}: ranks have different gradients of {few(names)} ({len(names)} of {every} "
         f"parameters, by {largest:.2g})"

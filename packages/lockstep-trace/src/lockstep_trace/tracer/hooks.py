@@ -48,6 +48,7 @@ class Hooks:
         self.failed = False
         self.replaying = False  # a checked step is recomputed on copies
         self.engine_steps = False  # an engine is in its step, which contains its inner optimizers' steps
+        self.at_first_call: list[Callable[[], None]] = []  # of any model
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
@@ -171,6 +172,8 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
+        while hooks.at_first_call:
+            hooks.at_first_call.pop()()
         hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         checker = recorder.checker
@@ -466,6 +469,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
     iterator.lockstep_name = f"{number}.{passes}"
     sampler = getattr(loader, "sampler", None)
     batches: Any = getattr(loader, "batch_sampler", None)
+    outer = batches  # Accelerate's, of a loader that it divides among ranks
     skips = bool(getattr(loader, "skip_batches", 0))
     while getattr(batches, "batch_sampler", None) is not None:  # Accelerate wraps it to shard and to skip batches
         skips = skips or bool(getattr(batches, "skip_batches", 0))
@@ -474,7 +478,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
     recorder.write(
         "epoch",
         loader=iterator.lockstep_name,
-        kind_of=f"{type(loader).__module__}.{type(loader).__name__}",
+        kind_of=" ".join(f"{type(each).__module__}.{type(each).__name__}" for each in (loader, outer)),
         sampler=type(inner).__name__,
         shuffle=getattr(inner, "shuffle", type(inner).__name__ in ("RandomSampler", "SeedableRandomSampler")),
         replacement=bool(getattr(inner, "replacement", False)),
