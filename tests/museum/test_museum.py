@@ -49,6 +49,7 @@ def test_every_finding_has_an_exhibit() -> None:
         "parts-overlap",
         "best-is-worst",
         "no-effect",
+        "one-rank-steps",
         "split-by-rank",
     }  # tests/trace
     proved = PAIRS | PROVED | LAYERS | NOISE | STATE | ANSWERS | UPDATES | EVIDENCE | GIVEN

@@ -249,7 +249,9 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         "getattr(kind, '_remove_unused_columns'",
     ),
     # likewise: targets, results of softmaxes, weights of attention, differences of pairs, shapes before views, tokens
+    # and a mode of recording that is off while a number of a loss is read
     "tracer/logits.py": (
+        "from torch.utils._python_dispatch",
         *("getattr(node, '_", "getattr(parent, '_", "node._saved", "getattr(node, name"),
         *("softmax._saved", "embedding._saved"),
     ),
@@ -258,11 +260,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),
-    # and a mode of recording that is off while a number of a loss is read
-    "tracer/evidence.py": (
-        *("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
-        "from torch.utils._python_dispatch",
-    ),
+    "tracer/evidence.py": ("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
     # a mode that sees each operation, below those of the script; autograd's sequence numbers; what operations write
     "tracer/operations.py": (
         *("from torch.utils._python_dispatch", "from torch.utils", "dispatch._", "getattr(m, '_mode_key'", "torch._C"),

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from support.answer_cases import trained
-from support.traced_cases import batches, net, sgd, step
+from support.traced_cases import X, batches, net, sgd, step
 
 
 class Computed(nn.Module):
@@ -160,6 +160,21 @@ def a_class_that_is_copied(wrong: bool) -> None:
             model.eval()(x)
 
 
+def similarities_times_a_temperature(wrong: bool) -> None:
+    """Right: divided; plain similarities; a learned factor; products of vectors of other lengths."""
+    model = Computed(lambda model, x: model.layer(x), layer=nn.Linear(12, 6))
+    model.factor = nn.Parameter(torch.tensor(0.1))
+
+    def loss_of(_: int) -> Tensor:
+        one, other = (functional.normalize(model(X[:32] + 0.1 * torch.randn(32, 12)), dim=1) for _ in range(2))
+        products = one @ other.t() / 0.1, one @ other.t(), one @ other.t() * model.factor, 3 * one @ other.t() * 0.1
+        rows = [one @ other.t() * 0.1] if wrong else products
+        losses = [functional.cross_entropy(scores, torch.arange(32)) for scores in rows]
+        return torch.stack(losses).sum() + 0.1 * model.factor.square()
+
+    trained(model, loss_of)
+
+
 EVIDENCE: dict[Callable[[bool], None], str] = {
     a_module_that_stays_frozen: "setting-unread",
     factors_of_zero: "no-gradient",
@@ -246,6 +261,7 @@ def momentum_of_another_library(wrong: bool) -> None:
 
 EVIDENCE_SUSPECTED: dict[Callable[[bool], None], str] = {
     a_mean_over_padding: "padding-used",
+    similarities_times_a_temperature: "logits-too-close",
     the_state_behind_padding: "padding-used",
     weights_by_frequency: "weights-reversed",
     attention_over_queries: "attention-axis",

@@ -350,3 +350,37 @@ def test_statements_without_effect_are_named_and_others_are_not(
         assert len(without_effect()) == count
     rank = Rank({"rank": 0, "world": 1}, Path(), ended={"idle": without_effect()})
     assert {f.level for f in observed.statements(Trace(Path(), {}, (rank,), 0))} == {"wrong"}
+
+
+def _ranks(optimizers: tuple[int, int], collectives: dict[str, list[int]], outside: dict[str, bool]) -> Trace:
+    """Return a trace of two ranks with five steps, of one and two optimizers."""
+    ranks = []
+    for number, count in enumerate(optimizers):
+        rank = Rank({"rank": number, "world": 2}, Path(), ended={"steps": [5] * count})
+        for o in range(count):
+            rows = (Parameter(f"w{o}", (4, 2), (0, 0), (4, 2), 257, "float32", "cpu", 0, True, True, ""),)
+            layout = OptimizerLayout("SGD", rows, (), False, None, ("M",))
+            raw = {"outside": outside, "collectives": collectives, "weights": ""}
+            rank.steps[o] = {n: Step({**raw, "step": n}, layout) for n in range(5)}
+        ranks.append(rank)
+    return Trace(Path(), {"world": 2}, tuple(ranks), 0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sent", "outside", "codes"),
+    [
+        ((2, 1), 2, {"w1": True}, 1),
+        ((2, 1), 8, {"w1": True}, 0),  # rank 0 sends the weights
+        ((2, 2), 2, {"w1": True}, 0),  # ranks step apart on purpose, as of local SGD
+        ((2, 1), 2, {"w1": False}, 0),  # rank 0 alone trains a part: a probe of its evaluation
+        ((2, 1), 2, {}, 0),
+    ],
+)
+def test_an_optimizer_that_steps_on_one_rank_is_a_finding(
+    counts: tuple[int, int], sent: int, outside: dict[str, bool], codes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = _ranks(counts, {"broadcast": [1, sent]}, outside)
+    monkeypatch.setattr("lockstep_trace.rules.premises.reduced", lambda *_: {"w0"})
+    assert [f.code for f in replicas.of_one_rank(trace)] == ["one-rank-steps"] * codes
+    monkeypatch.setattr("lockstep_trace.rules.premises.reduced", lambda *_: set())
+    assert [*replicas.of_one_rank(trace)] == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.proof import diff
 from lockstep.training import step_record
 from lockstep.training.step_record import (
     MicroBatchValue,
@@ -23,7 +24,6 @@ from lockstep.training.step_record import (
     record_differences,
     write_records,
 )
-from lockstep_trace import causes
 from lockstep_trace.coded import TraceError
 from support.messages import raises
 
@@ -113,8 +113,8 @@ def test_what_a_micro_batch_computes_comes_before_the_sum_of_the_losses() -> Non
 def test_every_kind_has_a_text_and_computed_kinds_a_cause() -> None:
     for kind, values in CHANGES.items():
         assert str(record_differences(record(), record(**values))[0])
-        assert kind in causes.OF_KIND or kind in ("gradient", "weights", "optimizer")  # a sum has a pattern
-    assert set(causes.OF_KIND) <= set(step_record.ORDER)
+        assert kind in diff.CAUSES or kind in ("gradient", "weights", "optimizer")  # a sum has a pattern
+    assert set(diff.CAUSES) <= set(step_record.ORDER)
 
 
 def test_entries_of_one_record_are_skipped_or_reported_missing() -> None:

@@ -31,6 +31,19 @@ from lockstep_trace.coded import quantity
 
 JOB = "lockstep.proof.replay_rank.record_modules"
 _MOST = 12
+CAUSES = {  # where both compute the same values before it, and nothing else is known
+    "start weights": "likely: the runs started from different weights (the model, its source, or the seed)",
+    "examples": "likely: a different order of the data (seed, batch_size, data, or a filter)",
+    "inputs": "likely: the same rows were tokenized differently (data, tokenizer, truncation, or micro_batches)",
+    "output": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
+    "loss": "the outputs are equal; likely: the task's loss or its targets",
+    "output gradient": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
+    "leaf gradient": "the layer's inputs are equal; likely: how its weight gradient is computed, or a hook on it",
+    "norm": f"likely: {causes.NORM}",
+    "loss sum": "the loss of each micro-batch is equal; likely: how they are added, which changes no weight",
+    "learning rate": "likely: the schedule (optim.learning_rate, its warm-up, or the number of steps)",
+    "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
+}
 
 
 def diff(a: Path, b: Path, overrides: Sequence[str], look: bool = True) -> int:
@@ -205,7 +218,7 @@ def modules_of(run: Run, output: Path, step: int) -> StepRecord:
 def cause_of(a: StepRecord, b: StepRecord, kind: str) -> str:
     """Return the likely cause, by the kind of the first value that differs."""
     if kind != "gradient":
-        return causes.OF_KIND[kind]
+        return CAUSES[kind]
     wrong, factors = factors_of(a, b)  # the gradients of all micro-batches are equal
     if factors and all(abs(f - 1) < 1e-4 for f in factors):
         return "equal within rounding; likely: another order of summation (strategy.exact, micro_batches)"

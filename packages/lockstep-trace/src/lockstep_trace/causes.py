@@ -59,19 +59,6 @@ OTHER_LABELS = (
 OTHER_TARGETS = (
     "the model gets the same inputs, but the loss other targets: compare how targets are built, masked and ordered"
 )
-OF_KIND = {  # where both compute the same values before it, and nothing else is known
-    "start weights": "likely: the runs started from different weights (the model, its source, or the seed)",
-    "examples": "likely: a different order of the data (seed, batch_size, data, or a filter)",
-    "inputs": "likely: the same rows were tokenized differently (data, tokenizer, truncation, or micro_batches)",
-    "output": "weights and tokens are equal; likely: dropout or its seed, precision, or code of the model",
-    "loss": "the outputs are equal; likely: the task's loss or its targets",
-    "output gradient": "forward is equal; likely: the model's backward, precision, or an option that recomputes",
-    "leaf gradient": "the layer's inputs are equal; likely: how its weight gradient is computed, or a hook on it",
-    "norm": f"likely: {NORM}",
-    "loss sum": "the loss of each micro-batch is equal; likely: how they are added, which changes no weight",
-    "learning rate": "likely: the schedule (optim.learning_rate, its warm-up, or the number of steps)",
-    "update": "all gradients are equal; likely: clipping, weight decay, or the optimizer and its options",
-}
 LENGTHS = (
     "one run took more steps: compare the number of batches of an epoch, the accumulation steps and how the "
     "last, smaller batch is treated"

@@ -93,6 +93,7 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     checks.checked,
 )
 OF_ALL: tuple[Callable[[Trace], Iterable[Finding]], ...] = (
+    replicas.of_one_rank,
     modes.evaluated,
     modes.trained,
     parameters.self_loads,
@@ -143,6 +144,7 @@ LIKELY = (
     "loaded-nothing",
     "logits-above-half",
     "logits-bounded",
+    "logits-too-close",
     "loss-broadcast",
     "mean-beside-sum",
     "mean-of-batches",
@@ -154,6 +156,7 @@ LIKELY = (
     "not-zeroed",
     "one-class-batches",
     "one-layer",
+    "one-rank-steps",
     "orders-differ",
     "padding-is-data",
     "padding-learned",

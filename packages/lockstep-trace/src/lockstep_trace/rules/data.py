@@ -254,8 +254,7 @@ def _divided_twice(
 ) -> Finding | None:
     """Return a finding if a rank's DistributedSampler share is divided a second time, else None.
 
-    Each rank takes every N-th batch of its share (N ranks), or Accelerate divides it again. No correct program leaves
-    out exactly those examples."""
+    Each rank takes every N-th batch of its share (N ranks), or Accelerate divides it again."""
     world = len(ranks)
     if world < 2 or any(b["sampler"] != "DistributedSampler" or b["replicas"] != world for b in begins):
         return None
@@ -302,8 +301,7 @@ def _twice(
 ) -> Finding | None:
     """Return a finding if ranks share examples although a DistributedSampler divides them, else None.
 
-    No correct program gives its samplers different seeds or epochs. If those agree, rows are equal, or ranks hold the
-    data set in different orders."""
+    If its seeds and epochs agree, rows are equal, or ranks hold the data set in different orders."""
     world = len(ranks)
     if world < 2 or any(b["sampler"] != "DistributedSampler" or b["replicas"] != world for b in begins):
         return None
@@ -448,8 +446,7 @@ def _left_out(rank: Rank) -> Finding | None:
     """Return a finding if none of an evaluation's rows are in the training steps before it, but an earlier optimizer
     trained on them and training continued from its last weights: cross-validation folds that share one model.
 
-    An evaluation, on the training rows of an earlier phase, of what the model retains looks the same, so the finding is
-    never proved."""
+    Never proved: an evaluation of what the model retains looks the same."""
     rows = {o: {h for s in steps.values() for h in known(s)} for o, steps in rank.steps.items()}
     for record in rank.evaluations:
         evaluated = set(record["known"])

@@ -124,9 +124,7 @@ def clipping(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _by_hand(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report shards of the same tensors that the script's own code scales by a different factor on each rank.
-
-    No correct program changes the direction of a gradient along the boundaries of shards."""
+    """Report shards of the same tensors that the script's own code scales by a different factor on each rank."""
     rows = [(n, scales) for n in trace.steps(optimizer) if (scales := _scales_by_hand(trace, optimizer, n))]
     rows = [(n, scales) for n, scales in rows if causes.own_norms(scales) is not None]
     if len(rows) >= 2:
@@ -160,9 +158,7 @@ def stale(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 
 def _before_unscale(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report a clipping limit far below the loss scale that is applied to scaled gradients and nearly erases them.
-
-    A correct program multiplies the limit by the scale, or unscales the gradients first."""
+    """Report a clipping limit far below the loss scale that is applied to scaled gradients and nearly erases them."""
 
     def applies(step: Step) -> bool:
         return any(_small(c, step.scale) for c in step.clips or ())

@@ -435,9 +435,8 @@ def _shifted_twice(looks: list[Look], models: Sequence[Mapping[str, Any]]) -> It
     """Report labels that are already the next tokens, passed to a model that shifts them again.
 
     The model shifts if its loss has exactly as many targets as there are labels after the first position of each row.
-    The output at a token is then compared with the token after the next one, which no correct causal language model
-    does: a script that shifts labels uses the outputs and its own loss, which has a target at the first position. The
-    finding is proved only for models of transformers; other models may skip the first position."""
+    A script that shifts labels itself has a target there. Proved only for models of transformers; others may skip the
+    first position."""
     shifted = [
         (s, t, f)
         for s, t, f in looks
@@ -460,7 +459,7 @@ def _shifted_twice(looks: list[Look], models: Sequence[Mapping[str, Any]]) -> It
 def _copied(looks: list[Look]) -> Iterator[Finding]:
     """Report a loss whose targets are the model's input tokens, each at its own position.
 
-    An autoencoder is trained like that, so the finding is never proved."""
+    Never proved: an autoencoder looks the same."""
     equal = [(s, t) for s, t, f in looks if (f.get("hashes") or [None])[0] == f"{t['hash'] & (1 << 64) - 1:016x}"]
     if len(equal) < max(PATIENCE, len(looks)):
         return
@@ -475,10 +474,8 @@ def _padded(looks: list[Look]) -> Iterator[Finding]:
     """Report a language model that learns padding: where attention_mask is 0, after another such position, labels are
     the input tokens, and the loss counts them.
 
-    The mask declares these tokens as no content, but the loss trains to predict each from another padding token. The
-    finding is proved if the model shifts labels, as a language model does. Another model may reproduce its whole input,
-    and tokens inside a text may be hidden from attention and predicted. The first padding token after a text may be its
-    end token, and is not counted."""
+    Proved if the model shifts labels; another model may reproduce its whole input. The first padding token after a text
+    may be its end token, and is not counted."""
     rows = [
         (s, t, f)
         for s, t, f in looks
@@ -525,8 +522,7 @@ def _ends(steps: list[Step]) -> Iterator[Finding]:
     """Report rows whose last token is content by the mask but padding by the labels, because it equals the padding
     token: it is never learned.
 
-    A correct program that excludes the end of a text also removes it from the input, or masks it there. The finding
-    requires that no row learns the token, and that each row learns the token before it."""
+    Requires that no row learns the token, and that each row learns the token before it."""
     rows = [(s, t) for s in steps for t in s.tokens if t.get("ends")]
     if len(rows) < PATIENCE or any(t["unlearned"] < t["ends"] or t["learned"] for _, t in rows):
         return
@@ -543,9 +539,7 @@ def _ends(steps: list[Step]) -> Iterator[Finding]:
 def _attention(rank: Rank, optimizer: int) -> Iterator[Finding]:
     """Report targets that the model can read from its input, and padding masks that are inverted.
 
-    A position that attends to the next token in every attention of the model, and whose target is this token, has
-    nothing to predict. Prefixes, encoders and permutations have no targets at such positions. No correct program uses a
-    row whose tokens attend only to its padding."""
+    Prefixes, encoders and permutations have no targets at positions that attend to the next token everywhere."""
     looks = [(s, a) for _, s in sorted(rank.steps[optimizer].items()) for a in s.attention or ()]
     if len(looks) < PATIENCE:
         return

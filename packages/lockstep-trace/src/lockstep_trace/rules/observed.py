@@ -492,6 +492,10 @@ def answers(trace: Trace, optimizer: int) -> Iterator[Finding]:
 
 OTHERWISE = "another at its position"
 ANSWERS = {
+    "narrow": (
+        "similarities of unit vectors are {}",
+        "divide by a temperature below 1, or multiply by its inverse",
+    ),
     "classes": (
         "the logits are a view of a layer's output, {}, whose class axis is not the channel axis of the layer, though "
         "both have the same size",
@@ -522,6 +526,7 @@ MAYBE = {
         "a tagger that seldom changes a token",
         "whether the targets are the input tokens themselves",
     ),
+    "narrow": ("weak training on purpose", "whether the number is a temperature"),
     "answer in a column": (
         "an autoencoder, a class that is part of the input on purpose, or a state that seldom changes",
         "whether the column is known when the model is used",
@@ -533,6 +538,8 @@ MAYBE = {
 def _code(kind: str) -> str:
     if kind == "classes":
         return "classes-across-axes"
+    if kind == "narrow":
+        return "logits-too-close"
     if kind.startswith("answer"):
         return "answer-in-input"
     if kind.startswith("itself"):

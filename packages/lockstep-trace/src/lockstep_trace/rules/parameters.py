@@ -203,8 +203,7 @@ def unregistered(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def _replaced(trace: Trace, optimizer: int) -> Iterator[Finding]:
     """Report a part that was replaced after a later optimizer was created, which still holds the old part.
 
-    The old parameters belong to no called model and get no new gradients, while as many new ones get gradients in each
-    step and are in no optimizer. No correct program does both."""
+    The old parameters belong to no called model and get no new gradients; as many new ones do, in no optimizer."""
     steps = [s for r in trace.ranks for _, s in sorted(r.steps.get(optimizer, {}).items())]
     if not steps or not any(s.measured for s in steps):
         return
@@ -315,8 +314,7 @@ def still(trace: Trace, optimizer: int) -> Iterator[Finding]:
 def _unchanged(trace: Trace, optimizer: int, same: set[str], changing: set[str], steps: list[int]) -> Finding:
     """Return the finding for weights that never change.
 
-    No correct program takes all its steps with gradients and a learning rate without changing a bit of nearly all
-    weights. Single tensors in half precision may stay equal, and custom optimizers may update parts in turn."""
+    Single tensors in half precision may stay equal, and custom optimizers may update parts in turn."""
     records = [s for _, s in trace.at(optimizer, steps[0])]
     dtypes = {p.name: p.dtype for s in records for p in s.layout.parameters}
     half = all("16" in dtypes[n] for n in same)
@@ -377,9 +375,7 @@ def _zero_factors(trace: Trace, optimizer: int, names: list[str], steps: list[in
     """Return two matrices of one module that are multiplied with each other, and are zero in a whole run, with
     gradients of zero; else an empty list.
 
-    Gradients that are zero, not missing, prove that the loss depends on both. No correct program starts both factors of
-    a product at zero, because no step can ever change them. Matrices that are zero for another reason (a gate, a loss
-    that is switched off) do not come in such pairs."""
+    Gradients that are zero, not missing, prove that the loss depends on both, and no step can ever change them."""
     records = [s for n in steps for _, s in trace.at(optimizer, n)]
     zero = {n for n in names if all(n in s.grads and n in s.weights and s.weights[n].square == 0 for s in records)}
     zero &= {n for n in names if n in records[0].before and records[0].before[n].square == 0}

@@ -140,6 +140,34 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT)
 
 
+def of_one_rank(trace: Trace) -> Iterator[Finding]:
+    """Report an optimizer that steps on rank 0 only, while its parameters get gradients on another rank, too, and
+    nothing is sent that holds as many numbers as one of them.
+
+    Requires that ranks reduce gradients of another optimizer. Never proved: weights may be sent by other means."""
+    if not trace.complete or not any(premises.reduced(trace, o) for o in trace.optimizers):
+        return
+    first, *others = trace.ranks
+    for rank in others:
+        for optimizer in sorted(first.steps.keys() - rank.steps.keys()):
+            layout = next(iter(first.steps[optimizer].values())).layout
+            steps = [s for o in sorted(rank.steps)[:1] for s in rank.steps[o].values()]
+            names = {p.name for p in layout.parameters}
+            alone = all(names <= {n for n, there in (s.outside or {}).items() if there} for s in steps)
+            least = min((math.prod(p.size) for p in layout.parameters), default=0)
+            sent = any(n >= least for s in steps for _, n in (s.collectives or {}).values())
+            if len(steps) < PATIENCE or not names or not alone or sent:
+                continue
+            what = (
+                f"the optimizer of {few(sorted(names))} makes {len(first.steps[optimizer])} steps on rank 0 and none "
+            )
+            what += f"on rank {rank.number}, where they get gradients in {len(steps)} steps, and nothing sends them"
+            cause = "step it on every rank, with gradients that are reduced over ranks (DDP does both)"
+            otherwise = "weights that are sent by other means"
+            yield Finding("one-rank-steps", what, cause, None, SUSPICIOUS, otherwise, MEANT)
+            return
+
+
 def _buffers(names: Mapping[str, Whole], step: int) -> Finding:
     cause = (
         "nothing synchronizes these buffers: DDP broadcasts rank 0's, FSDP and hand-written loops do not; reduce them"

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import KINDS, LAYERS, NODES, SIMPLE, VIEWS, is_mean, loss_nodes, name_of, nodes_of, shape_of
 from .inputs import wrapped
-from .logits import _only, _signed, _unmoved, is_number, place
+from .logits import _only, _signed, _unmoved, factor_of, is_number, place
 from .placement import is_plain_tensor
 
 LEAST = 8  # examples
@@ -336,11 +335,7 @@ def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
             if name == "Div" and isinstance(number, Tensor):  # a number that was counted
                 waiting.append((factor, True, before[0]))
                 continue
-            if isinstance(number, Tensor):
-                with _disable_current_modes():  # which would be given the number instead of its tensor
-                    number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
-            by = float(number) if isinstance(number, int | float) and number else math.nan
-            by = by if name == "Mul" else 1 / by
+            by = factor_of(node)
             waiting.append((factor * by, divided or abs(by) * rows <= 1, before[0]))
         else:
             yield factor, divided, node

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph import NODES, loss_nodes, name_of, nodes_of, shape_of
 from .placement import is_plain_tensor
@@ -40,7 +41,7 @@ def logits_notes(loss: Any) -> list[Note]:
         if name_of(node).startswith("NllLoss"):
             softmax = _softmax(node)
             if softmax is not None and is_plain_tensor(softmax._saved_result):
-                notes += [*_axes(softmax), *_twice(node, softmax), *_self(node, softmax)]
+                notes += [*_axes(softmax), *_twice(node, softmax), *_self(node, softmax), *_narrow(softmax)]
     return notes
 
 
@@ -172,6 +173,35 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
     yield "itself among products", holds & ~unit
 
 
+def _narrow(softmax: Any) -> Iterator[Note]:
+    """Yield whether similarities of unit vectors are multiplied by so small a number that all classes stay alike."""
+    shape, node, factor = shape_of(softmax), _only(softmax), 1.0
+    for _ in range(8):
+        if node is None or name_of(node) not in ("Mul", "Div", "MaskedFill", "CopySlices", "Clone", "T", "Transpose"):
+            break
+        factor *= factor_of(node) if name_of(node) in ("Mul", "Div") else 1
+        node = _only(node)
+    saved = (getattr(node, n, None) for n in ("_saved_self", "_saved_mat2"))
+    sides = [s for s in saved if isinstance(s, Tensor) and is_plain_tensor(s)]
+    if len(shape) != 2 or shape[1] < 8 or name_of(node or _NOTHING) != "Mm" or len(sides) != 2:
+        return
+    least = math.log1p((shape[1] - 1) * math.exp(-2 * abs(factor)))  # at similarities of 1 and -1
+    if math.isfinite(factor) and factor and least > 0.8 * math.log(shape[1]):
+        lengths = torch.cat([sides[0].detach().float().norm(dim=1), sides[1].detach().float().norm(dim=0)])
+        about = f"multiplied by {abs(factor):.3g}, which keeps the loss above {least:.3g} ({math.log(shape[1]):.3g}"
+        yield f"narrow of {about} is that of equal scores)", (lengths - 1).abs().max() < 1e-3
+
+
+def factor_of(node: Any) -> float:
+    """Return the number by which a product or quotient multiplies, or NaN."""
+    number = getattr(node, "_saved_other", None)
+    if isinstance(number, Tensor):
+        with _disable_current_modes():  # which would be given the number instead of its tensor
+            number = number.item() if number.numel() == 1 and number.device.type == "cpu" else None
+    by = float(number) if isinstance(number, int | float) and number else math.nan
+    return by if name_of(node) == "Mul" else 1 / by
+
+
 def _equally_long(node: Any, count: int) -> Tensor | None:
     rows = next((r for r in (node._saved_self, node._saved_mat2) if isinstance(r, Tensor)), None)
     if rows is None or not is_plain_tensor(rows):
@@ -240,9 +270,8 @@ def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
 def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
     """Return notes on whether a causal decoder reads the targets themselves, each at its own position.
 
-    Excluded are decoders that shift their input, inside or outside the model (they read other tokens there, or move the
-    embeddings), autoencoders (an encoder without a causal mask, or a bottleneck narrower than the embedding), denoisers
-    (they add numbers to the embeddings) and taggers (they change some tokens)."""
+    Excluded: decoders that shift their input, autoencoders (an encoder without a causal mask, or a bottleneck narrower
+    than the embedding), denoisers (numbers added to the embeddings) and taggers (which change some tokens)."""
     if not is_plain_tensor(node._saved_target):
         return []
     target = node._saved_target.detach().reshape(-1)
