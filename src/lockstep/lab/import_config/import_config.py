@@ -108,12 +108,16 @@ def move(
         raise _incomplete(origin, refused, draft.unread)
     listed = "; the file lists what was left out" if draft.gaps else ""
     fault = _write(path, text, partial, looked is not None, talk, listed)
+    talk.console.say(f"next: {_first(draft, fault)}lockstep plan {path}; lockstep train {path}")
+    return 0
+
+
+def _first(draft: RunDraft, fault: str) -> str:
+    """Say what has to be done to the written file before it can be planned. `fault`: the key that `plan` refuses."""
     empty = [key for key, value in draft.keys.items() if value == FILL_IN]
     steps = [f"fill in {' and '.join(empty)}"] if empty else []
     steps += [f"correct {fault}, as the note says"] if fault else []
-    first = f"{'; '.join(steps)}; then " if steps else ""
-    talk.console.say(f"next: {first}lockstep plan {path}; lockstep train {path}")
-    return 0
+    return f"{'; '.join(steps)}; then " if steps else ""
 
 
 def _note_unread(draft: RunDraft, partial: bool, talk: Prompter) -> None:
