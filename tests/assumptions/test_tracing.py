@@ -57,6 +57,18 @@ def test_writes_through_data_are_not_counted() -> None:
     assert tensor._version == 1
 
 
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/releases.py")
+def test_owners_of_a_tensor_are_counted() -> None:
+    """Tensor._use_count counts the owners of a tensor in C++, all its Python references as one."""
+    tensor = torch.ones(1)
+    again = tensor
+    assert again._use_count() == 1
+    product = torch.ones(1, requires_grad=True) * tensor
+    assert tensor._use_count() == 2
+    del product
+    assert tensor._use_count() == 1
+
+
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
 def test_a_dispatch_mode_sees_schemas_tags_and_nodes() -> None:
     """A dispatch mode receives operators whose schema marks the arguments that they write, with a tag for random ones.

@@ -1,16 +1,21 @@
 """`--check`: a step recomputed on copies. Faults that no rule names are found, what looks like them is not, and the
 training keeps its bits."""
 
+import gc
 import importlib.util
 import random
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import lockstep_trace
@@ -20,6 +25,7 @@ from lockstep_trace.commands import checked_steps
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.read import read
 from lockstep_trace.rules import checks
+from lockstep_trace.tracer import releases
 from lockstep_trace.tracer.settings import Settings
 from support.checked_cases import (
     KEEP_BITS,
@@ -244,6 +250,38 @@ def test_the_steps_of_a_check_are_given_by_the_library_as_well(tmp_path: Path) -
     assert [c["step"] for c in rank.checks] == [0, 2]
     callback: Any = lockstep_trace.Callback(check=[3])
     assert callback._recording.check == (3,)
+
+
+def test_a_model_is_freed_and_a_group_left_as_without_the_tracer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph that a script keeps does not keep the model. `destroy_process_group` first waits for late owners of a
+    collective's tensor, as gloo's threads are, but not for one that the script has used elsewhere."""
+    monkeypatch.setattr(releases, "LIMIT_S", 0.5)
+    tracer.begin(Settings(str(tmp_path / "trace"), check=(0,)))
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = nn.functional.cross_entropy(model(X[:4].mean(1)), Y[:4])
+    loss.backward()
+    optimizer.step()
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+    for late in (0.1, None):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{late}", rank=0, world_size=1)
+        value, owners = torch.ones(1), list[torch.Tensor]()
+        dist.all_reduce(value)
+        owners.append(torch.ones(1, requires_grad=True) * value)
+        timer = threading.Timer(late or 60, owners.clear)
+        timer.start()
+        began = time.monotonic()
+        dist.destroy_process_group()
+        timer.cancel()
+        assert (owners == []) is bool(late)
+        assert time.monotonic() - began < 30
+    tracer.end()
+    assert read(tmp_path / "trace").ranks[0].errors == []
 
 
 def test_a_negative_step_is_refused() -> None:

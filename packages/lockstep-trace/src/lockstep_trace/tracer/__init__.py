@@ -51,6 +51,7 @@ def end() -> None:
     """Write pending records and stop tracing."""
     if _INSTALLED and (recorder := _INSTALLED[0].recorder) is not None:
         _INSTALLED[0].guarded(recorder.end)
+        _INSTALLED[0].guarded(_INSTALLED[0].releases.wait)
         _INSTALLED[0].recorder = None
         os.environ.pop(BEGAN, None)
 

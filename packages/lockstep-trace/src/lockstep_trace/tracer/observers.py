@@ -70,6 +70,15 @@ def _wrap_collectives(hooks: Any) -> None:
             for module in (torch.distributed, torch.distributed.distributed_c10d):
                 if getattr(module, name, None) is original:
                     setattr(module, name, wrapped)
+    destroy = torch.distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> None:
+        hooks.guarded(hooks.releases.wait)
+        destroy(*args, **kwargs)
+
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        module.destroy_process_group = destroy_process_group
 
 
 def _counting(hooks: Any, name: str, original: Any) -> Any:
@@ -79,6 +88,7 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
             raise RuntimeError(f"torch.distributed.{name}: not called while a step is recomputed on one rank")
         if not torch.compiler.is_compiling() and hooks.recorder is not None:
             hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))))
+            hooks.guarded(hooks.releases.called, (args, list(kwargs.values())))
         return original(*args, **kwargs)
 
     return collective

@@ -13,6 +13,7 @@ import copy
 import enum
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -508,12 +509,16 @@ def observe_output(call: ModuleCall, args: Any, output: Any, backward: Callable[
         row = CallOutput(measure([tensor], [whole(tensor)])[0], place)
         call.outputs.append(row)
         if tensor.requires_grad and place is not None:
-            tensor.register_hook(_keeping(call, row, backward))
+            tensor.register_hook(_keeping(weakref.ref(call), weakref.ref(row), backward))
 
 
-def _keeping(call: ModuleCall, row: CallOutput, backward: Callable[[], int | None]) -> Callable[[Tensor], None]:
+def _keeping(
+    call_of: weakref.ref[ModuleCall], row_of: weakref.ref[CallOutput], backward: Callable[[], int | None]
+) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
-        number = backward()
+        number, call, row = backward(), call_of(), row_of()
+        if call is None or row is None:  # the graph holds this hook, and the row the graph
+            return
         if number is None:
             call.reason = call.reason or "torch.autograd.grad goes through the model (a gradient penalty, for example)"
         elif gradient.layout != torch.strided or is_dtensor(gradient):
