@@ -77,8 +77,9 @@ def _wrap_collectives(hooks: Any) -> None:
         hooks.guarded(hooks.releases.wait)
         destroy(*args, **kwargs)
 
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        module.destroy_process_group = destroy_process_group
+    places: tuple[Any, ...] = (torch.distributed, torch.distributed.distributed_c10d)
+    for place in places:
+        place.destroy_process_group = destroy_process_group
 
 
 def _counting(hooks: Any, name: str, original: Any) -> Any:

@@ -38,7 +38,7 @@ class Releases:
         until = time.monotonic() + LIMIT_S
         while self.last and time.monotonic() < until:
             ref, count = self.last[0]
-            tensor = ref()
+            tensor: Any = ref()
             if tensor is None or tensor._use_count() <= count:
                 self.last.popleft()
             else:
