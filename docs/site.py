@@ -28,7 +28,7 @@ from support import key_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
-    "README.md": "start.md",
+    "README.md": "promise.md",
     "CONTRIBUTING.md": "project/contributing.md",
     "CHANGELOG.md": "project/changelog.md",
     "benchmarks/log.md": "project/log.md",
@@ -57,7 +57,8 @@ def main(out: Path) -> None:
     homes |= {page: home for home, page in PAGES.items()}
     copied: set[str] = set()
     for page, home in homes.items():
-        text, places = _moved(fill((ROOT / home).read_text(encoding="utf-8")), home, page)
+        text = (ROOT / home).read_text(encoding="utf-8")
+        text, places = _moved(fill(without_start(text) if home == "README.md" else text), home, page)
         copied |= places
         _write(out / page, text)
     _write(out / "reference/runs.md", _run_files())
@@ -68,6 +69,11 @@ def main(out: Path) -> None:
     for place in sorted(copied):
         _write(out / f"repository/{place}.txt", (ROOT / place).read_text(encoding="utf-8"))
     _write(out / "llms.txt", llms())
+
+
+def without_start(readme: str) -> str:
+    """Remove from README what the site's home says too: its beginning and the list of pages at its end."""
+    return "# What it promises\n\n" + readme[readme.index("## What it does\n") : readme.index("## Where next\n")]
 
 
 def _moved(text: str, home: str, page: str) -> tuple[str, set[str]]:

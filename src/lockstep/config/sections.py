@@ -220,7 +220,9 @@ class DataSection(Streaming, Section):
     encoding: str = Field(
         "utf-8", description="encoding of text files: utf-8, utf-16, latin-1, cp1252, ..., by Python's names"
     )
-    limit: Positive | None = Field(None, description="use at most this many examples of each split")
+    limit: Positive | None = Field(
+        None, description="use at most this many examples of each split; fewer for validation alone: evaluate.limit"
+    )
     max_length: Positive = Field(128, description="tokens an example is truncated to")
     padding: Literal["none", "batch"] = Field(
         "none",
