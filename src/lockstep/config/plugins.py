@@ -207,7 +207,7 @@ def find(kind: str, name: str) -> type:
         if kind == "optimizers" and getattr(plugin, "plugin", "") != kind:
             raise PluginError(
                 "LS1090",
-                f"{name} is an optimizer of torch, not of lockstep; docs/how-to/plug-ins/optimizer.md shows how to "
+                f"{name} is an optimizer of torch, not of lockstep; how-to/plug-ins/optimizer on the site shows how to "
                 "wrap an optimizer of torch",
             )
         return plugin
@@ -384,7 +384,7 @@ def refuse_old(packages: Sequence[str]) -> None:
                 raise RunError(
                     "LS1094",
                     f"{package} {installed} is older than the versions that lockstep supports: pip install "
-                    f"'{package}{least}' (docs/reference/engines.md says what earlier versions do)",
+                    f"'{package}{least}' (reference/engines on the site says what earlier versions do)",
                 )
 
 

@@ -184,7 +184,7 @@ class Rendezvous:
                 raise Unreached(
                     "LS7041",
                     f"rank {self.rank} of {self.size} on {socket.gethostname()} cannot train with rank {rank}: "
-                    f"{why}. Set the same secret for every process, or none (docs/reference/security.md)",
+                    f"{why}. Set the same secret for every process, or none (reference/security on the site)",
                 )
 
     @property

@@ -183,7 +183,7 @@ def _start(plan: LaunchPlan, processes: int, options: Torchrun.Options, words: S
     else:
         say(
             f"note: {network.SECRET_VARIABLE} is not set: anyone who can reach {host}:{port} can disturb this job. "
-            "Set the same value on every machine (docs/reference/security.md)"
+            "Set the same value on every machine (reference/security on the site)"
         )
     if not holds:
         network.reach(host, port, options.join_timeout_s, say)

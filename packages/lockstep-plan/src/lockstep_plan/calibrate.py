@@ -91,7 +91,7 @@ def job_of(run: Run, count: int, folder: Path) -> Run:
     if run.launch.device == "cuda":
         raise RunError(
             "LS8041",
-            "launch.device: --calibrate measures processors; for a GPU write a device file: docs/how-to/plan.md",
+            "launch.device: --calibrate measures processors; for a GPU write a device file: how-to/plan on the site",
         )
     if count > run.micro_batches:
         raise RunError(

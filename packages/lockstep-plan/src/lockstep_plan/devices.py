@@ -138,7 +138,7 @@ def load(name: str) -> Device:
         raise RunError(
             "LS8312",
             f"--device: unknown device {name!r}; expected {', '.join(sorted(shipped))} or a YAML file of rates; "
-            "docs/how-to/plan.md shows such a file",
+            "how-to/plan on the site shows such a file",
         )
     lines: dict[str, int] = {}
     try:

@@ -423,7 +423,7 @@ def _header(origin: Path, called: str, draft: RunDraft, talk: Prompter) -> list[
     if closed := [gap for gap in draft.gaps if draft.replacing(gap)]:
         lines += ["", "Replaced by keys of the command line:"]
         lines += [f"  {gap.name}: by {draft.replacing(gap)}" for gap in closed]
-    return [*lines, "", "All keys: `lockstep schema`. The tables: docs/how-to/coming-from.md."]
+    return [*lines, "", "All keys: `lockstep schema`. The tables: how-to/coming-from on the site."]
 
 
 Move = Callable[[Mapping[str, Any], RunDraft, int | None], None]
@@ -553,7 +553,7 @@ def script(of: Script) -> Read:
         if (result := reader(of)) is not None:
             names = () if reader is _of_sagemaker else [*library_names.unknown(of), *branch_values.undecided(of)]
             return Read(*result, unread, rebound, project_files.shadowed(of), of, names)
-    hint = "for a custom model and loss see docs/how-to/own-module.md"
+    hint = "for a custom model and loss see how-to/own-module on the site"
     raise RunError(
         "LS8207",
         f"--from: {of.path} has no Trainer of transformers, TRL or Lightning, and no known form of training "

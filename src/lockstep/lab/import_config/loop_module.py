@@ -13,7 +13,7 @@ from lockstep.lab.import_config.kinds import casts
 from lockstep.lab.import_config.script import Call, Script, code_of
 from lockstep.lab.import_config.table import FILL_IN, NAMES, RunDraft
 
-_PAGE = "docs/how-to/own-module.md"
+_PAGE = "how-to/own-module on the site"
 
 
 def name_functions(script: Script, draft: RunDraft, optimizers: list[Call], loader: Call | None) -> None:

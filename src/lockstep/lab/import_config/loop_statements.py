@@ -23,7 +23,7 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 from lockstep.lab.import_config.train_mode import PART, TrainMode
 
 _UNKNOWN = "init does not understand this statement in a training loop: move it out of the loop, or write the "
-_UNKNOWN += "rest with --partial and see docs/how-to/own-module.md"
+_UNKNOWN += "rest with --partial and see how-to/own-module on the site"
 _COMPUTED = (
     "this computation of the loss is not understood: init reads model(**batch), and arguments of the batch by name"
 )

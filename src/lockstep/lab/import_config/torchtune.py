@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config.run import RunError
 from lockstep.lab.import_config.table import number
 
-PAGE = "docs/reference/coming-from/torchtune.md"
+PAGE = "reference/coming-from/torchtune on the site"
 _OWN = ("model", "tokenizer", "dataset")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _OPTIMIZERS = {"AdamW": "adamw", "PagedAdamW": "adamw", "PagedAdamW8bit": "adamw_8bit", "AdamW8bit": "adamw_8bit"}

@@ -265,7 +265,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-_BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] (docs/reference/run-file.md)"
+_BY_HAND = "write it by hand: data.sources: [{source: ..., rename: {...}}, ...] (reference/run-file on the site)"
 
 
 def together(

@@ -408,7 +408,7 @@ _ABOUT = {
     "model.config": "entries of the model's config: a small model, to begin with",
     "optim.warmup_fraction": "share of all steps in which the rate rises from 0",
     "strategy.name": "how processes share a step; see `lockstep list`",
-    "data.layout": "what the files are: docs/reference/run-file.md",
+    "data.layout": "what the files are: reference/run-file on the site",
 }
 _WIDTH = 44  # column at which comments begin
 
