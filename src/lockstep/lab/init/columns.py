@@ -343,7 +343,8 @@ def unsupported_reason(look: DatasetProfile) -> str | None:
     """Say which unsupported task a dataset seems to be for, and what to do; None if there is no sign of one."""
     advice = (
         "No text task supports that. Give each row one label (an integer or a text); or use your own model and "
-        "loss (task: {name: module, ...}: how-to/own-module on the site); or train without the column: --task language_modeling"
+        "loss (task: {name: module, ...}: how-to/own-module on the site); or train without the column: "
+        "--task language_modeling"
     )
     one = _of_one_label(look)
     joined = [c for c in look.joined if is_label(c)]
