@@ -22,6 +22,7 @@ CHANGING = (
     "sort",
     "reverse",
 )
+_OF_ENTRIES = ("get", "values", "items", "setdefault", "dict", "list", "copy")  # calls that return what a mapping holds
 _BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -98,16 +99,47 @@ def changed_through_others(script: Any) -> set[str]:
             own = {each.id for head in heads for each in ast.walk(head) if isinstance(each, ast.Name)}
             others.append((own, _objects_in(value)))
     changed = set(changed_in(script.tree))
-    names: set[str] = set()
+    _record_set_by_vars(script, changed)
+    names = _changed_inside(script.tree)
     while more := {each for own, objects in others if own & (changed | names) for each in objects} - names:
         names |= more
     return {name for (_, name), values in script.bindings.items() if name in names and any(map(_is_container, values))}
 
 
+def _changed_inside(tree: ast.AST) -> set[str]:
+    """Return the names of mappings of which an entry is deleted, or changed where a call returns it:
+    `config.get("train")["lr"] = 1`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Delete):
+            names |= {_root(each) for each in node.targets if isinstance(each, ast.Subscript)}
+        holder: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            holder = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            holder = node.func.value
+        if holder is not None and any(isinstance(each, ast.Call) for each in ast.walk(holder)):
+            names.add(_root(holder))
+    return names - {""}
+
+
+def _record_set_by_vars(script: Any, changed: set[str]) -> None:
+    """Record objects whose attributes are set through another name for `vars(args)` or `args.__dict__`."""
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Assign) or not {ast.unparse(each) for each in node.targets} & changed:
+            continue
+        value = node.value
+        if isinstance(value, ast.Call) and ast.unparse(value.func) == "vars" and value.args:
+            script.opaque.add(ast.unparse(value.args[0]))
+        elif isinstance(value, ast.Attribute) and value.attr == "__dict__":
+            script.opaque.add(ast.unparse(value.value))
+
+
 def _objects_in(node: ast.AST | None) -> set[str]:
-    """Return the names that a value is, or that its displays hold."""
-    if isinstance(node, ast.Name):
-        return {node.id}
+    """Return the names that a value is or is an entry of, or that its displays hold."""
+    held = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _OF_ENTRIES
+    if held or isinstance(node, ast.Name | ast.Subscript):
+        return {name} if (name := _root(node)) else set()
     if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.IfExp | ast.BoolOp):
         inner = node.values if isinstance(node, ast.Dict) else ast.iter_child_nodes(node)
         return set().union(*map(_objects_in, inner))
@@ -121,7 +153,7 @@ def _changed_by(function: Any, call: ast.Call) -> set[str]:
     own = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
     passed = dict(zip(own, call.args, strict=False)) | {word.arg: word.value for word in call.keywords if word.arg}
     changed = set(changed_in(function))
-    return {node.id for name, node in passed.items() if name in changed and isinstance(node, ast.Name)}
+    return {root for name, node in passed.items() if name in changed and (root := _root(node))}
 
 
 def changed_in(node: ast.AST) -> list[str]:
@@ -135,9 +167,13 @@ def changed_in(node: ast.AST) -> list[str]:
     return [name for name in names if name]
 
 
-def _root(node: ast.AST) -> str:
-    while isinstance(node, ast.Subscript | ast.Attribute):
-        node = node.value
+def _root(node: ast.AST | None) -> str:
+    """Return the name of the mapping, list or object that an expression is a part of: `list(config.values())[0]`."""
+    while isinstance(node, ast.Subscript | ast.Attribute | ast.Call):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            node = node.args[0] if node.args else node.func
+        else:
+            node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else ""
 
 

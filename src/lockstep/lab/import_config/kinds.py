@@ -15,6 +15,7 @@ Kind = Literal["tokenizer", "model", "config", "rows", "trainer", "arguments", "
 CUT = "cut off train"  # the split from train_test_split
 TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor")
 _MAKERS = ("load_dataset", "load_from_disk", "concatenate_datasets", "interleave_datasets")
+_OTHER_TYPES = {"float16", "half", "bfloat16", "float64", "double", "dtype"}
 _WRAPPED = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training")
 
 
@@ -119,6 +120,19 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
     if isinstance(node, ast.Call) and script.origin_of(node.func).endswith("partial") and node.args:
         return function_of(script, node.args[0])
     return None
+
+
+def narrows(script: Script, call: ast.Call) -> bool:
+    """Return whether `x.to(...)` may cast a module: to a dtype that is neither float32 nor one of whole numbers."""
+    words = [word.value for word in call.keywords if word.arg != "device"]
+    if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):
+        return True
+    for each in (*call.args, *words):
+        value = (script.bound(each, last=True) or each) if isinstance(each, ast.Name) else each
+        names = {ast.unparse(inner).rpartition(".")[2] for inner in ast.walk(value)}
+        if names & _OTHER_TYPES or script.known(each) in ("float16", "bfloat16", "float64"):
+            return True
+    return False
 
 
 def casts(script: Script, node: ast.Call) -> bool:

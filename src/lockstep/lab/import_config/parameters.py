@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 from typing import Any
 
+_NESTED = 5  # most functions that hand a value on to each other
+
 
 def bind(script: Any) -> None:
     """Add a binding for each parameter whose value is known. Run before values are evaluated."""
@@ -20,10 +22,15 @@ def bind(script: Any) -> None:
             uses.setdefault(node.id, []).append(node)
         if isinstance(node, ast.Call) and (name := _called(node)) in script.functions:
             calls.setdefault(name, []).append(node)
-    for name, own in calls.items():
-        plain = len(script.namesakes.get(name, ())) == 1 and name not in script.ambiguous
-        if plain and len(uses.get(name, ())) == len(own):
-            _function(script, script.namesakes[name][0], own)
+    for _ in range(_NESTED):
+        before = script.bindings.copy()
+        for name, own in calls.items():
+            plain = len(script.namesakes.get(name, ())) == 1 and name not in script.ambiguous
+            if plain and len(uses.get(name, ())) == len(own):
+                _function(script, script.namesakes[name][0], own)
+        if script.bindings == before:
+            return
+        script._values.clear()  # a value that was unknown may depend on a parameter
 
 
 def _called(call: ast.Call) -> str:
@@ -43,9 +50,19 @@ def _function(script: Any, function: Any, calls: list[ast.Call]) -> None:
         nodes = [each.get(name) for each in values]
         first = nodes[0]
         same = first is not None and all(each is not None and ast.dump(each) == ast.dump(first) for each in nodes)
-        known = same and script.known(first) is not None and (len(nodes) == 1 or isinstance(first, ast.Constant))
+        settings = len(nodes) == 1 and _is_settings(script, first)
+        valued = same and script.known(first) is not None and (len(nodes) == 1 or isinstance(first, ast.Constant))
+        known = valued or settings
         if known and script.bindings.get((id(function), name)) == [None]:
             script.bindings[id(function), name] = [first]
+
+
+def _is_settings(script: Any, node: ast.expr | None) -> bool:
+    """Return whether an argument is `Config()`, of a dataclass of the script, or the only name of one."""
+    value = script.bound(node) if isinstance(node, ast.Name) else node
+    name = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    marks = script.classes[name].decorator_list if name in script.classes else []
+    return bool(marks) and all(ast.unparse(each).partition("(")[0].endswith("dataclass") for each in marks)
 
 
 def _values(function: Any, call: ast.Call) -> dict[str, ast.expr]:

@@ -15,6 +15,7 @@ from lockstep.lab.import_config.value_bounds import FAULTS, Unknown
 
 PARSERS = (".parse_args_into_dataclasses", ".parse_args_and_config", ".parse_json_file", ".parse_yaml_file")
 _PARSES = (".parse_args", ".parse_known_args")
+_ADDS_WORDS = ("sys.argv.append", "sys.argv.extend", "sys.argv.insert")
 _TYPES = {"int": int, "float": float, "str": str, "bool": bool}
 _SWITCHES = {"store_true": True, "store_false": False}
 
@@ -48,21 +49,37 @@ def options_of(script: Any) -> ParsedOptions:
             value = _value(script, flags, longest, keywords, words)
         except (*FAULTS, Unknown):
             continue
-        if value is not Unknown:
-            options.values[script.known(keywords.get("dest"), longest)] = value
+        name = script.known(keywords.get("dest"), longest)
+        if value is not Unknown and (name not in options.values or longest in script.options):
+            options.values[name] = value  # of two options for one name, the first one's default counts
+    _drop_set_defaults(script, options)
     return options
+
+
+def _drop_set_defaults(script: Any, options: ParsedOptions) -> None:
+    """Drop the values that `parser.set_defaults(lr=1e-3)` may replace: all of them if its names are unknown."""
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".set_defaults"):
+            for word in node.keywords:
+                changed = {word.arg} if word.arg is not None else script.known(word.value, options.values)
+                for name in list(changed):
+                    options.values.pop(name, None)
 
 
 def _words(script: Any) -> Sequence[str] | None:
     """Return the words that the code itself parses, `parser.parse_args(["--lr", "1e-3"])`; None if they are unknown."""
     for node in ast.walk(script.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _ADDS_WORDS:
+            return None
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(_PARSES):
             continue
+        if len(node.args) > 1 or any(word.arg == "namespace" for word in node.keywords):
+            return None  # an object's own attributes replace the defaults
         passed = node.args[0] if node.args else next((w.value for w in node.keywords if w.arg == "args"), None)
         words = script.known(passed, Unknown)
         if isinstance(words, list) and words:
             return [str(word) for word in words]
-        if words is Unknown and passed is not None and not _is_command_line(passed):
+        if words is Unknown and passed is not None and not _is_command_line(_followed(script, passed)):
             return None
     return ()
 
@@ -94,6 +111,12 @@ def _value(
     if isinstance(default, str) and kind != "str":  # argparse converts only texts
         return _TYPES[kind](default) if kind in _TYPES else _of_library(kind, default)
     return default
+
+
+def _followed(script: Any, node: ast.expr) -> ast.expr:
+    """Return what a name of the words was assigned; an argument of a function is returned as it is."""
+    value = script.bound(node, last=True) if isinstance(node, ast.Name) else None
+    return node if value is None else value
 
 
 def _is_command_line(node: ast.expr) -> bool:
@@ -137,10 +160,14 @@ def set_elsewhere(script: Any, node: ast.Attribute) -> bool:
     return name in script.opaque or (name not in script.dataclasses and shared)
 
 
-def _holds_options(script: Any, name: str) -> bool:
-    """Return whether a name is assigned parsed options, in any function, also by a function that parses them."""
+def _holds_options(script: Any, name: str, depth: int = 0) -> bool:
+    """Return whether a name is assigned parsed options, in any function, also by a function that parses them, or
+    another name of them."""
     values_of_name = [v for (_, own), values in script.bindings.items() if own == name for v in values]
     makers = [script.functions.get(ast.unparse(v.func)) for v in values_of_name if isinstance(v, ast.Call)]
+    others = {v.id for v in values_of_name if isinstance(v, ast.Name)} if depth < 5 else set()
+    if any(_holds_options(script, each, depth + 1) for each in others):
+        return True
     return name in script.holders or any(each is not None and ".parse_" in ast.unparse(each) for each in makers)
 
 

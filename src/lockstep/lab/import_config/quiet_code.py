@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.created_data import computes_alone
-from lockstep.lab.import_config.kinds import kind_of
+from lockstep.lab.import_config.kinds import kind_of, narrows
 from lockstep.lab.import_config.library_names import is_library
 from lockstep.lab.import_config.script import Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES
@@ -250,13 +250,14 @@ class QuietCode:
             kind = kind_of(self.script, call.func.value)
             if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
                 return True  # likewise
-            if (method := self.own_method(call.func)) is not None:
-                return self._quiet_body(f"{method.name}, line {method.lineno}", method, method.args.args[:1])
+            if methods := self._methods(call.func):
+                named = ((f"{each.name}, line {each.lineno}", each) for each in methods)
+                return all(self._quiet_body(name, each, each.args.args[:1]) for name, each in named)
             if not is_library(self.script.imports.get(root_of(call.func), "os")):
                 return False  # of a module that is not read
             if name in NAMES["changing_methods"]:
                 return self._is_of_others(call.func.value)
-            return name in NAMES["quiet_methods"]
+            return name in NAMES["quiet_methods"] and not (name == "to" and narrows(self.script, call))
         return self._is_value(call.func)
 
     def _by_argument(self, name: str, node: ast.expr) -> bool:
@@ -336,15 +337,24 @@ class QuietCode:
         implicit = [each for each in own if each.name.startswith("__") or _is_property(each)]
         return all(self._quiet_body(f"{name}.{m.name}, line {m.lineno}", m, m.args.args[:1]) for m in implicit)
 
+    def _methods(self, function: ast.Attribute) -> list[ast.FunctionDef]:
+        """Return the methods of the script that a call may call. In a method, `self.reset()` is that of its class, or
+        of one derived from it."""
+        if not (isinstance(function.value, ast.Name) and function.value.id == self.itself):
+            return [method] if (method := self.own_method(function)) is not None else []
+        caller = self.script.scopes.get(id(function))
+        lines = [self._lineage(kind) for kind in self.script.classes.values()]
+        of_caller = [line for line in lines if any(caller in kind.body for kind in line)]
+        found = [_method(line, function.attr) for line in of_caller]
+        return [each for each in found if each is not None] if None not in found else []
+
     def own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
         """Return the called method of a class of the script, also one of its bases."""
         holder: ast.expr | None = function.value
         while isinstance(holder, ast.Name):
             holder = self.script.bound(holder, last=True)
         name = holder.func.id if isinstance(holder, ast.Call) and isinstance(holder.func, ast.Name) else ""
-        kinds = self._lineage(self.script.classes[name]) if name in self.script.classes else []
-        lines = (line for kind in kinds for line in kind.body)
-        return next((m for m in lines if isinstance(m, ast.FunctionDef) and m.name == function.attr), None)
+        return _method(self._lineage(self.script.classes[name]), function.attr) if name in self.script.classes else None
 
     def _lineage(self, kind: ast.ClassDef, depth: int = 0) -> list[ast.ClassDef]:
         """Return a class and its bases in the script."""
@@ -398,6 +408,12 @@ def _reason(node: ast.AST, why: str, *by: str) -> Reason:
     if why == _MODEL:
         return f"the effect of {where} on model, data or optimizer is unknown", by
     return f"because of {where} inside: {why}", by
+
+
+def _method(kinds: Sequence[ast.ClassDef], name: str) -> ast.FunctionDef | None:
+    """Return the method that an object of the first class has, also of its bases."""
+    lines = (line for kind in kinds for line in kind.body)
+    return next((m for m in lines if isinstance(m, ast.FunctionDef) and m.name == name), None)
 
 
 def _is_property(method: ast.FunctionDef) -> bool:

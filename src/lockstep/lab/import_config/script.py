@@ -404,6 +404,8 @@ class Script:
             if self._is_options(node.value, holder):
                 return self._parsed[node.attr]
             name = ast.unparse(holder.func) if isinstance(holder, ast.Call) else node.value.id
+            if not isinstance(holder, ast.Call) and any(own == name for _, own in self.bindings):
+                raise Unknown  # the name of a class is bound again
             if name in self.classes:
                 return self._of_class(self.classes[name], node.attr, holder)
         raise Unknown
