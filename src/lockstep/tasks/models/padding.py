@@ -181,8 +181,8 @@ def reads_ahead(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
     changed = inputs[ids].scatter(1, last, 5 + (inputs[ids].gather(1, last) - 4) % (small_models.TOKENS - 5))
     with torch.no_grad():
         one, other = (model(**inputs | {ids: each})[0][before] for each in (inputs[ids], changed))
-    shown = one.isfinite() | other.isfinite()
-    return not small_models.near([one[shown]], [other[shown]])
+    finite = one.isfinite() | other.isfinite()
+    return not small_models.near([one[finite]], [other[finite]])
 
 
 def tried_ahead(section: ModelSection, head: str, config: Any) -> str | None:
