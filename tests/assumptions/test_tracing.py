@@ -57,7 +57,7 @@ def test_writes_through_data_are_not_counted() -> None:
     assert tensor._version == 1
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/releases.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
 def test_owners_of_a_tensor_are_counted() -> None:
     """Tensor._use_count counts the owners of a tensor in C++, all its Python references as one."""
     tensor = torch.ones(1)

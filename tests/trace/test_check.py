@@ -25,7 +25,7 @@ from lockstep_trace.commands import checked_steps
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.read import read
 from lockstep_trace.rules import checks
-from lockstep_trace.tracer import releases
+from lockstep_trace.tracer import observers
 from lockstep_trace.tracer.settings import Settings
 from support.checked_cases import (
     KEEP_BITS,
@@ -257,7 +257,7 @@ def test_a_model_is_freed_and_a_group_left_as_without_the_tracer(
 ) -> None:
     """The graph that a script keeps does not keep the model. `destroy_process_group` first waits for late owners of a
     collective's tensor, as gloo's threads are, but not for one that the script has used elsewhere."""
-    monkeypatch.setattr(releases, "LIMIT_S", 0.5)
+    monkeypatch.setattr(observers, "RELEASED_S", 0.5)
     tracer.begin(Settings(str(tmp_path / "trace"), check=(0,)))
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

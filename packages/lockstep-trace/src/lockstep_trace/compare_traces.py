@@ -1,7 +1,7 @@
 """Compares two traces and reports the first difference: the first step and, in causal order, the first quantity.
 
 In: a reference trace and another, of any command or of a run's own steps (proof/verify.py), and a tolerance. Out:
-`Comparison`. The comparison takes its kinds in turn and ends at the first difference.
+`Comparison`.
 
 Parameters are matched by name: two names match if they are equal, or if one is a dotted suffix of the other
 (`net.0.weight`, `0.weight`), with equal shapes. If the steps of the traces have different examples, `window` finds the

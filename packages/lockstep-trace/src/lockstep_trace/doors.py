@@ -88,10 +88,7 @@ def _absolute(folder: str | Path | None) -> str:
 class Callback:
     """Traces `Trainer.train` of transformers and TRL: `Trainer(..., callbacks=[lockstep_trace.Callback()])`.
 
-    `folder`: folder of the trace; default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced; not
-    used if a command records the process. `level`: losses, gradients, modules or operations. `check`: steps to
-    recompute on copies, counted from 0. `step`: at the level operations, the step whose operations are recorded
-    (default: 0). Each process writes its own file, without communication. Errors: `ValueError` for an unknown level."""
+    Arguments and errors are those of `traced`. Each process writes its own file, without communication."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """Redacts secrets and escapes terminal control characters in all text that leaves this process.
 
 In: any text, such as user data, a library's error, a path; or the words of a command. Out: the text without anything
-that looks like a token, key or password, or is one in this process's environment. Every sink calls this: the terminal,
-log.txt, tracebacks, events, samples, trackers, the report, the model card; run.yaml is never written with a secret. No
-pattern detects a password that looks like a word.
+that looks like a token, key or password, or is one in this process's environment. Every sink calls this.
+No pattern detects a password that looks like a word.
 
 In commands, passwords that follow an option of one program are redacted too (`mysql -pVALUE`, `sshpass -p VALUE`),
 besides options whose name indicates a secret (`--token`).

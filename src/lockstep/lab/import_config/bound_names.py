@@ -137,8 +137,8 @@ def _record_set_by_vars(script: Any, changed: set[str]) -> None:
 
 def _objects_in(node: ast.AST | None) -> set[str]:
     """Return the names that a value is or is an entry of, or that its displays hold."""
-    held = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _OF_ENTRIES
-    if held or isinstance(node, ast.Name | ast.Subscript):
+    in_entries = isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _OF_ENTRIES
+    if in_entries or isinstance(node, ast.Name | ast.Subscript):
         return {name} if (name := _root(node)) else set()
     if isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set | ast.IfExp | ast.BoolOp):
         inner = node.values if isinstance(node, ast.Dict) else ast.iter_child_nodes(node)

@@ -345,8 +345,8 @@ class QuietCode:
         caller = self.script.scopes.get(id(function))
         lines = [self._lineage(kind) for kind in self.script.classes.values()]
         of_caller = [line for line in lines if any(caller in kind.body for kind in line)]
-        found = [_method(line, function.attr) for line in of_caller]
-        return [each for each in found if each is not None] if None not in found else []
+        methods = [_method(line, function.attr) for line in of_caller]
+        return [each for each in methods if each is not None] if None not in methods else []
 
     def own_method(self, function: ast.Attribute) -> ast.FunctionDef | None:
         """Return the called method of a class of the script, also one of its bases."""

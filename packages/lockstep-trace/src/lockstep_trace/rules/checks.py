@@ -2,9 +2,8 @@
 references that the tracer computed on copies inside the process.
 
 A reference may differ from training for many legitimate reasons, so each finding is `suspicious` or `info`: in-batch
-negatives, batch statistics and expert balance losses mix rows on purpose; losses may be sums; code may modify gradients
-(noise, surgery, normalization); weights may be clipped, averaged or restored after a step. A recomputation that was
-impossible is `info`, with the reason; no conclusion is drawn from it.
+negatives mix rows, losses may be sums, code may modify gradients or weights. A recomputation that was impossible is
+`info`, with the reason.
 """
 
 from __future__ import annotations

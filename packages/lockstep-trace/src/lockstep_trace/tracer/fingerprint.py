@@ -5,18 +5,15 @@ In: local tensors and their blocks of the full tensors. Out: for each tensor a f
 and a sketch (`width_of(shape)` float64 numbers). An element's contribution depends on its value and its index in the
 flattened full tensor, never on the rank or the sharding.
 
-**Fingerprint**: the sum of (bits of element i) * k(i) modulo 2^64, k(i) a fixed odd number that mixes i. Equal tensors
-have equal fingerprints. Tensors that differ in one element always have different ones. Tensors that differ in several
-have equal ones with a probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-63
-for values that differ in their last bit, 2^-32 for float32 values that differ only in sign. The bits of an element of
-eight bytes are mixed first (upper half into the lower), so that t is at most 31. It detects accidents, not deliberate
-changes: against those, checkpoints and exports have SHA-256.
+**Fingerprint**: the sum of (bits of element i) * k(i) modulo 2^64, k(i) a fixed odd number that mixes i. Tensors
+that differ in one element always have different fingerprints. Those that differ in several have equal ones with a
+probability of about 2^-(63 - t), where t is the lowest bit in which any element differs: 2^-32 for float32 values that
+differ only in sign. Of elements of eight bytes the upper half is mixed into the lower first, so that t is at most 31.
 
 **Sketch**: a count sketch (Charikar, Chen and Farach-Colton, 2002). Element i is added with a fixed sign s(i) to bucket
 i mod P, where P is a prime that divides no dimension. The squared norm of a sketch estimates the squared norm of the
-tensor without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257, so 4.4 % for the norm; up
-to twice that if parts of a large tensor repeat. The sketch of a difference is the difference of two sketches, and if
-b = f * a, then sketch(b) = f * sketch(a) within rounding.
+tensor without bias, with a relative standard deviation of about sqrt(2 / P): 9 % for P = 257; up to twice that if
+parts of a large tensor repeat. A sketch is linear: that of a difference is the difference of two sketches.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from .logits import columns
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import TOKEN_LOOKS as LOOKS
 from .recorder import Recorder
-from .releases import Releases
 from .writer import warn
 
 _THREAD = threading.local()
@@ -45,7 +44,7 @@ class Hooks:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.releases = Releases()
+        self.releases = observers.Releases()
         self.backward_depth = 0
         self.failed = False
         self.replaying = False  # a checked step is recomputed on copies

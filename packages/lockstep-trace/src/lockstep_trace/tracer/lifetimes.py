@@ -1,12 +1,10 @@
 """Follows values over time: loaded weights until they are used, saved optimizer states, state kept from batch to batch,
 updates, and copies of a trained model.
 
-In: loads, calls and steps; calls of `state_dict` and `load_state_dict`, results of `torch.load`. Out: `fact` records,
-written once, and notes as in `evidence.py`; an `empty load` record when a module is called whose load with
-`strict=False` contained none of its keys and whose weights nothing has changed since; the states that an optimizer
-could have continued from, at its first step; [name, distance, update] of each copy that no optimizer holds (an average,
-a target or a teacher): its distance from the trained model, and the distance that the trained model has moved since the
-previous step. Distances are measured at a few early steps, without waiting for the device.
+In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`. Out: `fact` records, written once, and notes
+as in `evidence.py`; an `empty load` record if a load with `strict=False` contained none of a module's keys; the states
+that an optimizer could have continued from; [name, distance, update] of each copy that no optimizer holds (an average,
+a target or a teacher): its distance from the trained model, and the model's from the previous step.
 """
 
 from __future__ import annotations

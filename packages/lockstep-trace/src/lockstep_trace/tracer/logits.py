@@ -4,12 +4,9 @@ attention.
 In: a loss before backward, the inputs of the calls that computed it, and the columns of the batch. Out: (note, bool on
 its device, or None if the graph suffices); counts of attention, named by `SEEN`.
 
-- Logits: a class is a channel of a layer. A view that merges or replaces the channel axis with another one turns
-  positions into "classes": `transpose` and `permute` move an axis, `view` and `reshape` cut memory.
-- Answers in the model's input: at their own position of a decoder, or as a column.
-- Losses that compare every output with every target, although each example has its own target.
-- Attention of a language model that sees later tokens, or only padding. Skipped while hooks on saved tensors are in
-  use: reading a saved tensor would recompute a checkpointed forward pass.
+A class is a channel of a layer. A view that merges or replaces the channel axis with another one turns positions into
+"classes": `transpose` and `permute` move an axis, `view` and `reshape` cut memory. Skipped while hooks on saved tensors
+are in use: reading a saved tensor would recompute a checkpointed forward pass.
 """
 
 from __future__ import annotations

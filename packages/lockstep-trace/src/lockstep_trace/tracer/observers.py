@@ -5,9 +5,11 @@ In: `Hooks`. Out: calls of its recorder.
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
 import sys
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -42,6 +44,40 @@ COLLECTIVES = (
 DEPTH = 3  # nesting depth of data sets
 LOOKS = 8  # first losses
 OF_TRAINING = re.compile(r"train|aug|transform|eval|test|rand|noise|flip|jitter|mask|crop")  # settings of a part
+TENSORS = 64  # of the last collectives
+RELEASED_S = 1.0  # a tensor that the script has meanwhile used elsewhere is never released
+
+
+class Releases:
+    """The tensors of the last collectives, each with the number of its owners before the call.
+
+    A thread of gloo takes Python's lock to release a tensor (torch 2.10 and later). A DistributedDataParallel model
+    that is freed after its group is destroyed joins the threads while it holds that lock: if one is late, the process
+    hangs, traced or not."""
+
+    def __init__(self) -> None:
+        self.last: collections.deque[tuple[weakref.ref[Tensor], int]] = collections.deque(maxlen=TENSORS)
+
+    def called(self, value: Any) -> None:
+        """Note the tensors on the CPU in the arguments of a collective."""
+        if type(value) in (Tensor, nn.Parameter):
+            if value.device.type == "cpu" and hasattr(value, "_use_count"):  # torch 2.4 may lack it
+                self.last.append((weakref.ref(value), value._use_count()))
+        elif isinstance(value, list | tuple):
+            for each in value[-TENSORS:]:
+                self.called(each)
+
+    def wait(self) -> None:
+        """Return when each tensor has no more owners than before its collective, or after `RELEASED_S`."""
+        until = time.monotonic() + RELEASED_S
+        while self.last and time.monotonic() < until:
+            ref, count = self.last[0]
+            tensor: Any = ref()
+            if tensor is None or tensor._use_count() <= count:
+                self.last.popleft()
+            else:
+                time.sleep(0.001)
+        self.last.clear()
 
 
 def install(hooks: Any) -> None:

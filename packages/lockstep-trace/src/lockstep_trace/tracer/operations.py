@@ -3,8 +3,7 @@
 In: operations that torch dispatches from the end of the previous step (for step 0: from the first call of a model with
 gradients) to the end of the step, and the Python stack. Out: one record `operations`; for each operation a `CallSite`,
 the line of the user's own file and whether backward, a recomputation or an optimizer called it. Of tensors only hashes
-and short sketches are kept, on their device until the step is over. Never communicates; the traced process computes the
-same bits.
+and short sketches are kept, on their device until the step is over.
 """
 
 from __future__ import annotations

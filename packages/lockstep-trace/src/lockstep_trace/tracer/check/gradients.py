@@ -1,14 +1,12 @@
 """Recomputes a step's gradient and update on copies, as references for `--check`.
 
 In: the recorded calls and backwards of a step, and the optimizer before and after it. Out: `Recomputed`, the gradient
-that the optimizer should see; observations, dictionaries with `reference` and `result`; `Update`. The tracer never
-communicates: the reader averages over ranks.
+that the optimizer should see; observations with `reference` and `result`; `Update`. The reader averages over ranks.
 
 Three references: the sum of the gradients of the step's micro-batches; the gradient of all micro-batches as one batch;
 and the optimizer's own formula on copies of its parameters, gradients and state. For the second, dropout is off on both
-sides, because one batch draws other masks than its parts. It detects models that depend on the batch size and, if the
-model computes its loss, wrong sums of the micro-batches' losses. Losses outside the model, such as contrastive ones,
-are not checked: the recorded gradient of the outputs is used.
+sides, because one batch draws other masks than its parts. Losses
+outside of the model, such as contrastive ones, are not checked: the recorded gradient of the outputs is used.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ In: a `ModuleCall`. Out: observations, dictionaries with `reference`, `result` (
 - Rows: in another order, half of them, or without padding. Dropout is off. A model that draws random numbers with
   dropout off is not compared, because another batch would draw others.
 - Random numbers: a second seed should change what dropout does in training, and nothing in evaluation mode. Only
-  outputs of the model are compared: noise in data, losses and optimizers is not detected.
+  outputs of the model are compared.
 - The same call again, eager instead of compiled, and in float32 instead of half precision.
 """
 
