@@ -257,7 +257,8 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     ),
     # one pass over all tensors; whether Accelerate accumulates
     "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
-    "tracer/observers.py": ("tensor._use_count", "value._use_count"),  # owners of a tensor in C++, as gloo's threads
+    # owners of a tensor in C++, as gloo's threads
+    "tracer/observers.py": ("tensor._use_count", "value._use_count", "hasattr(value, '_use_count')"),
     "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),
