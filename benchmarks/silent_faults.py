@@ -246,7 +246,7 @@ def look_at_healthy(runs: Runs, healthy: Healthy) -> Result:
 
 
 HELD_OUT = """
-On eleven sets, written without knowledge of the rules, the score is lower:
+On twelve sets, written without knowledge of the rules, the score is lower:
 
 | set | faulty scripts | named by default | more with `--verbose` | healthy scripts | accused |
 |---|---|---|---|---|---|
@@ -260,7 +260,8 @@ On eleven sets, written without knowledge of the rules, the score is lower:
 | [eighth](../../benchmarks/results/2026-11-30-trace-eighth-set.md) | 30 | 12 | 4 | 30 | 0 |
 | [ninth](../../benchmarks/results/2026-11-30-trace-ninth-set.md) | 30 | 13 | 8 | 30 | 0 |
 | [tenth](../../benchmarks/results/2026-11-30-trace-tenth-set.md) | 30 | 14 | 1 | 30 | 0 |
-| [eleventh](../../benchmarks/results/2026-11-30-trace-eleventh-set.md), the half run once | 30 | 17 | 1 | 30 | 0 |
+| [eleventh](../../benchmarks/results/2026-11-30-trace-eleventh-set.md), half | 30 | 17 | 1 | 30 | 0 |
+| [twelfth](../../benchmarks/results/2026-11-30-trace-twelfth-set.md), half | 30 | 17 | 0 | 30 | 0 |
 
 """
 
