@@ -428,7 +428,7 @@ def test_a_missing_package_is_named_with_its_install_command(monkeypatch: pytest
         ("optim=adamm", "optim.name: unknown optimizer 'adamm'; did you mean 'adamw'?"),
         (
             "optim=torch.optim.NAdam",
-            "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; how-to/plug-ins/optimizer on the site",
+            "optim.name: torch.optim.NAdam is an optimizer of torch, not of lockstep; how-to/plug-ins/optimizer",
         ),
         ("optim.momentum=0.8", "unknown key 'optim.momentum': it is a key of runs with optim.name: muon, sgd"),
         (

@@ -144,11 +144,12 @@ def test_every_command_calls_the_same_function(monkeypatch: pytest.MonkeyPatch, 
 def test_gloo_has_two_threads_without_functional_collectives(
     overrides: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from lockstep.distributed import consistency_check
     from lockstep.training import session
 
     seen: list[int] = []
     joined = world(2)
     joined.join = lambda: seen.append(joined.gloo_threads)  # set before the ranks meet
-    monkeypatch.setattr(session, "agree", lambda *what: None)
+    monkeypatch.setattr(consistency_check, "agree", lambda *what: None)
     session.join_ranks(of(*overrides), joined)
     assert seen == [threads]
