@@ -189,7 +189,7 @@ def states(kind: str) -> None:
 
 def half_precision(kind: str) -> None:
     model = net() if kind == "float32" else net().to(torch.bfloat16)
-    rate = {"a large rate": 1e-2, "frozen": 1e-2}.get(kind, 1e-5)
+    rate = {"a large rate": 1e-2, "frozen": 1e-2}.get(kind, 3e-4)
     if kind == "frozen":
         model[0].requires_grad_(False)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)

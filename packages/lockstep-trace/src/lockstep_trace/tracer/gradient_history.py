@@ -1,6 +1,6 @@
 """Tracks gradients between two steps: zeroed, modified after backward, clipped, or never read by an optimizer.
 
-In: calls around backward, `zero_grad`, clipping and steps. Out: values for the record, from version counters; whether
+Out: values for the record, from version counters; whether
 the gradients at a step follow from those before clipping; counts in `Since`. A gradient counts as cleared only if
 nothing holds the tensor any more, or `zero_grad` wrote zeros into it.
 """

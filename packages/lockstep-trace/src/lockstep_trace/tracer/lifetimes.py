@@ -3,8 +3,8 @@ updates, and copies of a trained model.
 
 In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`. Out: `fact` records, written once, and notes
 as in `evidence.py`; an `empty load` record if a load with `strict=False` contained none of a module's keys; the states
-that an optimizer could have continued from; [name, distance, update] of each copy that no optimizer holds (an average,
-a target or a teacher): its distance from the trained model, and the model's from the previous step.
+that an optimizer could have continued from; [name, distance, update] of each copy that no optimizer holds: its distance
+from the trained model, and the model's from the previous step.
 """
 
 from __future__ import annotations

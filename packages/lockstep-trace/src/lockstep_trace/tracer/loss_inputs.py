@@ -118,10 +118,13 @@ def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
     size = shape[1] if len(shape) > 1 else 0
     if target.dim() != 1 or not 1 < size <= 4096 or len(target) != rows:
         return
-    now = torch.bincount(target[(target >= 0) & (target < size)], minlength=size)
     if not isinstance(weight, Tensor) or size < 3:
         return
-    counts[size] = total = now + counts.get(size, 0)
+    place = target.where(
+        (target >= 0) & (target < size), size
+    )
+    now = torch.zeros(size + 1, dtype=torch.int64, device=target.device).scatter_add_(0, place, torch.ones_like(place))
+    counts[size] = total = now[:size] + counts.get(size, 0)
     ordered = weight.detach().sort().values * total.sort(descending=True).values
     own = weight.detach() * total
     inverse = (ordered.max() <= 2 * ordered.min()) & (own.max() >= 4 * own.min()) & (total.sum() >= MANY * size)
