@@ -120,9 +120,7 @@ def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
         return
     if not isinstance(weight, Tensor) or size < 3:
         return
-    place = target.where(
-        (target >= 0) & (target < size), size
-    )
+    place = target.where((target >= 0) & (target < size), size)
     now = torch.zeros(size + 1, dtype=torch.int64, device=target.device).scatter_add_(0, place, torch.ones_like(place))
     counts[size] = total = now[:size] + counts.get(size, 0)
     ordered = weight.detach().sort().values * total.sort(descending=True).values
