@@ -49,7 +49,6 @@ class Hooks:
         self.failed = False
         self.replaying = False  # a checked step is recomputed on copies
         self.engine_steps = False  # an engine is in its step, which contains its inner optimizers' steps
-        self.at_first_call: list[Callable[[], None]] = []  # of any model
         self._stepping: dict[int, dict[str, Any]] = {}
         self._scaled: Any = None
 
@@ -173,8 +172,6 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
-        while hooks.at_first_call:
-            hooks.at_first_call.pop()()
         hooks.guarded(fsdp1.install, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         checker = recorder.checker
