@@ -176,7 +176,7 @@ def test_backward_runs_the_newest_ready_node_first() -> None:
     assert seen == ["second", "first"]
 
 
-@rests_on_it("src/lockstep/strategies/exact/parameter_groups.py", "src/lockstep/checkpoint/shard_files.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py", "src/lockstep/checkpoint/shard_files.py")
 def test_names_of_weights_are_in_the_order_of_registration() -> None:
     """named_parameters and state_dict follow the order of registration; a tied weight appears once in the former, under
     its first name, and under both names in the latter."""
@@ -241,7 +241,7 @@ def test_saved_tensors_can_be_replaced_without_a_change() -> None:
     assert torch.equal(x.grad, torch.ones(4, 2) @ weight.detach())
 
 
-@rests_on_it("src/lockstep/strategies/exact/rows.py")
+@rests_on_it("src/lockstep/strategies/exact/leaf_gradients.py")
 def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
     """The gradient of Embedding(sparse=True) has one row per index, in the order of the indices; repeated indices are
     not merged."""
@@ -359,9 +359,8 @@ def test_a_tensor_subclass_receives_every_torch_call() -> None:
 
 
 @rests_on_it(
-    "src/lockstep/strategies/exact/rows.py",
-    "src/lockstep/strategies/exact/reduction_tree.py",
     "src/lockstep/strategies/exact/leaf_gradients.py",
+    "src/lockstep/strategies/exact/reduction_tree.py",
 )
 def test_sums_of_sparse_rows_equal_dense_sums() -> None:
     """The coalesced sum of two coalesced row-sparse tensors has the bits of the dense sum, -0.0 + nothing = 0.0

@@ -164,7 +164,7 @@ def test_models_do_not_modify_ids_and_mask() -> None:
         assert all(value._version == 0 for value in (*inputs.values(), *more.values()))
 
 
-@rests_on_it("src/lockstep/strategies/exact/parameter_groups.py")
+@rests_on_it("src/lockstep/strategies/exact/stepper.py")
 def test_one_dimensional_weights_are_biases_or_norms() -> None:
     """In BERT, GPT-2, Llama, BART and T5 each one-dimensional parameter is a bias or belongs to a module whose class
     name contains "norm"."""

@@ -14,7 +14,7 @@ from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.lab.import_config.import_config import FILL_IN
 from lockstep.launchers import start
-from lockstep.strategies.exact import parameter_groups, stepper
+from lockstep.strategies.exact import stepper
 from lockstep.tasks.task import make_task
 from lockstep.training import resolve
 from support.command import STEPS, write
@@ -248,6 +248,6 @@ def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, mo
     optimizer.step()
     kept = [each for state in optimizer.state.values() for each in state.values() if each.dim()]
     count = sum(p.numel() for p in model.parameters())
-    found = parameter_groups.state_bytes(run.optim, model)
+    found = stepper.state_bytes(run.optim, model)
     assert found * count == pytest.approx(sum(each.nbytes for each in kept))
     assert least <= found <= most

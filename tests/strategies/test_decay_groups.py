@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, Trainer
 
 from lockstep.config.sections import OptimSection
 from lockstep.plain import train as plain
-from lockstep.strategies.exact import parameter_groups
+from lockstep.strategies.exact import stepper
 from lockstep.tasks.models import heads
 
 # Without decay in lockstep, decayed by Trainer: weights of norms whose class is not `nn.LayerNorm` and whose names
@@ -103,7 +103,7 @@ def differences(model: nn.Module) -> Iterator[tuple[str, str, bool]]:
     """Yield weights that Trainer treats differently: name, class, and whether lockstep decays them. The plain
     reference, which has its own rule, must decay what lockstep decays."""
     theirs = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-    ours = {name for name, how in parameter_groups.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
+    ours = {name for name, how in stepper.assigned(OptimSection(weight_decay=0.1), model).items() if how.decay}
     assert plain_groups(model) == ours
     for name, p in model.named_parameters():
         if p.requires_grad and (name in ours) != (name in theirs):
@@ -151,7 +151,7 @@ def test_decay_groups_equal_trainers_with_listed_exceptions(auto: str, families:
 def test_weights_by_name(named: dict[str, str], decays: bool) -> None:
     for family, pattern in named.items():
         model = model_of(family, "AutoModel")
-        found = {n: how.decay for n, how in parameter_groups.assigned(OptimSection(weight_decay=0.1), model).items()}
+        found = {n: how.decay for n, how in stepper.assigned(OptimSection(weight_decay=0.1), model).items()}
         matching = {decay for name, decay in found.items() if re.search(pattern, name)}
         assert matching == {0.1 if decays else 0.0}, family
 
@@ -182,10 +182,10 @@ def test_own_modules() -> None:
         "tokens.norm.weight", "tokens.norm.bias", "bias_detector.0.0.weight", "bias_detector.0.0.bias",
         "detector.bias.encoder.bias", "rnn.bias", "shift.bias", "lstm.bias_ih_l0", "lstm.bias_hh_l0",
     }  # fmt: skip
-    assert parameter_groups.without_decay(Own()) == exempt
+    assert stepper.without_decay(Own()) == exempt
     assert plain_groups(Own()) == {name for name, _ in Own().named_parameters()} - exempt
 
 
 def test_a_copy_that_peft_trains_has_the_decay_of_the_weight() -> None:
-    assert parameter_groups.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
-    assert not parameter_groups.is_bias("base_model.classifier.modules_to_save.default.weight")
+    assert stepper.is_bias("base_model.block.0.relative_attention_bias.modules_to_save.default.weight")
+    assert not stepper.is_bias("base_model.classifier.modules_to_save.default.weight")

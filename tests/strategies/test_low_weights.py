@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.config.run import Run
 from lockstep.distributed.system_metrics import tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.exact import parameter_groups
+from lockstep.strategies.exact import stepper
 from lockstep.strategies.observer import GradientRecorder
 from lockstep.tasks.models import storage_dtype
 from lockstep.training.data_loader import StepLoader
@@ -90,7 +90,7 @@ def beside_float32(world: World, run: Run) -> tuple[float, float, bool, str]:
     _, strategy, feed = build_with_feed(run, world)
     start = {n: p.detach().float().clone() for n, p in strategy.weights.named.items()}
     theirs = {n: torch.nn.Parameter(t.clone()) for n, t in start.items()}
-    exempt = parameter_groups.without_decay(strategy.model)
+    exempt = stepper.without_decay(strategy.model)
     decays = [(run.optim.weight_decay, [p for n, p in theirs.items() if n not in exempt])]
     decays += [(0.0, [p for n, p in theirs.items() if n in exempt])]
     other = torch.optim.AdamW(

@@ -13,7 +13,7 @@ from lockstep.checkpoint.manifest import code_of
 from lockstep.config.run import Run, RunError, load
 from lockstep.config.schedules import learning_rate
 from lockstep.config.sections import OptimSection
-from lockstep.strategies.exact import parameter_groups, stepper, training_state
+from lockstep.strategies.exact import stepper, training_state
 from lockstep.strategies.optimizers.optimizer import GroupOf, Optimizer, State, rule
 from lockstep.training.resolve import resolve_strategy
 from support.contributed import example
@@ -33,7 +33,7 @@ def bert() -> torch.nn.Module:
 
 
 def test_biases_and_norms_are_not_decayed(bert: torch.nn.Module) -> None:
-    exempt = parameter_groups.without_decay(bert)
+    exempt = stepper.without_decay(bert)
     assert {n for n, _ in bert.named_parameters() if "LayerNorm" in n or n.endswith("bias")} == exempt
     decayed, free = stepper.build(OptimSection(weight_decay=0.1), bert).param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
@@ -47,10 +47,10 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
         "optim.learning_rate=1e-3",
         "optim.groups=[{match: 'classifier.*', learning_rate: 2e-3, weight_decay: 0.5}, {match: '*', weight_decay: 0}]",
     ).optim
-    found = parameter_groups.assigned(section, bert)
-    assert found["classifier.weight"] == parameter_groups.ParamGroupSpec(2.0, 0.5, "")
-    assert found["classifier.bias"] == parameter_groups.ParamGroupSpec(2.0, 0.0, "")
-    assert found["bert.pooler.dense.weight"] == parameter_groups.ParamGroupSpec(1.0, 0.0, "")
+    found = stepper.assigned(section, bert)
+    assert found["classifier.weight"] == stepper.ParamGroupSpec(2.0, 0.5, "")
+    assert found["classifier.bias"] == stepper.ParamGroupSpec(2.0, 0.0, "")
+    assert found["bert.pooler.dense.weight"] == stepper.ParamGroupSpec(1.0, 0.0, "")
     optimizer = stepper.build(section, bert)
     stepper.set_rate(optimizer, 0.25)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["names"]}
@@ -58,13 +58,13 @@ def test_the_first_group_that_matches_holds(bert: torch.nn.Module) -> None:
 
 
 def test_layerwise_rates_decrease_towards_the_embedding(bert: torch.nn.Module) -> None:
-    found = {n: how.scale for n, how in parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
+    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), bert).items()}
     assert found["classifier.weight"] == found["bert.pooler.dense.bias"] == 1.0
     assert found["bert.encoder.layer.1.output.dense.weight"] == 0.5
     assert found["bert.encoder.layer.0.output.dense.weight"] == 0.25
     assert found["bert.embeddings.word_embeddings.weight"] == found["bert.embeddings.LayerNorm.bias"] == 0.125
     gpt2 = GPT2ForSequenceClassification(GPT2Config(n_embd=8, n_layer=3, n_head=1, vocab_size=16))
-    found = {n: how.scale for n, how in parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
+    found = {n: how.scale for n, how in stepper.assigned(OptimSection(layerwise_lr_decay=0.5), gpt2).items()}
     assert found["transformer.wpe.weight"] == 1 / 16
     assert [found[f"transformer.h.{i}.ln_1.weight"] for i in range(3)] == [1 / 8, 1 / 4, 1 / 2]
     assert found["transformer.ln_f.weight"] == found["score.weight"] == 1.0
@@ -86,13 +86,13 @@ def test_layerwise_rates_decrease_towards_the_embedding(bert: torch.nn.Module) -
 def test_a_pattern_that_matches_nothing_is_refused(words: list[str], said: str) -> None:
     run = run_of(*words)
     with pytest.raises(RunError) as caught:
-        parameter_groups.assigned(run.optim, training_state.freeze(run.model, BertForSequenceClassification(BERT)))
+        stepper.assigned(run.optim, training_state.freeze(run.model, BertForSequenceClassification(BERT)))
     assert said in str(caught.value)
 
 
 def test_layerwise_decay_of_a_model_without_layers_is_refused() -> None:
     with raises("LS4171"):
-        parameter_groups.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
+        stepper.assigned(OptimSection(layerwise_lr_decay=0.5), torch.nn.Linear(2, 2))
 
 
 def test_frozen_weights_are_in_no_group() -> None:
@@ -103,12 +103,10 @@ def test_frozen_weights_are_in_no_group() -> None:
 
 
 def test_muon_takes_the_matrices_of_the_layers(bert: torch.nn.Module) -> None:
-    found = {
-        n for n, how in parameter_groups.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"
-    }
+    found = {n for n, how in stepper.assigned(run_of("optim=muon").optim, bert).items() if how.kind == "matrix"}
     assert found == {n for n, p in bert.named_parameters() if ".layer." in n and p.ndim == 2}
     section = run_of("optim=muon", "optim.muon_params=['*.query.weight', '*.bias']").optim
-    found = {n for n, how in parameter_groups.assigned(section, bert).items() if how.kind == "matrix"}
+    found = {n for n, how in stepper.assigned(section, bert).items() if how.kind == "matrix"}
     assert found == {f"bert.encoder.layer.{i}.attention.self.query.weight" for i in range(2)}
 
 

@@ -178,7 +178,7 @@ def recorded(world: World, run: Run, own: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if own:  # as if nothing brought them together
             patch.setattr("lockstep.strategies.exact.step_totals.averaged_buffers", lambda model: {})
-            patch.setattr("lockstep.strategies.dry_run.DryRun.__call__", lambda *_: None)
+            patch.setattr("lockstep.strategies.strategy.DryRun.__call__", lambda *_: None)
         return recording.record(for_rank(run, world), world, "2")
 
 

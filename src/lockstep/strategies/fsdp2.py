@@ -29,7 +29,6 @@ from lockstep.distributed.rendezvous import join_alone
 from lockstep.distributed.sharded import fill, whole
 from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import DataShard, World
-from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, fsdp, layers, tensor_plans
 from lockstep.strategies.engines.fsdp import (
     OutputWrapper,
@@ -43,19 +42,18 @@ from lockstep.strategies.engines.fsdp import (
     sums_in_float32,
 )
 from lockstep.strategies.engines.side_effects import SideEffects, first_few, refuse_own_tensors
-from lockstep.strategies.exact import parameter_groups, training_state
-from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
+from lockstep.strategies.exact import stepper, training_state
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import ReductionTree, most_held, most_held_in_turns, share
 from lockstep.strategies.exact.step_totals import Statistics
-from lockstep.strategies.exact.stepper import Stepper
+from lockstep.strategies.exact.stepper import ParamGroupSpec, Stepper
 from lockstep.strategies.exact.tensor_leaves import LeafRanks
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.observer import listening, observing
 from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.sharded_optimizer import GATHERS, ShardedOptimizer
-from lockstep.strategies.strategy import Strategy, WeightFormats, all_reduce_in
+from lockstep.strategies.strategy import DryRun, Strategy, WeightFormats, all_reduce_in
 from lockstep.tasks.models import inference
 from lockstep.tasks.models.inference import Decoding
 from lockstep.tasks.task import Task
@@ -273,7 +271,7 @@ class FSDP2(Strategy):
             self.blocks = layers.named_blocks(self.model, named)
         output_wrappers = [OutputWrapper(module) for module in [*self.blocks, self.model]]
         blocks.prepare(self.run.model, self.model, self.run.strategy.tensor_leaves, self.leaf_ranks())
-        self.apply_shards(parameter_groups.assigned(self.run.optim, self.model))
+        self.apply_shards(stepper.assigned(self.run.optim, self.model))
         if hasattr(self.model, "config"):  # of transformers: unlike a user's loss, none here writes into outputs
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         if skips is not None:
@@ -358,7 +356,7 @@ class FSDP2(Strategy):
         self.set_optimizer(optimizer, ShardedTensors(self, optimizer))
 
     def make_stepper(self, treated: Mapping[str, ParamGroupSpec]) -> Stepper:
-        groups = parameter_groups.groups(self.run.optim, self.model.named_parameters(), treated)
+        groups = stepper.groups(self.run.optim, self.model.named_parameters(), treated)
         return Stepper(self.run.optim, groups)
 
     def receive(self, source: nn.Module | None) -> None:

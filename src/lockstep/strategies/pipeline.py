@@ -28,7 +28,6 @@ from lockstep.distributed.hardware import share_gpus
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.sharded import Saved, gather
 from lockstep.distributed.world import DataShard, World, all_reduce
-from lockstep.strategies.dry_run import WithoutForwards
 from lockstep.strategies.engines import blocks, cuts, layers, pipelining
 from lockstep.strategies.engines.cuts import Cut
 from lockstep.strategies.engines.pipelining import (
@@ -41,14 +40,14 @@ from lockstep.strategies.engines.pipelining import (
     skip_negotiation,
 )
 from lockstep.strategies.engines.side_effects import refuse_own_tensors, refuse_writes
-from lockstep.strategies.exact import parameter_groups, stepper, training_state
+from lockstep.strategies.exact import stepper, training_state
 from lockstep.strategies.exact.exchange import Exchange, all_reduce_flat, buckets
 from lockstep.strategies.exact.reduce_schedule import links
 from lockstep.strategies.exact.reduction_tree import most_held, share
 from lockstep.strategies.exact.training_state import TrainedWeights, TrainingState, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.strategy import Strategy, all_reduce_in
+from lockstep.strategies.strategy import Strategy, WithoutForwards, all_reduce_in
 from lockstep.tasks.task import Task
 from lockstep_trace.coded import quantity
 
@@ -254,8 +253,8 @@ class Pipeline(Strategy):
         self.stage_weights = [StageWeights(part, self.order, self.links) for part in self.cut_parts]
         self.weights = HeldStages(self.cut, self.cut_parts, self.stage_weights)
         stepped = {id(p): (n, p) for weights in self.stage_weights for n, p in weights.parameters.items()}  # each once
-        treated = parameter_groups.assigned(self.run.optim, self.cut.whole)
-        groups = parameter_groups.groups(self.run.optim, stepped.values(), treated)
+        treated = stepper.assigned(self.run.optim, self.cut.whole)
+        groups = stepper.groups(self.run.optim, stepped.values(), treated)
         optimizer = stepper.Stepper(self.run.optim, groups)
         self.set_optimizer(optimizer, StageState(self, optimizer))
         bytes_of_state = random_state(self.world.device).numel()

@@ -21,18 +21,18 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
-from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import fsdp
 from lockstep.strategies.engines.fsdp import roomy
 from lockstep.strategies.engines.side_effects import SideEffects, first_few
 from lockstep.strategies.exact.exchange import Scatter, buckets
+from lockstep.strategies.exact.leaf_gradients import rows_between
 from lockstep.strategies.exact.reduce_schedule import Gather, InFlight, LinkSpeeds, links
 from lockstep.strategies.exact.reduction_tree import ReductionTree, layout_of
-from lockstep.strategies.exact.rows import RowSlots, rows_between
 from lockstep.strategies.exact.training_state import TrainedWeights, make_model
 from lockstep.strategies.exact.update import Gradient, Part
 from lockstep.strategies.recovery import ShardRecovery
 from lockstep.strategies.single import ReplicatedMemory, ReplicatedStrategy
+from lockstep.strategies.strategy import DryRun
 from lockstep.tasks.task import Task
 
 BUCKET_BYTES = 25 * 2**20
@@ -233,3 +233,61 @@ class ShardedOptimizer(ReplicatedStrategy):
         mine = self.sharded.rows(torch.arange(len(gradient)))
         first = int(mine[0]) if len(mine) else 0
         return rows_between(gradient, first, first + len(mine))
+
+
+class RowSlots:
+    """Slots of equal length, one row of a matrix [W, N] per rank, filled and emptied with a few copies per tensor at
+    any number of ranks. They hold rank r's rows [r * E, (r + 1) * E) of each tensor, where E = ceil(rows / ranks), as
+    DTensor shards them: the last ranks have fewer or none. Every rank has all scalars."""
+
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
+        self.ranks, self._shapes = ranks, list(shapes)
+        self._each = [-(-shape[0] // ranks) if shape else 1 for shape in shapes]  # rows per rank
+        self._widths = [shape[1:].numel() for shape in shapes]
+        self._starts: list[int] = []  # offset of each tensor's rows in a slot
+        self.length = 0  # elements per slot
+        for each, width in zip(self._each, self._widths, strict=True):
+            self._starts.append(self.length)
+            self.length += each * width
+
+    def laid(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return whole tensors as slots [W, N], zero-padded."""
+        slots = tensors[0].new_zeros(self.ranks, self.length)
+        for tensor, column in zip(tensors, self._columns(slots), strict=True):
+            if not tensor.dim():
+                column.fill_(tensor)
+            else:
+                for rows, place in self._runs(tensor, column):
+                    place.copy_(rows)
+        return slots
+
+    def own(self, slot: Tensor, rank: int) -> list[Tensor]:
+        """Return one rank's rows of each tensor: views of its slot [N]."""
+        parts = []
+        for shape, each, width, start in zip(self._shapes, self._each, self._widths, self._starts, strict=True):
+            rows = max(0, min(each, shape[0] - rank * each)) if shape else 1
+            parts.append(slot[start : start + rows * width].view(rows, *shape[1:]) if shape else slot[start])
+        return parts
+
+    def take(self, slots: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the slots of all ranks [W, N] into whole tensors that have dimensions."""
+        for tensor, column in zip(tensors, self._columns(slots), strict=True):
+            for rows, place in self._runs(tensor, column):
+                rows.copy_(place)
+
+    def _columns(self, slots: Tensor) -> list[Tensor]:
+        widths = [each * width for each, width in zip(self._each, self._widths, strict=True)]
+        return list(slots.split(widths, dim=1))
+
+    def _runs(self, tensor: Tensor, column: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of (rows of a tensor, their position in the slots): ranks with all their rows, then the one with
+        fewer."""
+        flat, count = tensor.reshape(len(tensor), -1), column.shape[1] // max(1, tensor[:1].numel())
+        if not tensor.numel():
+            return []
+        full, rest = divmod(len(tensor), count)
+        runs = [(flat[: full * count].view(full, -1), column[:full])]
+        if rest:
+            last = flat[full * count :].reshape(-1)
+            runs.append((last, column[full, : len(last)]))
+        return runs

@@ -26,10 +26,9 @@ from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.torch_internals import local
 from lockstep.strategies.engines import side_effects
-from lockstep.strategies.exact import parameter_groups, stepper, training_state
-from lockstep.strategies.exact.leaf_gradients import LeafGradients
+from lockstep.strategies.exact import stepper, training_state
+from lockstep.strategies.exact.leaf_gradients import LeafGradients, row_sparse
 from lockstep.strategies.exact.reduction_tree import most_held
-from lockstep.strategies.exact.rows import row_sparse
 from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.observer import observing
@@ -124,8 +123,8 @@ class ReplicatedStrategy(Strategy):
             training_state.sums_in_float32([*self.parameters, *self.weights.updated.values()])
         self.rows = [i for i, name in enumerate(self.weights.named) if name in sparse]  # row-sparse gradients
         self.leaves = LeafGradients(self.parameters, self.rows)
-        treated = parameter_groups.assigned(run.optim, self.model)
-        groups = parameter_groups.groups(run.optim, self.weights.updated.items(), treated)
+        treated = stepper.assigned(run.optim, self.model)
+        groups = stepper.groups(run.optim, self.weights.updated.items(), treated)
         self.set_optimizer(stepper.Stepper(run.optim, groups, self.weights.to_dtensor))
         # Autograd adds the gradients of a weight used three times or more in an order that depends on when its
         # low-precision copy was recorded. Casting again for every micro-batch makes that order the same for all.
@@ -170,7 +169,8 @@ class ReplicatedStrategy(Strategy):
         seed_everything(self.run.seed, step, micro.index)
         compiled = self.region is not None and self.region.has_code(micro)
         arithmetic = self.region.arithmetic() if self.region is not None and compiled else nullcontext()
-        with observing(self.observer, micro.index, self.model), arithmetic:
+        observed = observing(self.observer, micro.index, self.model) if self.observer is not None else nullcontext()
+        with observed, arithmetic:
             return backward()
 
     def backward(self, micro: MicroBatch, targets: float, last: bool) -> Tensor:

@@ -33,7 +33,7 @@ from lockstep.data.prepare import left_out, warnings
 from lockstep.data.streamed import Streamed
 from lockstep.distributed.system_metrics import capacity
 from lockstep.distributed.world import World, pick_device
-from lockstep.strategies.exact.parameter_groups import assigned, state_bytes
+from lockstep.strategies.exact.stepper import assigned, state_bytes
 from lockstep.strategies.exact.training_state import freeze
 from lockstep.strategies.strategy import shard_recovery
 from lockstep.tasks.models import config_checks, model_configs, storage_dtype

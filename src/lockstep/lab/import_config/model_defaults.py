@@ -117,7 +117,7 @@ def empty_model(draft: RunDraft, script: Script) -> Any:
 def weights(draft: RunDraft, script: Script) -> tuple[dict[str, int], set[str]] | None:
     """Return (weight name -> number of dimensions, names of weights that lockstep never decays) for the script's model.
     None if the model cannot be read, or if an adapter is trained."""
-    from lockstep.strategies.exact.parameter_groups import without_decay
+    from lockstep.strategies.exact.stepper import without_decay
 
     model = None if "model.adapter" in draft.keys else empty_model(draft, script)
     if model is None:

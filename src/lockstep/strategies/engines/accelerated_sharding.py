@@ -20,8 +20,7 @@ from lockstep.data.job import Job
 from lockstep.strategies.engines import fsdp, layers, zero_config
 from lockstep.strategies.engines.accelerated import Accelerated, accelerator, only, prepared
 from lockstep.strategies.engines.zero import DeepSpeedStrategy
-from lockstep.strategies.exact.parameter_groups import ParamGroupSpec
-from lockstep.strategies.exact.stepper import Stepper
+from lockstep.strategies.exact.stepper import ParamGroupSpec, Stepper
 from lockstep.strategies.fsdp2 import FSDP2, EngineShards, MeshRecovery
 from lockstep.strategies.strategy import WeightFormats
 from lockstep.tasks.models import storage_dtype

@@ -25,7 +25,6 @@ from lockstep.data.batch import MicroBatch, StepBatch, StepResult
 from lockstep.data.job import Job, MemoryEstimate, StrategyFacts
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
-from lockstep.strategies.dry_run import DryRun
 from lockstep.strategies.engines import blocks, layers, zero_config
 from lockstep.strategies.engines.side_effects import refuse_writes
 from lockstep.strategies.engines.zero_agreement import keeps_bf16_weights
@@ -39,7 +38,7 @@ from lockstep.strategies.exact.step_totals import Statistics
 from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.observer import observing
 from lockstep.strategies.recovery import ShardRecovery
-from lockstep.strategies.strategy import Recomputation, Strategy
+from lockstep.strategies.strategy import DryRun, Recomputation, Strategy
 from lockstep.tasks.task import Task
 
 

@@ -23,7 +23,7 @@ from lockstep.distributed.world import DataShard, World
 from lockstep.strategies.engines import layers, zero_graph
 from lockstep.strategies.engines.zero_state import EngineState, flat_weights
 from lockstep.strategies.engines.zero_sums import CutGradient, FlatCuts, LocalSums, Owned, OwnedRange, TurnSums
-from lockstep.strategies.exact import parameter_groups, stepper
+from lockstep.strategies.exact import stepper
 from lockstep.strategies.exact.step_totals import Statistics, StepTotals
 from lockstep.strategies.exact.training_state import ALIGNED
 from lockstep.strategies.exact.update import Gradient, Part, WeightUpdate
@@ -75,7 +75,7 @@ class TreeSteps:
         strategy = self.strategy
         for group in optimizer.param_groups:  # parameters that would misalign their successor come last
             group["params"].sort(key=lambda p: p.numel() * p.element_size() % ALIGNED != 0)
-        treated = parameter_groups.assigned(strategy.run.optim, strategy.model)
+        treated = stepper.assigned(strategy.run.optim, strategy.model)
         strategy.engine = strategy.start_engine(optimizer)
         # As within DeepSpeed's `coalesce_grad_reduction`, so that it does not reduce gradients.
         strategy.engine.inside_no_sync_ctxt = strategy.engine.optimizer._coalesce_grad_reduction = True
@@ -93,7 +93,7 @@ class TreeSteps:
         sums = LocalSums if strategy.stage == 1 else TurnSums
         bucket = 4 * int(strategy.config["zero_optimization"]["reduce_bucket_size"])
         self.sums = sums(strategy.world, [*leaves.values()], self.flat_cuts.by_rank, bucket)
-        groups = parameter_groups.groups(strategy.run.optim, self.flat_cuts.parts.items(), treated)
+        groups = stepper.groups(strategy.run.optim, self.flat_cuts.parts.items(), treated)
         strategy.hold(stepper.Stepper(strategy.run.optim, groups))
         strategy.weights.flat_cuts, strategy.weights.followers = self.flat_cuts, followers
 

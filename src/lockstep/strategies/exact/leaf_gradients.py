@@ -2,6 +2,9 @@
 
 In: the parameters of a whole model, and `.grad` after each backward. Out: this rank's partial sums, by node of the
 tree. A micro-batch is a leaf. Before backward, `.grad` holds the partial sum that the new gradient is added to first.
+
+The gradient of a large embedding is (rows, values): a sum bitwise equal to that of dense gradients, for a tenth of the
+memory traffic. Each row's sum uses the same tree, and adding the zeros of an untouched row changes nothing.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.distributed.torch_internals import rows_of, values_of
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import Node, ReductionTree, Shares, layout_of
-from lockstep.strategies.exact.rows import by_row, exchange_rows
 
 
 class LeafGradients:
@@ -106,3 +110,91 @@ class LeafGradients:
             i: exchange_rows({node: tensors[j] for node, tensors in nodes.items()}, self.tree.leaves, *ours)
             for j, i in enumerate(self.rows)
         }
+
+
+# -- gradients of a few rows of a large embedding ----------------------------------------------------------------------
+
+SMALL = 256  # rows; smaller embeddings stay dense
+
+
+def row_sparse(model: nn.Module, device: torch.device, uses: Mapping[int, int]) -> set[str]:
+    """Enable row-sparse gradients on the embeddings that support them; return the names of their weights. `uses`: id of
+    a weight -> how often a forward uses it.
+
+    Excluded: tied weights (their other use has dense gradients), and weights looked up twice (dense gradients add up
+    per look-up, row-sparse ones token by token over all look-ups). On CUDA the dense kernels are deterministic and
+    cheap.
+    """
+    if device.type != "cpu":
+        return set()
+    names: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)] = names.get(id(parameter), 0) + 1
+    sparse = set()
+    for name, module in model.named_modules():
+        if type(module) is not nn.Embedding or names[id(module.weight)] > 1 or not module.weight.requires_grad:
+            continue
+        once = uses.get(id(module.weight)) == 1
+        if once and module.max_norm is None and not module.scale_grad_by_freq and module.num_embeddings > SMALL:
+            module.sparse = True
+            sparse.add(f"{name}.weight")
+    return sparse
+
+
+def by_row(gradient: Tensor) -> Tensor:
+    """Coalesce a leaf's gradient to one entry per row.
+
+    Entries of a row are added in token order, as in the dense kernel; torch's `coalesce` uses another order, which
+    changes bits.
+    """
+    if not gradient.is_sparse:  # embedding not used by this micro-batch
+        return gradient.to_sparse(1).coalesce()
+    rows, place = torch.unique(rows_of(gradient), return_inverse=True)
+    values = values_of(gradient)
+    summed = values.new_zeros(len(rows), values.shape[1]).index_add_(0, place, values)
+    return _sparse(rows, summed, gradient.shape)
+
+
+def rows_between(gradient: Tensor, first: int, end: int) -> Tensor:
+    """Return the rows `first..end-1` of a coalesced gradient, numbered from 0."""
+    rows = rows_of(gradient)
+    mine = (rows >= first) & (rows < end)
+    return _sparse(rows[mine] - first, values_of(gradient)[mine], torch.Size([end - first, *gradient.shape[1:]]))
+
+
+def exchange_rows(
+    nodes: dict[Node, Tensor], leaves: int, rank: int, ranks: int, shares: Shares | None = None
+) -> Tensor:
+    """Sum the partial nodes of one row-sparse tensor over ranks, in tree order. `shares` of the leaves: equal by
+    default. Collective.
+
+    Every rank receives all rows of all ranks: far fewer than the tensor has if a batch is small compared to the
+    vocabulary.
+    """
+    layout = layout_of(leaves, ranks, shares)
+    mine = [nodes[node] for node in layout[rank]]
+    width = max(len(n) for n in layout)
+    counts = torch.zeros(ranks, width, dtype=torch.int64)
+    counts[rank, : len(mine)] = torch.tensor([values_of(t).shape[0] for t in mine])
+    dist.all_reduce(counts)
+    most = int(counts.sum(1).max())
+    rows = torch.zeros(most, dtype=torch.int64)
+    values = values_of(mine[0]).new_zeros(most, mine[0].shape[1])
+    torch.cat([rows_of(t) for t in mine], out=rows[: int(counts[rank].sum())])
+    torch.cat([values_of(t) for t in mine], out=values[: int(counts[rank].sum())])
+    all_rows = [torch.empty_like(rows) for _ in range(ranks)]
+    all_values = [torch.empty_like(values) for _ in range(ranks)]
+    dist.all_gather(all_rows, rows)
+    dist.all_gather(all_values, values)
+    tree = ReductionTree(leaves)
+    for i in range(ranks):
+        at = 0
+        for node, count in zip(layout[i], counts[i].tolist(), strict=False):
+            part = slice(at, at + count)
+            tree.place(node, [_sparse(all_rows[i][part], all_values[i][part], mine[0].shape)])
+            at += count
+    return tree.root[0]
+
+
+def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)

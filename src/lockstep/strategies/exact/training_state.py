@@ -26,9 +26,8 @@ from lockstep.distributed.sharded import Saved, WholeState, gather
 from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.side_effects import first_few, hooks
-from lockstep.strategies.exact.parameter_groups import unmatched
 from lockstep.strategies.exact.precision import LossScale
-from lockstep.strategies.exact.stepper import Stepper
+from lockstep.strategies.exact.stepper import Stepper, unmatched
 from lockstep.strategies.exact.update import Gradient, Part, WeightUpdate
 from lockstep.tasks.models import storage_dtype
 from lockstep.tasks.task import Task
