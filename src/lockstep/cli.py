@@ -132,15 +132,13 @@ def _command(name: str, words: list[str]) -> int:
 
 def _parse(name: str, modules: Sequence[ModuleType], words: list[str], known: argparse.Namespace) -> None:
     """Write a command's arguments into `known`. Errors: `RunError`."""
-    from lockstep.commands import run_file
-
     parser = argparse.ArgumentParser(prog=f"lockstep {name}", description=commands.description(name))
     for module in reversed(modules):
         getattr(module, f"{name.replace('-', '_')}_arguments")(parser)
     for word in words:
         refuse_missing(name, parser, word.partition("=")[0])
     if takes_run_file(parser):
-        words = run_file.joined(parser, words)
+        words = commands.with_overrides_first(parser, words)
     _, rest = parser.parse_known_args(words, known)
     if getattr(known, "verbose", False):
         os.environ[VERBOSE] = "1"

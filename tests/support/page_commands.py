@@ -48,7 +48,6 @@ import yaml
 
 from lockstep import commands
 from lockstep.cli import takes_run_file
-from lockstep.commands import run_file
 from lockstep.config.run import Run, RunError, load
 from support.forked import FORK_TRACED, programs
 from support.hub_server import Hub
@@ -206,7 +205,7 @@ def _of_lockstep(words: list[str]) -> list[str]:
     rest = words[1:]
     try:
         if takes_run_file(parser):
-            rest = run_file.joined(parser, rest)
+            rest = commands.with_overrides_first(parser, rest)
         known, others = parser.parse_known_args(rest)
     except _Refused as refused:
         return [f"{shlex.join(words)}: {refused}"]

@@ -10,7 +10,7 @@ import json
 import re
 from pathlib import Path
 
-from lockstep.commands import run_file
+from lockstep import commands
 from lockstep.config.run import QUICK_START, RunError
 from lockstep.lab.sweep.sweep_file import read
 from lockstep.track.console import Console, error
@@ -22,7 +22,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "words", nargs="*", metavar="FILE | key=value", help="score FILE (data.test=FILE); for example task.beams=4"
     )
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def run_push(args: argparse.Namespace) -> int:
 
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    run_file.arguments(parser)
+    commands.run_file_arguments(parser)
     parser.add_argument(
         "--over",
         action="append",
@@ -77,14 +77,14 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", type=int, metavar="TRIALS", help="let optuna choose this many trials")
     parser.add_argument("--out", help="folder of the trials; default: OUTPUT-sweep")
-    run_file.json_option(parser)
+    commands.json_option(parser)
     parser.add_argument("--prepare", action="store_true", help="write every trial's run file and start none")
 
 
 def run_sweep(args: argparse.Namespace) -> int:
     from lockstep.lab.sweep.sweep import prepare_trials, sweep
 
-    path, words = run_file.split(args)
+    path, words = commands.file_and_overrides(args)
     names = ("over", "metric", "split", "parallel", "share", "search", "out")
     request = read(path, QUICK_START, words, {name: getattr(args, name) for name in names})
     return prepare_trials(request) if args.prepare else sweep(request)

@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.commands import run_file
+from lockstep import commands
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.errors import DONE, FAILED, coded
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    run_file.arguments(parser)
-    run_file.json_option(parser)
+    commands.run_file_arguments(parser)
+    commands.json_option(parser)
     parser.add_argument("--offline", action="store_true", help="do not fail if the Hub cannot be reached")
     parser.add_argument(
         "--verbose", action="store_true", help="also print the command, its variables, and a submitted job's files"
@@ -42,7 +42,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from lockstep.launchers import start
 
-    run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
+    run = start.continued_as_new_run(commands.run_of(args), Console(True).say)
     launcher = start.launcher_of(run.launch)
     plan = start.plan_of(run, launcher)
     console = Console(True)
@@ -268,7 +268,7 @@ def run_schema(args: argparse.Namespace) -> int:
 
 
 def bench_arguments(parser: argparse.ArgumentParser) -> None:
-    run_file.arguments(parser)
+    commands.run_file_arguments(parser)
     parser.add_argument(
         "--processes", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... to the number of cores or GPUs"
     )
@@ -287,7 +287,7 @@ def bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", type=int, default=3, help="untimed steps before them (default 3)")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved runs of each job (default 3)")
     parser.add_argument("--out", help="folder of the results; default: OUTPUT-bench")
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -320,7 +320,7 @@ def run_bench(args: argparse.Namespace) -> int:
 def measured_run(args: argparse.Namespace) -> tuple[str | None, messages.Overrides, Run]:
     """Return the run file, the overrides and the run to measure. Errors: `RunError`, also for invalid numbers of steps
     and rounds."""
-    path, words = run_file.split(args)
+    path, words = commands.file_and_overrides(args)
     overrides = overrides_of(words)
     base = load(path, overrides, QUICK_START)
     for name in ("steps", "rounds"):

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.commands import run_file
+from lockstep import commands
 from lockstep.config.lazy import lazy
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
@@ -22,12 +22,12 @@ else:
 
 
 def train_arguments(parser: argparse.ArgumentParser) -> None:
-    run_file.arguments(parser)
+    commands.run_file_arguments(parser)
     voice = parser.add_mutually_exclusive_group()
     voice.add_argument("--quiet", action="store_true", help="print only notes and errors (track.console=quiet)")
     voice.add_argument("--verbose", action="store_true", help="print every line of the log (track.console=verbose)")
     parser.add_argument("--detach", action="store_true", help="return once the job is submitted (launch.detach)")
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_train(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def run_train(args: argparse.Namespace) -> int:
             "LS8112",
             "--json: under this launcher every rank would print an object; remove it, and read OUTPUT/scores.json",
         )
-    run = run_file.run_of(args)
+    run = commands.run_of(args)
     if not args.answer_json:
         return start.train(run)
     logged = json_output.log_end(run.folder)
@@ -69,9 +69,9 @@ def run_predict(args: argparse.Namespace) -> int:
 
 
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
-    run_file.arguments(parser)
+    commands.run_file_arguments(parser)
     parser.add_argument("--steps", type=int, default=5, help="steps to compare (default 5)")
-    run_file.json_option(parser)
+    commands.json_option(parser)
     plain = parser.add_mutually_exclusive_group()
     plain.add_argument("--plain", action="store_true", help="compare only with the plain reference")
     plain.add_argument("--no-plain", action="store_true", help="compare only with one process")
@@ -96,7 +96,7 @@ def run_verify(args: argparse.Namespace) -> int:
         raise RunError(
             "LS8111", "-o keeps traces of a run and of one process, so it cannot be combined with --plain or hashes"
         )
-    run = run_file.run_of(args)
+    run = commands.run_of(args)
     if args.write or args.against:
         from lockstep.proof.verify import against, write
 

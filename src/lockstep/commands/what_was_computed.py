@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep.commands import run_file
+from lockstep import commands
 from lockstep.config.run import RunError
 from lockstep.distributed.signals import say_what_ended
 from lockstep.track import json_output
@@ -24,7 +24,7 @@ def diff_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="overrides for both, such as data.train=elsewhere.jsonl"
     )
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_diff(args: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def replay_arguments(parser: argparse.ArgumentParser) -> None:
         help="begin at the newest checkpoint of at most this step; 0: the start",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_replay(args: argparse.Namespace) -> int:
@@ -76,15 +76,15 @@ def run_replay(args: argparse.Namespace) -> int:
 
 def branch_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("begins_with", metavar="OUTPUT@N", help="a run, and the number of its steps to share")
-    run_file.arguments(parser)
-    run_file.json_option(parser)
+    commands.run_file_arguments(parser)
+    commands.json_option(parser)
 
 
 def run_branch(args: argparse.Namespace) -> int:
     from lockstep.lab.branch import branch
 
     say_what_ended()
-    run = run_file.run_of(args)
+    run = commands.run_of(args)
     logged = json_output.log_end(run.folder)
     return json_output.of_training(branch(args.begins_with, run), run.folder, logged)
 
@@ -113,7 +113,7 @@ def audit_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", type=Path, help="public key (PEM) of the signature")
     parser.add_argument("--seed", type=int, help="seed of the draw; default: random")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example data.train=elsewhere.jsonl")
-    run_file.json_option(parser)
+    commands.json_option(parser)
 
 
 def run_audit(args: argparse.Namespace) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lockstep.commands import before_a_run, run_file
+from lockstep import commands
+from lockstep.commands import before_a_run
 from lockstep.config.run import RunError
 from lockstep.track.console import Console
 
@@ -45,7 +46,7 @@ def run_plan(args: argparse.Namespace) -> int | None:
     from lockstep.launchers import start
     from lockstep_plan.options import answered
 
-    run = start.continued_as_new_run(run_file.run_of(args), Console(True).say)
+    run = start.continued_as_new_run(commands.run_of(args), Console(True).say)
     return answered(run, args.processes, args.device, args.suggest, args.price, args.out)
 
 
