@@ -18,7 +18,7 @@ from types import ModuleType
 
 from lockstep import commands
 from lockstep._version import __version__
-from lockstep.config import entry_points
+from lockstep.config import plugins
 from lockstep.config.errors import OF_DISKS, REMEDIES, RunError, coded, no_threads, reason_of
 from lockstep_trace import streams
 from lockstep_trace.coded import VERBOSE, TraceError
@@ -209,7 +209,7 @@ def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace)
 def refuse_missing(name: str, command: argparse.ArgumentParser, option: str) -> None:
     """Reject an option whose distribution (of this repository) is not installed. Errors: `RunError`."""
     known = any(option in action.option_strings for action in command._actions)
-    if not known and (what := entry_points.missing(f"lockstep {name}", option)) is not None:
+    if not known and (what := plugins.missing(f"lockstep {name}", option)) is not None:
         raise RunError("LS0014", f"lockstep {name} {option} needs {what}")
 
 

@@ -17,7 +17,7 @@ import lockstep
 from lockstep import commands
 from lockstep.cli import main
 from lockstep.commands.before_a_run import listed
-from lockstep.config import entry_points, plugins, user_code
+from lockstep.config import plugins, user_code
 from lockstep.config.run import load
 from support.command import LOCKSTEP, Process, ended, start, start_anew
 from support.contributed import distribution, example
@@ -178,7 +178,7 @@ def test_the_distribution_of_contributing_is_installed_and_trains(tmp_path: Path
     alone = ["--no-index", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, *alone, "--target", str(site), str(source)], check=True)
     (found,) = importlib.metadata.distributions(name="lockstep-gossip", path=[str(site)])
-    assert {entry.group for entry in found.entry_points} <= set(entry_points.GROUPS.values())
+    assert {entry.group for entry in found.entry_points} <= set(plugins.GROUPS.values())
     path = os.pathsep.join([str(site), str(Path(lockstep.__file__).parents[1])])
     model = "model={type: gpt2, config: {n_layer: 1, n_head: 2, n_embd: 16, n_positions: 16}}"
     words = ["name=x", "data={source: builtin/emotion, max_length: 16, limit: 40}", "steps=2", "batch_size=8", model]

@@ -230,7 +230,7 @@ def test_no_file_imports_itself_by_a_detour() -> None:
 # Of other packages, which no strategy depends on.
 OTHERS: dict[str, str | tuple[str, ...]] = {
     "cli.py": "command._actions",  # argparse's
-    "commands.py": "parser._actions",
+    "commands/__init__.py": "parser._actions",
     # a mode that hears of each operation on the meta device; the operation is the one by which a number leaves a tensor
     "tasks/models/chunked_loss.py": ("from torch.utils._python_dispatch", "torch.ops.aten._local_scalar_dense"),
     # torch's own operations beneath cross_entropy, which take the memory of what they give

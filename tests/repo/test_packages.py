@@ -19,7 +19,7 @@ import lockstep_trace
 from lockstep import commands
 from lockstep._version import __version__
 from lockstep.cli import main
-from lockstep.config import entry_points, plugins
+from lockstep.config import plugins
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import import_config
 from lockstep.lab.import_config.script import Script
@@ -137,10 +137,10 @@ def test_entry_points_are_what_pyproject_says_and_can_be_loaded(name: str) -> No
     assert installed == {(group, each, value) for group, of in written.items() for each, value in of.items()}, (
         f"pip install --no-deps -e packages/{name}"
     )
-    for kind, group in entry_points.GROUPS.items():
+    for kind, group in plugins.GROUPS.items():
         for each in written.get(group, {}):
             if kind == "commands":
-                assert entry_points.load(entry_points.named(kind)[each][0], "command")
+                assert plugins.load_entry(plugins.entries(kind)[each][0], "command")
             else:
                 assert plugins.find(kind, each).plugin == kind  # type: ignore[attr-defined]
                 assert each not in plugins.built_in(kind)
@@ -149,21 +149,21 @@ def test_entry_points_are_what_pyproject_says_and_can_be_loaded(name: str) -> No
 def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name that a distribution of this repository provides has a line in `EXTRAS`."""
     for name, folder in PACKAGES.items():
-        for kind, group in entry_points.GROUPS.items():
+        for kind, group in plugins.GROUPS.items():
             if kind != "commands":
                 for each in project(folder)["entry-points"].get(group, {}):
-                    assert entry_points.EXTRAS[kind][each] == name.removeprefix("lockstep-")
+                    assert plugins.EXTRAS[kind][each] == name.removeprefix("lockstep-")
             elif each := project(folder)["entry-points"].get(group, {}):
                 for command in each:
-                    assert name.removeprefix("lockstep-") in entry_points.EXTRAS[f"lockstep {command}"].values()
-    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+                    assert name.removeprefix("lockstep-") in plugins.EXTRAS[f"lockstep {command}"].values()
+    monkeypatch.setattr(plugins, "entries", lambda kind: {})
     with pytest.raises(plugins.PluginError) as caught:
         plugins.find("launchers", "kubernetes")
     assert str(caught.value).startswith('kubernetes needs lockstep-clouds: pip install "lockstep-train[clouds]"')
 
 
 def test_a_script_of_an_estimator_says_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    monkeypatch.setattr(plugins, "entries", lambda kind: {})
     text = "from sagemaker.pytorch import PyTorch\nPyTorch(role=1)"
     with pytest.raises(RunError) as caught:
         import_config.script(Script(Path("launch.py"), text))
@@ -174,7 +174,7 @@ def test_a_script_of_an_estimator_says_what_reads_it(monkeypatch: pytest.MonkeyP
 def test_an_option_that_is_not_installed_says_what_installs_it(
     option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(entry_points, "named", lambda kind: {})
+    monkeypatch.setattr(plugins, "entries", lambda kind: {})
     assert main(option.split()) == 2
     needs = f'lockstep {option.partition("=")[0]} needs lockstep-plan: pip install "lockstep-train[plan]"'
     assert capsys.readouterr().err.startswith(f"lockstep: {needs}")
@@ -184,4 +184,4 @@ def test_every_option_that_is_added_is_known_where_it_is_not_installed() -> None
     for command in ("plan", "bench"):
         parser = argparse.ArgumentParser(add_help=False)
         getattr(commands.modules_of(command)[0], f"{command}_arguments")(parser)
-        assert set(parser._option_string_actions) == entry_points.EXTRAS[f"lockstep {command}"].keys()
+        assert set(parser._option_string_actions) == plugins.EXTRAS[f"lockstep {command}"].keys()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from lockstep.config import entry_points
+from lockstep.config import plugins
 from lockstep.config.errors import RunError, coded
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ FIRST = {
 
 def names() -> list[str]:
     """Names of all commands, including those of other distributions."""
-    return [*HELP, *(name for name in entry_points.named("commands") if name not in HELP)]
+    return [*HELP, *(name for name in plugins.entries("commands") if name not in HELP)]
 
 
 _GOES_ON = (
@@ -160,7 +160,7 @@ def unknown_option(command: str, option: str, takes_keys: bool = False) -> str:
 
 def unknown(name: str) -> str | None:
     """Message for an unknown command; None if the command exists."""
-    if name in HELP or name in (added := entry_points.named("commands")):
+    if name in HELP or name in (added := plugins.entries("commands")):
         return None
     near = difflib.get_close_matches(name, [*HELP, *added], 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -174,10 +174,10 @@ def modules_of(name: str) -> list[ModuleType]:
     if one cannot be imported."""
     try:
         if name not in HELP:
-            entry = entry_points.one("commands", name, "command")
-            return [] if entry is None else [entry_points.load(entry, "command")]
-        more = [entry_points.load(entry, "command") for entry in entry_points.named("commands").get(name, [])]
-    except entry_points.PluginError as error:
+            entry = plugins.entry_of("commands", name, "command")
+            return [] if entry is None else [plugins.load_entry(entry, "command")]
+        more = [plugins.load_entry(entry, "command") for entry in plugins.entries("commands").get(name, [])]
+    except plugins.PluginError as error:
         raise RunError(error.code, error.message) from error
     return [*more, importlib.import_module(f"lockstep.commands.{file_of(name)}")]
 
@@ -186,7 +186,7 @@ def description(name: str) -> str:
     """One-line description of a command."""
     if name in HELP:
         return HELP[name]
-    return entry_points.summary(entry_points.named("commands")[name][0])
+    return plugins.summary_of(plugins.entries("commands")[name][0])
 
 
 def first_visit() -> str:
@@ -211,7 +211,7 @@ def _wrapped(first: str, text: str) -> list[str]:
 
 def overview() -> str:
     """Text of `lockstep --help`."""
-    added = {name: entries[0] for name, entries in entry_points.named("commands").items() if name not in HELP}
+    added = {name: entries[0] for name, entries in plugins.entries("commands").items() if name not in HELP}
     lines = [
         "usage: lockstep COMMAND ...",
         "",
@@ -225,7 +225,7 @@ def overview() -> str:
         ]
     if added:
         lines += ["", "Commands of other distributions:"]
-        lines += [f"  {name:<12}{entry_points.summary(e)} ({entry_points.origin(e)})" for name, e in added.items()]
+        lines += [f"  {name:<12}{plugins.summary_of(e)} ({plugins.distribution_of(e)})" for name, e in added.items()]
     lines += ["", "`lockstep COMMAND --help` shows its options, `lockstep --version` the version,"]
     return "\n".join([*lines, "`lockstep --completion bash|zsh|fish` a completion script."])
 

@@ -2,8 +2,9 @@
 
 In: a kind (`tasks`, `strategies`, `optimizers`, `launchers`, `track`) and a name, or the dotted path of your class.
 Out: the class. To add a plug-in, add one file to the kind's folder and its class to `BUILT_IN`, or a distribution with
-an entry point (`entry_points.py`). A plug-in is a class that inherits `plugin` from the interface (`tasks/task.py`,
-...); a class that sets `plugin` itself is a base class. Listing imports nothing: importing the files takes seconds.
+an entry point in the kind's group (`GROUPS`). A plug-in is a class that inherits `plugin` from the interface
+(`tasks/task.py`, ...); a class that sets `plugin` itself is a base class. Listing imports nothing: importing the files
+takes seconds.
 """
 
 from __future__ import annotations
@@ -21,20 +22,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
+from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config import entry_points
-from lockstep.config.entry_points import PluginError
-from lockstep.config.errors import RunError
+from lockstep.config.errors import InvalidValue, RunError
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
     from pydantic import BaseModel
 
 
+GROUPS = {
+    "tasks": "lockstep.tasks",
+    "strategies": "lockstep.strategies",
+    "optimizers": "lockstep.optimizers",
+    "launchers": "lockstep.launchers",
+    "track": "lockstep.trackers",
+    "commands": "lockstep.commands",
+}
+# Plug-ins and options of this repository's distributions: kind -> name -> extra, so that a message can name what to
+# install. The distribution is lockstep-EXTRA. For an option, the kind is the command: `lockstep plan`.
+EXTRAS: dict[str, dict[str, str]] = {
+    "launchers": dict.fromkeys(("kubernetes", "ray", "sagemaker"), "clouds"),
+    "lockstep plan": dict.fromkeys(("--simulate", "--suggest", "--processes", "--device", "--price", "--out"), "plan"),
+    "lockstep bench": {"--calibrate": "plan"},
+}
 _SINGULAR = {"tasks": "task", "strategies": "strategy", "launchers": "launcher", "track": "tracker"}
 _SINGULAR |= {"optimizers": "optimizer"}
 _FOLDERS = {"optimizers": "strategies.optimizers"}  # kinds with a nested folder
@@ -92,6 +107,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 
 
+class PluginError(InvalidValue):
+    """An unknown plug-in name, or a module that does not define exactly one plug-in."""
+
+
 @contextmanager
 def importing() -> Iterator[None]:
     """Disable garbage collection while importing torch and transformers, where it would take a fifth of the time and
@@ -107,7 +126,7 @@ def importing() -> Iterator[None]:
 
 def names(kind: str) -> list[str]:
     """Return all plug-in names of a kind, in alphabetical order."""
-    return sorted({*built_in(kind), *entry_points.named(kind)})
+    return sorted({*built_in(kind), *entries(kind)})
 
 
 def built_in(kind: str) -> list[str]:
@@ -130,9 +149,9 @@ def described(kind: str, name: str, *attributes: str) -> tuple[str, dict[str, An
         module, plugin = _module(kind, name), BUILT_IN[kind][name]
         called = module.replace(".", "/") + ".py"
     else:
-        (entry,) = entry_points.named(kind)[name]
-        module, plugin, called = entry.module, entry.attr, f"{entry.module} of {entry_points.origin(entry)}"
-        if entry_points.file_of(module) is None:
+        (entry,) = entries(kind)[name]
+        module, plugin, called = entry.module, entry.attr, f"{entry.module} of {distribution_of(entry)}"
+        if file_of(module) is None:
             raise PluginError("LS1096", f"{called} cannot be found; reinstall that package")
     try:
         text = ast.get_docstring(_tree(module)) or ""
@@ -161,7 +180,7 @@ def _ancestors(module: str, name: str) -> list[tuple[str, str]]:
     bases = []
     for base in _class(module, name).bases:
         home = homes.get(base.id, (module, base.id)) if isinstance(base, ast.Name) else None
-        if home is not None and home[0] is not None and entry_points.file_of(home[0]) and _has_class(home[0], home[1]):
+        if home is not None and home[0] is not None and file_of(home[0]) and _has_class(home[0], home[1]):
             bases.append((home[0], home[1]))
     rows, order = [*(_ancestors(*base) for base in bases), bases], [(module, name)]
     while rows := [row for row in rows if row]:
@@ -190,7 +209,7 @@ def _class(module: str, name: str) -> ast.ClassDef:
 @lru_cache(maxsize=512)
 def _tree(module: str) -> ast.Module:
     """Parse a module's source, without importing anything. Errors: `LookupError`, `OSError`, `SyntaxError`."""
-    if (file := entry_points.file_of(module)) is None:
+    if (file := file_of(module)) is None:
         raise LookupError(f"there is no module {module}")
     return ast.parse(file.read_bytes())
 
@@ -213,7 +232,7 @@ def find(kind: str, name: str) -> type:
         return plugin
     _refuse_ambiguous(kind, name)
     if name not in BUILT_IN[kind]:
-        if name not in (added := entry_points.named(kind)):
+        if name not in (added := entries(kind)):
             raise PluginError("LS1098", unknown(kind, name))
         return _of_distribution(added[name][0], kind)
     with importing():
@@ -249,18 +268,18 @@ def of_key(key: str, kind: str, name: str) -> type:
 
 def _refuse_ambiguous(kind: str, name: str) -> None:
     """Reject a name with several plug-ins. Errors: `PluginError`, naming the distributions."""
-    entry = entry_points.one(kind, name, _SINGULAR[kind])
+    entry = entry_of(kind, name, _SINGULAR[kind])
     if entry is not None and name in BUILT_IN[kind]:
         raise PluginError(
             "LS1099",
-            f"{_SINGULAR[kind]} {name!r} is built into lockstep, and {entry_points.origin(entry)} registers "
+            f"{_SINGULAR[kind]} {name!r} is built into lockstep, and {distribution_of(entry)} registers "
             "the same name; uninstall that package, or give its class as a dotted path",
         )
 
 
 def origin(kind: str, name: str) -> str:
     """Return the distribution and version of a plug-in that is not built in."""
-    return entry_points.origin(entry_points.named(kind)[name][0])
+    return distribution_of(entries(kind)[name][0])
 
 
 def _is(kind: str, plugin_class: Any) -> bool:
@@ -274,11 +293,11 @@ def _is(kind: str, plugin_class: Any) -> bool:
 
 def _of_distribution(entry: EntryPoint, kind: str) -> type:
     with importing():
-        plugin_class = entry_points.load(entry, _SINGULAR[kind])
+        plugin_class = load_entry(entry, _SINGULAR[kind])
     if not _is(kind, plugin_class):
         raise PluginError(
             "LS1111",
-            f"{_SINGULAR[kind]} {entry.name!r} of {entry_points.origin(entry)} is {entry.value}, which does "
+            f"{_SINGULAR[kind]} {entry.name!r} of {distribution_of(entry)} is {entry.value}, which does "
             f"not inherit from lockstep's class {_SINGULAR[kind].capitalize()}",
         )
     return plugin_class
@@ -315,7 +334,7 @@ _STAGE = re.compile(r"(?:deepspeed|zero|stage|ds).*([123])")  # deepspeed_zero2,
 
 def unknown(kind: str, name: str) -> str:
     """Return the message for an unknown name: what to install, or the nearest known name."""
-    if (what := entry_points.missing(kind, name)) is not None:
+    if (what := missing(kind, name)) is not None:
         return f"{name} needs {what}"
     known = names(kind)
     plain = re.sub(r"[-. ]+", "_", name.lower())
@@ -338,8 +357,8 @@ def loadable(kind: str) -> Iterator[tuple[str, type]]:
 
 def path_of(kind: str, name: str) -> str:
     """Return the dotted path of an entry point's class; other names unchanged."""
-    entries = entry_points.named(kind).get(name)
-    return entries[0].value.replace(":", ".") if entries else name
+    known = entries(kind).get(name)
+    return known[0].value.replace(":", ".") if known else name
 
 
 def lacking(packages: Sequence[str]) -> list[str]:
@@ -393,6 +412,105 @@ def _requirements() -> tuple[Requirement, ...]:
     from packaging.requirements import Requirement
 
     return tuple(Requirement(line) for line in importlib.metadata.requires("lockstep-train") or ())
+
+
+# -- entry points of installed distributions -------------------------------------------------------------------------
+
+
+def entries(kind: str) -> dict[str, list[EntryPoint]]:
+    """Return the entry points of a kind: name -> entries, in alphabetical order. A name has several entries if several
+    distributions register it."""
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry in _by_group(tuple(sys.path))[GROUPS[kind]]:
+        by_name.setdefault(entry.name, []).append(entry)
+    # `distribution_of` parses the metadata of a distribution: for the few names that have several entries
+    return {name: sorted(each, key=distribution_of) if each[1:] else each for name, each in sorted(by_name.items())}
+
+
+@lru_cache(maxsize=64)
+def _by_group(path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
+    """Return group -> entry points. `path`: `sys.path`; the first of distributions with the same name counts."""
+    owners = dict.fromkeys(name for place in path for name in _owners(os.path.abspath(place)))
+    every = [entry for name in owners for entry in importlib.metadata.distribution(name).entry_points]
+    return {group: tuple(entry for entry in every if entry.group == group) for group in GROUPS.values()}
+
+
+@lru_cache(maxsize=512)
+def _owners(place: str) -> tuple[str, ...]:
+    """Return the distributions in one folder that declare lockstep plug-ins. Reading 200 distributions takes
+    milliseconds, so the result is cached per folder: a forked process has another folder in front of its path."""
+    installed = importlib.metadata.distributions(path=[place])
+    declaring = [each for each in installed if "[lockstep." in (each.read_text("entry_points.txt") or "")]
+    return tuple(each.name for each in declaring if each.name)  # `name` parses the metadata
+
+
+def entry_of(kind: str, name: str, called: str) -> EntryPoint | None:
+    """Return the entry point with this name, or None. `called`: the kind's name in messages. Errors: `PluginError` if
+    several distributions register it."""
+    several = entries(kind).get(name, [])
+    if len(several) > 1:
+        owners = " and ".join(map(distribution_of, several))
+        raise PluginError("LS1140", f"{called} {name!r} is registered by {owners}; uninstall all but one of them")
+    return several[0] if several else None
+
+
+def load_entry(entry: EntryPoint, called: str) -> Any:
+    """Import the object of an entry point. Errors: `PluginError`, which names the distribution."""
+    try:
+        return entry.load()
+    except Exception as error:  # third-party code may raise anything during import
+        remedy = f"; install {entry.dist.name} again, or remove it" if entry.dist is not None else ""
+        text = f"{called} {entry.name!r} of {distribution_of(entry)} cannot be loaded: {error}{remedy}"
+        raise PluginError("LS1141", text) from error
+
+
+def distribution_of(entry: EntryPoint) -> str:
+    """Return the distribution of an entry point and its version: `lockstep-clouds 0.1.0`."""
+    return "an unknown distribution" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+
+
+def summary_of(entry: EntryPoint) -> str:
+    """Return the first line of the docstring of an entry point's module, or an empty text."""
+    file = file_of(entry.module)
+    if file is None:
+        return ""
+    try:
+        text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    return text.partition("\n")[0]
+
+
+def file_of(module: str) -> Path | None:
+    """Return the source file of a module, or None."""
+    spec = spec_of(module)
+    return None if spec is None or spec.origin is None or not spec.has_location else Path(spec.origin)
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Find a module's spec without importing its parent packages, as `importlib.util.find_spec` would."""
+    package, _, _ = module.rpartition(".")
+    path = None
+    if package:
+        outer = spec_of(package)
+        if outer is None or outer.submodule_search_locations is None:
+            return None
+        path = list(outer.submodule_search_locations)
+    try:
+        for finder in sys.meta_path:
+            if (spec := finder.find_spec(module, path)) is not None:
+                return spec
+    except KeyError:  # a nested namespace package: Python requires the outer package to be imported
+        spec = ModuleSpec(module, None, is_package=True)
+        spec.submodule_search_locations = [str(Path(p) / module.rpartition(".")[2]) for p in path or ()]
+        return spec
+    return None
+
+
+def missing(kind: str, name: str) -> str | None:
+    """Return what to install for an unknown plug-in or option, or None if no distribution of this repository has it."""
+    extra = EXTRAS.get(kind, {}).get(name)
+    return None if extra is None else f'lockstep-{extra}: pip install "lockstep-train[{extra}]"'
 
 
 # -- user code -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import plugins
-from lockstep.config.entry_points import spec_of
+from lockstep.config.plugins import spec_of
 from lockstep.config.run import Run
 
 _INSTALLED = ("site-packages", "dist-packages")

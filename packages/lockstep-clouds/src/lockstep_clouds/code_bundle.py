@@ -20,7 +20,7 @@ from typing import Any
 
 import lockstep
 import lockstep_trace
-from lockstep.config import entry_points, plugins, user_code
+from lockstep.config import plugins, user_code
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
 from lockstep.data import file_formats, row_files
@@ -165,12 +165,12 @@ def _entry_points(run: Run) -> list[Any]:
     """Entry points of the run file's task, strategy, optimizer and trackers, which a rank looks up."""
     names = [("tasks", run.task.name), ("strategies", run.strategy.name), ("optimizers", run.optim.name)]
     names += [("track", name) for name in run.track.to]
-    entries = (entry for kind, name in names for entry in entry_points.named(kind).get(name, []))
+    entries = (entry for kind, name in names for entry in plugins.entries(kind).get(name, []))
     return [entry for entry in entries if entry.dist is not None]
 
 
 def _installed(entry: Any) -> bool:
-    file = entry_points.file_of(entry.module)
+    file = plugins.file_of(entry.module)
     return file is not None and bool({"site-packages", "dist-packages"} & set(file.parts))
 
 
