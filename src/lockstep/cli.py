@@ -190,8 +190,7 @@ def _unusable_path(caught: OSError | UnicodeEncodeError) -> str | None:
 def _answer(name: str, modules: Sequence[ModuleType], known: argparse.Namespace) -> int:
     """Call the command's functions until one returns an exit status, and return that status. With `--json`, print an
     object in place of the command's output, unless the command prints its own."""
-    from lockstep.distributed.activity import ACTIVITY
-    from lockstep.track.busy import CommandNote
+    from lockstep.track.busy import ACTIVITY, CommandNote
 
     answers = (getattr(module, f"run_{name.replace('-', '_')}")(known) for module in modules)
     with ExitStack() as stack:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.sections import StrategySection
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.allreduce import AllReduce
+from lockstep.track.busy import ACTIVITY
 from support.command import LOCKSTEP, ended, environment_of, start
 from support.forked import Forked
 from support.places import TESTS_PATH

@@ -12,12 +12,12 @@ from rich.cells import cell_len
 
 from lockstep.config.model_selection import Best
 from lockstep.data import arrow_cache, hub
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
 from lockstep.tasks.classification import Classification
 from lockstep.tasks.module import Module
 from lockstep.tasks.task import Task
 from lockstep.track import busy
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import error, joined, on_a_line
 from lockstep.training.summary import parameters, what_next
 from support.command import CommandJob, free_port

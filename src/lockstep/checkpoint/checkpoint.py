@@ -38,8 +38,8 @@ from lockstep.config.lazy import lazy
 from lockstep.config.output_files import clear
 from lockstep.config.run import RunError
 from lockstep.data.job import Job
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,7 +37,7 @@ from lockstep.config.data_sources import address_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
 from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, download, require
-from lockstep.distributed.activity import ACTIVITY
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     pass

@@ -34,8 +34,8 @@ import pyarrow as pa
 
 from lockstep.config.run import RunError
 from lockstep.data.cache import cache_folder, cached, damage, folder_of, inside, placed
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hardware import available_cores
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features

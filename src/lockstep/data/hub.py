@@ -31,7 +31,7 @@ from lockstep.config.errors import InvalidValue
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
-from lockstep.distributed.activity import ACTIVITY
+from lockstep.track.busy import ACTIVITY
 from lockstep_trace.redaction import one_line
 
 # Retryable status codes: time-outs, commit conflicts, rate limits and server errors.

@@ -21,7 +21,7 @@ from lockstep.data import raw_rows, source
 from lockstep.data.arrow_cache import VERSION, Prepared, content, digest
 from lockstep.data.cache import ROWS, cache_folder, discard, inside, locked, made_by, seal, sealed
 from lockstep.data.tokenizer import TARGET
-from lockstep.distributed.activity import ACTIVITY
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from lockstep.data import file_formats, hub, remote, row_files

@@ -29,7 +29,7 @@ from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cache_folder, cached, damage, discard, locked, placed
 from lockstep.data.hub import with_paths
 from lockstep.data.object_store import Bucket, HubFiles, Object, Patience, Readable, StoreError, Web, download, require
-from lockstep.distributed.activity import ACTIVITY
+from lockstep.track.busy import ACTIVITY
 
 Fact = tuple[str, int, str]  # address, bytes, tag
 AHEAD = 4  # maximum number of prefetched shards

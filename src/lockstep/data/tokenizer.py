@@ -23,7 +23,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.config.sections import ModelSection, TokenizerSection
 from lockstep.data.arrow_cache import digest
 from lockstep.data.cache import cached, folder_of, made_with
-from lockstep.distributed.activity import ACTIVITY
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,8 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStateError
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.lazy import lazy
 from lockstep.distributed import torch_internals
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.world import World
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import error
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from lockstep.config.sections import LaunchSection
 from lockstep.config.written import naming_defaults
 from lockstep.data.job import Job, Scope, arithmetic_of, default, optimizer_class, task_class
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import output_lock
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, error
 from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch

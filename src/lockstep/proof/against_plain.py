@@ -36,13 +36,13 @@ from lockstep.config.run import Run
 from lockstep.config.sections import LaunchSection, OptimSection
 from lockstep.data import source
 from lockstep.data.job import Job, optimizer_class
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import TrainedStep, build_model, train_steps
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep.training import plain_sides
 from lockstep.training.plain_sides import (

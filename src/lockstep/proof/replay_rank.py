@@ -26,12 +26,12 @@ from lockstep.config.run import RunError
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import MicroBatch, StepBatch
 from lockstep.data.job import Job
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.observer import GradientRecorder, StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.track.busy import ACTIVITY
 from lockstep.training import fingerprints
 from lockstep.training.errors import not_finite
 from lockstep.training.plain_sides import save_on_main

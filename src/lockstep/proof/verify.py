@@ -24,7 +24,6 @@ from lockstep.config.error_messages import value_text
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.job import arithmetic_of, strategy_class
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED
@@ -33,6 +32,7 @@ from lockstep.launchers.processes import accelerate_config
 from lockstep.proof import against_plain
 from lockstep.proof.recording import FILE as RECORDS
 from lockstep.proof.recording import TRACE, Recording, read
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep.training.step_record import StepRecord, compare_records, read_records, write_records
 from lockstep_trace import compare_traces as comparing

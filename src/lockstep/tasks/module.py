@@ -23,8 +23,8 @@ from lockstep.config.lazy import lazy
 from lockstep.config.sections import Section
 from lockstep.data.arrow_cache import Columns, Prepared, digest
 from lockstep.data.batch import MicroBatch, Sums
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.task import Forward, Generate, Task, refuse_lone_examples, spread_rows
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

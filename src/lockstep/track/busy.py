@@ -1,6 +1,8 @@
-"""Progress line for slow work before training: imports, downloads, tokenizing.
+"""The current activity of this process, and the progress line that shows it during slow work before training: imports,
+downloads, tokenizing.
 
-In: a function that returns the current activity. Out: on a terminal, one animated line that disappears at the end;
+A process does one thing at a time, so there is one activity, `ACTIVITY`; the watchdog reports it if the process hangs.
+The progress line takes a function that returns it. On a terminal it is one animated line that disappears at the end;
 elsewhere, plain lines at growing intervals.
 
 A process that exits at once, without its `finally` clauses, first calls `clear_displays`, so that no line that it
@@ -15,8 +17,8 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from types import TracebackType
 from typing import Any, TextIO, cast
@@ -38,6 +40,31 @@ _SURE_S = 3.0  # seconds of counting before the remaining time is shown
 ECHO = 2  # free columns at the end of an animated line, where the terminal echoes ^C without a line break
 FIRST_S = 0.5  # delay before the line of a command appears
 PAUSES_S = (10.0, 20.0, 30.0)  # between the first plain lines; afterwards 60 s
+
+
+class Activity:
+    """The name of the current activity, and how often it changed. Updating it costs two assignments."""
+
+    def __init__(self) -> None:
+        self.name, self.moves = "at the start", 0
+
+    def set(self, name: str) -> None:
+        """Set the current activity."""
+        self.name = name
+        self.moves += 1
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Set the current activity, and restore the previous one afterwards."""
+        before = self.name
+        self.set(name)
+        try:
+            yield
+        finally:
+            self.set(before)
+
+
+ACTIVITY = Activity()
 
 
 class ProgressNote:

@@ -20,12 +20,12 @@ from torch import Tensor
 from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Columns
 from lockstep.data.batch import Sums
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.training_state import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Generates, GivesPredictions, Task
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.model_stats import evaluated_at_once, validation_rows
 from lockstep.training.session import Session

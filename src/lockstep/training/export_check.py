@@ -21,7 +21,6 @@ from torch import nn
 
 from lockstep.config.lazy import lazy
 from lockstep.data.raw_rows import RawRows
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.job import Plain
 from lockstep.plain.losses import batch_loss
@@ -31,6 +30,7 @@ from lockstep.strategies.exact.training_state import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.models import heads, model_configs
 from lockstep.tasks.task import Task
+from lockstep.track.busy import ACTIVITY
 from lockstep.training import plain_check, plain_sides
 from lockstep.training.evaluation import evaluate
 

@@ -24,11 +24,11 @@ from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected, replace_text
 from lockstep.config.run import RunError, write_run_yaml
 from lockstep.data.job import Job, Scope
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Calibrates, Task, make_task
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import LOG, Console, error
 from lockstep.track.report import history
 from lockstep.track.report.history import history_complete

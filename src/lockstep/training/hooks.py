@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.step_timer import Profiler
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.evaluation import evaluate_during_training
 from lockstep.training.session import Session
 from lockstep.training.train_state import CHECKPOINT, EVALUATION, TrainState, is_due

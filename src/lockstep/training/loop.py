@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from lockstep.config.lazy import lazy
 from lockstep.config.schedules import learning_rate
 from lockstep.data.batch import StepBatch
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.strategies.strategy import NotFinite
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.data_loader import stopping
 from lockstep.training.errors import CorruptionDetected, not_finite
 from lockstep.training.hooks import StepHooks

@@ -28,7 +28,6 @@ from lockstep.config.lazy import lazy
 from lockstep.config.run import Run
 from lockstep.data import raw_rows
 from lockstep.data.streamed import Streamed
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
@@ -36,6 +35,7 @@ from lockstep.strategies.engines.side_effects import preserved
 from lockstep.strategies.exact.training_state import make_model
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
+from lockstep.track.busy import ACTIVITY
 from lockstep.training import plain_sides
 from lockstep.training.errors import TrainingFailed
 from lockstep.training.plain_sides import (

@@ -19,8 +19,8 @@ from lockstep.config.sections import DataSection
 from lockstep.data import annotated, file_formats, row_files, source
 from lockstep.data.conversations import Question, is_talk
 from lockstep.data.job import Job
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.tasks.task import Predicts
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep.training.evaluate_export import finished, note_edited
 from lockstep_trace import streams

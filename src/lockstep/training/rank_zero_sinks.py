@@ -17,8 +17,8 @@ from lockstep.config.output_files import replacing
 from lockstep.data.arrow_cache import digest
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.system_metrics import SystemMetrics
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep.track.tracker import End, Sample
 from lockstep.track.trackers import Trackers

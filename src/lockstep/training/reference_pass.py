@@ -19,11 +19,11 @@ from lockstep.config.errors import reason_of, remedy_of
 from lockstep.config.output_files import replacing, wrapped_os_errors
 from lockstep.config.run import RunError
 from lockstep.data.arrow_cache import Prepared
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task, UsesReference
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.model_stats import usual_batch
 
 FILE = "reference.safetensors"

@@ -30,10 +30,10 @@ from lockstep.config.run import RunError
 from lockstep.data.batch import StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import launched_by
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import recomputes
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
 from lockstep.training.resolve import launcher_class, refuse_eviction, shards_this_model
 from lockstep.training.session import Session

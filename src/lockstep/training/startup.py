@@ -25,7 +25,6 @@ from lockstep.config.errors import BAD, coded
 from lockstep.config.run import RunError
 from lockstep.data.job import Job, Scope
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
@@ -34,6 +33,7 @@ from lockstep.distributed.torch_internals import local
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.exact import training_state
 from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, error
 from lockstep.training import plain_check
 from lockstep.training.errors import not_finite

@@ -17,12 +17,12 @@ from lockstep.config.output_files import redirected
 from lockstep.config.sections import TrackSection
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import training_state
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, append
 from lockstep.track.tracker import End
 from lockstep.training import export_check

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.launchers import start
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep_plan import devices, planner, render
 from lockstep_trace.coded import quantity

@@ -16,10 +16,10 @@ import torch
 
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.exact.training_state import freeze
 from lockstep.tasks.task import make_task
+from lockstep.track.busy import ACTIVITY
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy

@@ -21,7 +21,6 @@ from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import DataSection, LaunchSection
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.import_config import (
     axolotl,
     branch_values,
@@ -42,6 +41,7 @@ from lockstep.lab.init import columns, detect_layout, init, questions
 from lockstep.lab.init.columns import DatasetProfile
 from lockstep.lab.init.questions import Ask, Prompter
 from lockstep.launchers.start import launcher_of
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
 from lockstep_trace.coded import quantity
 

@@ -31,12 +31,12 @@ from lockstep.config.sections import LaunchSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.data.source import files_of
 from lockstep.distributed import job_record
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.lab.subprocess_job import Child, asked_to_stop
 from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep_file import Sweep, name_of
 from lockstep.launchers import slurm, start
 from lockstep.launchers.local import processes_of
+from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, clock
 from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison

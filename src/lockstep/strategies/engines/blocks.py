@@ -39,7 +39,6 @@ from lockstep.config.sections import ModelSection
 from lockstep.data.batch import StepBatch
 from lockstep.data.cache import cache_folder
 from lockstep.data.job import Job
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import layers
 from lockstep.strategies.engines.side_effects import Writes
@@ -48,6 +47,7 @@ from lockstep.strategies.exact.step_totals import averaged_buffers
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.model_configs import load_config, with_architectures
 from lockstep.tasks.task import Task
+from lockstep.track.busy import ACTIVITY
 
 if TYPE_CHECKING:
     from lockstep.strategies.exact.tensor_leaves import LeafRanks

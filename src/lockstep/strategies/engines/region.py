@@ -38,13 +38,13 @@ from lockstep.data import fixed_lengths, host_facts
 from lockstep.data.batch import MicroBatch
 from lockstep.data.host_facts import RealTokens
 from lockstep.data.job import Job, with_compile
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.step_totals import LossOutput
 from lockstep.tasks.models import padding, repeatable
 from lockstep.tasks.task import Task
+from lockstep.track.busy import ACTIVITY
 from lockstep_trace.tracer.fingerprint import hash_text
 
 if TYPE_CHECKING:

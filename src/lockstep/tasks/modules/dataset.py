@@ -29,8 +29,8 @@ from lockstep.config.sections import DataSection, TaskSection
 from lockstep.data.arrow_cache import Columns, table_of, write_table
 from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, discard, folder_of
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.randomness import seed_everything, seed_libraries
+from lockstep.track.busy import ACTIVITY
 
 SPLITS = {"train": "train", "training": "train", "validation": "validation", "valid": "validation"}
 SPLITS |= {"val": "validation", "dev": "validation", "test": "test"}

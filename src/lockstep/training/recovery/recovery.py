@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.config.errors import STOPPED
-from lockstep.distributed.activity import ACTIVITY
 from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
@@ -42,6 +41,7 @@ from lockstep.distributed.sharded import WholeState
 from lockstep.strategies.recovery import ReplicaRecovery
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy, shard_recovery
+from lockstep.track.busy import ACTIVITY
 from lockstep.training import sdc_check
 from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.resolve import ends_with_a_rank
