@@ -31,7 +31,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.exact.reduction_tree import share
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task
-from lockstep.track.trackers import Trackers
+from lockstep.track.tracker import Trackers
 from lockstep.training.loop import train
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import Sinks, build_session

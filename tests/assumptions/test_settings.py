@@ -218,7 +218,7 @@ class Sizes(BaseModel):
     "src/lockstep/lab/sweep/sweep_file.py",
     "src/lockstep/tasks/objectives/objective.py",
     "src/lockstep/track/json_output.py",
-    "src/lockstep/track/trackers.py",
+    "src/lockstep/track/tracker.py",
 )
 def test_unions_keep_the_type_of_a_value() -> None:
     """A union chooses the member with the value's type: a string of digits stays a string, 1 an integer, 1.0 a float

@@ -345,7 +345,7 @@ def test_no_module_patches_a_method_of_a_step() -> None:
 
 
 # Where a name of the run file becomes a class: the file itself, the job that is made of it, and what runs plug-ins.
-PLUGIN_HOSTS = ("config/", "data/job.py", "training/resolve.py", "launchers/start.py", "track/trackers.py")
+PLUGIN_HOSTS = ("config/", "data/job.py", "training/resolve.py", "launchers/start.py", "track/tracker.py")
 # Where names are compared, beside the kind's own room: everybody else asks the class.
 KINDS = {
     "tasks": "tasks/",

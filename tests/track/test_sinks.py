@@ -21,8 +21,7 @@ from lockstep.lab.sweep.sweep import Leaderboard
 from lockstep.tasks.classification import Classification
 from lockstep.track import console
 from lockstep.track.report.report import write_report
-from lockstep.track.tracker import Tracker
-from lockstep.track.trackers import Trackers, reason
+from lockstep.track.tracker import Tracker, Trackers, reason
 from support.command import CommandJob
 from support.harness import TINY, run_on, tiny
 from support.messages import raises

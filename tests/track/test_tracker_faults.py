@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed.world import World
-from lockstep.track.tracker import Tracker
-from lockstep.track.trackers import Trackers, _Lane
+from lockstep.track.tracker import Tracker, Trackers, _Lane
 from lockstep.track.wandb_file import records
 from support.command import CommandJob
 from support.harness import run_on, tiny

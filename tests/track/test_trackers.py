@@ -22,7 +22,7 @@ from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
-from lockstep.track.trackers import Trackers
+from lockstep.track.tracker import Trackers
 from lockstep.track.wandb_file import records
 from lockstep.training.rank_zero_sinks import RankZeroSinks
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write

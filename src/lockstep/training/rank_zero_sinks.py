@@ -20,8 +20,7 @@ from lockstep.distributed import job_record
 from lockstep.distributed.system_metrics import SystemMetrics
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console
-from lockstep.track.tracker import End, Sample
-from lockstep.track.trackers import Trackers
+from lockstep.track.tracker import End, Sample, Trackers
 from lockstep.training.session import Session, Sinks
 
 
