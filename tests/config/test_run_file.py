@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lockstep.config.run import Run, RunError, check_output, load, schema
+from lockstep.config.output_files import check_output
+from lockstep.config.run import Run, RunError, load, schema
 from lockstep.data.job import arithmetic_of
 from support.messages import mentions, raises
 

@@ -12,8 +12,7 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config.errors import RunError
-from lockstep.config.quick_start import QUICK_START
-from lockstep.config.run import Run, load
+from lockstep.config.run import QUICK_START, Run, load
 from lockstep.config.written import applies, naming_defaults, naming_lowered, with_defaults_named
 from lockstep.data.job import Job
 from lockstep.launchers.start import resolved

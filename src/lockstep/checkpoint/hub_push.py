@@ -18,8 +18,8 @@ from typing import Any
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.export import HERE, check_card
 from lockstep.config.errors import CodedError, coded
-from lockstep.config.output_files import replace_text
-from lockstep.config.run import Run, RunError, require_output
+from lockstep.config.output_files import replace_text, require_output
+from lockstep.config.run import Run, RunError
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.track.console import error as tell
 from lockstep_trace.redaction import one_line

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint import export_hashes
 from lockstep.config.error_messages import read_yaml
 from lockstep.config.errors import coded, reason_of
-from lockstep.config.run import Run, RunError, load, override_of, require_output
+from lockstep.config.output_files import require_output
+from lockstep.config.run import Run, RunError, load, override_of
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start

@@ -1,4 +1,5 @@
-"""Writes files of OUTPUT: never through a symbolic link, atomically, and only into folders that are still the run's.
+"""Writes files of OUTPUT: never through a symbolic link, atomically, and only into folders that are still the run's;
+and checks that a folder is one, or can become one.
 
 In: a path in OUTPUT; OUTPUT and the name of a folder in it (checkpoints, profiles, TensorBoard), when training begins.
 Out: the opened or replaced file, or an `OSError` that names the link; later, why nothing may be written in the folder,
@@ -19,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.config.errors import CodedError
+from lockstep.config.errors import CodedError, RunError
 
 # Files that a run appends to; `.lock` is read again and again.
 APPENDED = (
@@ -148,3 +149,30 @@ class FolderInside:
 def _real(path: Path) -> Path:
     """Resolve a path's links; a link to itself is resolved as far as possible."""
     return Path(os.path.realpath(path))
+
+
+def require_output(output: Path) -> None:
+    """Check that a folder is the output folder of a run. Errors: `RunError`."""
+    if not output.is_dir():
+        raise RunError(
+            "LS1122",
+            f"{output}: {'not a folder' if output.exists() else 'no such folder'}; give the output folder of a run "
+            "(`output` in its run file)",
+        )
+    if not (output / "run.yaml").is_file():
+        raise RunError(
+            "LS1123",
+            f"{output} is not the output folder of a run: it has no run.yaml. Give the folder that `output` in the run "
+            "file names",
+        )
+
+
+def check_output(folder: Path) -> None:
+    """Check that OUTPUT exists or can be created. Errors: `RunError`."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise RunError("LS1115", f"output: cannot write to {folder}: {there} is not a folder; choose another output")
+    if not os.access(there, os.W_OK):
+        read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
+        why = "the file system is read-only at" if read_only else "this user has no permission to write to"
+        raise RunError("LS1116", f"output: cannot write to {folder}: {why} {there}; choose another output")

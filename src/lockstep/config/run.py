@@ -1,13 +1,14 @@
 """The run file: typed, validated, overridable, and saved with the results with every default filled in.
 
 In: a YAML file and `key=value` overrides. Out: one frozen `Run`, or a `RunError` naming key, value, file and line.
-Order in this file: `Run`, `load`, overrides, local paths (relative to the run file's folder, if they exist there), the
-output folder and its run.yaml, and the JSON Schema for editors. Imports no torch: the machine you submit from may have
+Order in this file: `Run`, `load`, overrides, the quick start, local paths (relative to the run file's folder, if they
+exist there), OUTPUT/run.yaml, and the JSON Schema for editors. Imports no torch: the machine you submit from may have
 none.
 """
 
 from __future__ import annotations
 
+import copy
 import glob
 import json
 import os
@@ -29,8 +30,6 @@ from lockstep.config.errors import RunError as RunError
 from lockstep.config.lazy import lazy
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.output_files import replace_text
-from lockstep.config.quick_start import QUICK_START as QUICK_START
-from lockstep.config.quick_start import quick_start_for
 from lockstep.config.sections import (
     ALONE,
     DEVICES,
@@ -523,6 +522,67 @@ def set_key(values: dict[str, Any], key: str, value: Any) -> None:
     values[last] = value
 
 
+# The default run of a command without a run file.
+QUICK_START: dict[str, Any] = {
+    "name": "quickstart",
+    "data": {"source": "builtin/emotion", "max_length": 64},
+    "model": {
+        "type": "gpt2",
+        "config": {
+            "n_layer": 2,
+            "n_head": 8,
+            "n_embd": 96,
+            "n_positions": 64,
+            "initializer_range": 0.04,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    },
+    "tokenizer": {"train": "bpe", "vocab_size": 1000},
+    "epochs": 3,
+    "batch_size": 64,
+    "micro_batches": 4,
+    "optim": {"learning_rate": 1.5e-3, "schedule": "linear", "warmup_fraction": 0.1, "betas": [0.9, 0.98]},
+    "launch": {"processes": 2, "processes_per_gpu": 2},  # also with one GPU
+    "checkpoint": {"every": 100},
+}
+
+# If any of these keys is given -> keys of the quick start to drop.
+_GIVES_WAY: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("data.source", "data.sources", "data.train", "data.validation", "data.test"), ("data.source",)),
+    (("model.source",), ("model", "tokenizer", "optim", "data.max_length")),  # all are for the model from scratch
+    (("model.type",), ("model.config",)),
+    (("tokenizer.source",), ("tokenizer",)),
+    (("optim.name",), ("optim.betas", "optim.schedule")),
+    (("optim.warmup_steps",), ("optim.warmup_fraction",)),
+    (("batch_size",), ("micro_batches",)),
+]
+_POINTS = ("optim.learning_rate", "optim.warmup_fraction")  # dropped for rates that are given point by point
+_ONE_PROCESS = ("launch.processes", "launch.processes_per_gpu")  # dropped for a single-process strategy
+
+
+def quick_start_for(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the quick start without the keys that conflict with the nested values in `chosen`."""
+    keys, left_out = written.keys_of(chosen), set[str]()
+    for any_of, too in _GIVES_WAY:
+        left_out.update(too if any(keys.has(key) for key in any_of) else ())
+    strategy = chosen.get("strategy")
+    if isinstance(strategy, Mapping) and strategy.get("name") == ALONE:
+        left_out.update(_ONE_PROCESS)
+    optim = chosen.get("optim")
+    if isinstance(optim, Mapping) and isinstance(optim.get("schedule"), list):
+        left_out.update(_POINTS)
+    values = copy.deepcopy(QUICK_START)
+    for key in sorted(left_out, key=len):  # a section before its keys
+        section, _, name = key.partition(".")
+        if name:
+            values.get(section, {}).pop(name, None)
+        else:
+            values.pop(section, None)
+    return values
+
+
 # Section -> its keys that may name local files or folders.
 PATHS = {
     "data": ("source", "train", "validation", "test"),
@@ -600,33 +660,6 @@ def _instead(path: Path) -> str:
         if (near := key_aliases.close_file(path, path.absolute().parent.glob("*.y*ml"))) is not None:
             return f"; did you mean {near}?"
     return "; `lockstep init` writes one" if not path.exists() else ""
-
-
-def require_output(output: Path) -> None:
-    """Check that a folder is the output folder of a run. Errors: `RunError`."""
-    if not output.is_dir():
-        raise RunError(
-            "LS1122",
-            f"{output}: {'not a folder' if output.exists() else 'no such folder'}; give the output folder of a run "
-            "(`output` in its run file)",
-        )
-    if not (output / "run.yaml").is_file():
-        raise RunError(
-            "LS1123",
-            f"{output} is not the output folder of a run: it has no run.yaml. Give the folder that `output` in the run "
-            "file names",
-        )
-
-
-def check_output(folder: Path) -> None:
-    """Check that OUTPUT exists or can be created. Errors: `RunError`."""
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        raise RunError("LS1115", f"output: cannot write to {folder}: {there} is not a folder; choose another output")
-    if not os.access(there, os.W_OK):
-        read_only = hasattr(os, "statvfs") and os.statvfs(there).f_flag & os.ST_RDONLY
-        why = "the file system is read-only at" if read_only else "this user has no permission to write to"
-        raise RunError("LS1116", f"output: cannot write to {folder}: {why} {there}; choose another output")
 
 
 def write_run_yaml(run: Run) -> None:

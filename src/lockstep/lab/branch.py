@@ -30,8 +30,8 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.config.error_messages import value_text
 from lockstep.config.errors import DONE, FAILED, coded
-from lockstep.config.output_files import open_file, replace_text
-from lockstep.config.run import Run, RunError, load, require_output, write_run_yaml
+from lockstep.config.output_files import open_file, replace_text, require_output
+from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.sections import CheckpointSection
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.launchers import start

@@ -20,7 +20,8 @@ from lockstep.checkpoint.manifest import FILE as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, broken, candidates, changed
 from lockstep.config import output_files
 from lockstep.config.errors import reason_of
-from lockstep.config.run import Run, RunError, load, require_output
+from lockstep.config.output_files import require_output
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.job import Job
 from lockstep.launchers import start
 from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, start_of

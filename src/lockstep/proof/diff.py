@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from lockstep.config.run import Run, RunError, load, require_output
+from lockstep.config.output_files import require_output
+from lockstep.config.run import Run, RunError, load
 from lockstep.data.job import arithmetic_of
 from lockstep.launchers import start
 from lockstep.proof.replay import run_to_recompute, start_of, what_of

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.run import Run, RunError, load, overrides_of, require_output
+from lockstep.config.output_files import require_output
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.config.sections import ALONE
 from lockstep.data.job import Job
 from lockstep.launchers import start

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import export_hashes
-from lockstep.config.run import Run, RunError, load, overrides_of, require_output
+from lockstep.config.output_files import require_output
+from lockstep.config.run import Run, RunError, load, overrides_of
 from lockstep.data import hub, tokenizer
 from lockstep.data.arrow_cache import Prepared
 from lockstep.data.job import Job

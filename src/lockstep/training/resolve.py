@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.lazy import lazy
-from lockstep.config.run import Run, RunError, check_output
+from lockstep.config.output_files import check_output
+from lockstep.config.run import Run, RunError
 from lockstep.config.sections import LaunchSection, StrategySection
 from lockstep.config.written import naming_defaults, naming_lowered
 from lockstep.data.job import OWN_ATTENTION, Job, Scope, with_compile

@@ -26,7 +26,8 @@ import yaml
 
 from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
-from lockstep.config.run import Run, RunError, check_output
+from lockstep.config.output_files import check_output
+from lockstep.config.run import Run, RunError
 from lockstep.distributed import hardware, job_record
 from lockstep.distributed.job_record import JobRecord, Process, State
 from lockstep.track.console import error
