@@ -151,9 +151,7 @@ def test_exif_orientation_is_not_applied_on_open() -> None:
     assert ImageOps.exif_transpose(image).size == (2, 4)
 
 
-@rests_on_it(
-    "src/lockstep/tasks/image_classification.py", "src/lockstep/plain/job.py", "src/lockstep/plain/examples.py"
-)
+@rests_on_it("src/lockstep/tasks/image_classification.py", "src/lockstep/plain/examples.py")
 def test_image_processing_can_be_split_after_resizing() -> None:
     """The Pillow image processor resizes to uint8. Rescaling and normalizing that result later gives the same bits as
     one call, for one image and for a batch. transformers calls this backend pil."""

@@ -84,7 +84,7 @@ def test_word_ids_are_none_for_special_tokens() -> None:
     "src/lockstep/data/tokenizer.py",
     "src/lockstep/lab/import_config/loss_means.py",
     "src/lockstep/lab/import_config/model_defaults.py",
-    "src/lockstep/plain/job.py",
+    "src/lockstep/plain/examples.py",
     "src/lockstep/tasks/models/token_rows.py",
 )
 def test_a_saved_tokenizer_gives_the_same_ids(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_unique_and_set_operations_are_sorted() -> None:
     "src/lockstep/data/labels.py",
     "src/lockstep/data/order.py",
     "src/lockstep/data/splitting.py",
-    "src/lockstep/plain/job.py",
+    "src/lockstep/plain/examples.py",
     "src/lockstep/tasks/objectives/objectives.py",
 )
 def test_bincount() -> None:
@@ -154,7 +154,7 @@ def test_insert_counts_positions_in_the_original() -> None:
     "src/lockstep/data/text_pairs.py",
     "src/lockstep/data/token_checks.py",
     "src/lockstep/data/usable_rows.py",
-    "src/lockstep/plain/job.py",
+    "src/lockstep/plain/examples.py",
     "src/lockstep/tasks/image_classification.py",
     "src/lockstep/tasks/language_modeling.py",
     "src/lockstep/tasks/models/retrieval.py",

@@ -285,7 +285,7 @@ def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: p
     run = tiny(data=data, output=str(tmp_path / "out"))
     found = against_plain.train_beside_plain(run)
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
-    monkeypatch.setattr("lockstep.plain.job.UNFILTERED_TRAIN", "")
+    monkeypatch.setattr("lockstep.plain.examples.UNFILTERED_TRAIN", "")
     with pytest.raises(RuntimeError, match="size of tensor"):
         against_plain.train_beside_plain(run)
 

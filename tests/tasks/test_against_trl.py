@@ -16,7 +16,7 @@ import torch
 
 from lockstep.distributed.world import World
 from lockstep.plain import losses
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.scores import scores
 from lockstep.proof import against_plain

@@ -17,7 +17,7 @@ from lockstep.config.run import Run, RunError
 from lockstep.data import text_pairs
 from lockstep.data.batch import IGNORED
 from lockstep.data.job import Job
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.proof import against_plain
 from lockstep.tasks.embedding import Embedding

@@ -17,8 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from lockstep.plain import module
-from lockstep.plain.examples import end_token
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain, end_token
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import TASKS, NotCovered
 

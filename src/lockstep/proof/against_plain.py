@@ -38,7 +38,7 @@ from lockstep.data import source
 from lockstep.data.job import Job, optimizer_class
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores
 from lockstep.plain.train import TrainedStep, build_model, train_steps

@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.config.lazy import lazy
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.system_metrics import capacity
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain
 from lockstep.plain.losses import batch_loss
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import scores

@@ -34,7 +34,7 @@ from lockstep.data.job import Job, TaskRules
 from lockstep.data.raw_rows import RawRows
 from lockstep.distributed.randomness import own_generators, seed_everything, seed_libraries
 from lockstep.distributed.world import World
-from lockstep.plain.job import Plain
+from lockstep.plain.examples import Plain
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.scores import LONGEST
 from lockstep.plain.train import build_model
