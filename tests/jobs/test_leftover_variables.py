@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.config import processor
 from lockstep.data.job import Job
-from lockstep.distributed import consistency_check
+from lockstep.distributed import consistency_check, hardware
 from lockstep.distributed.world import World
 from lockstep.launchers.start import joining
 from lockstep.training.startup import other_arithmetic
@@ -20,7 +19,7 @@ RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @pytest.fixture(autouse=True)
 def _without_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*RANKS, *processor.ARITHMETIC):
+    for name in (*RANKS, *hardware.ARITHMETIC):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -84,4 +83,4 @@ def test_variables_that_change_arithmetic_are_noted_and_compared_between_ranks(m
     assert note.startswith("ATEN_CPU_CAPABILITY=avx2, NVIDIA_TF32_OVERRIDE=1 in the environment")
     after = consistency_check.facts(run, "data")
     assert {key for key in before if before[key] != after[key]} == {"environment variables that affect arithmetic"}
-    assert processor.set_by_user(portable=True) == ["NVIDIA_TF32_OVERRIDE=1"]  # a portable run sets the other one
+    assert hardware.set_by_user(portable=True) == ["NVIDIA_TF32_OVERRIDE=1"]  # a portable run sets the other one

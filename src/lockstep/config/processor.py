@@ -25,46 +25,27 @@ VARIABLES = {
     "AVX512_ICL,AVX512_SPR",
 }
 INSTRUCTIONS = ("avx2", "fma")
-# Variables by which torch and its libraries choose other instructions, or a lower precision, for the same computation.
-# Not those of numpy and its OpenBLAS: numpy computes no weight.
-ARITHMETIC = (
-    *(name for name in VARIABLES if not name.startswith(("OPENBLAS_", "NPY_"))),
-    "MKL_ENABLE_INSTRUCTIONS",
-    "DNNL_MAX_CPU_ISA",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "NVIDIA_TF32_OVERRIDE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
 
-_before: dict[str, str | None] = {}  # previous values, while the variables are pinned
+replaced: dict[str, str | None] = {}  # previous values, while the variables are pinned
 
 
 def pin(portable: bool) -> None:
     """Set the variables for a portable run; otherwise restore those that an earlier portable run changed."""
-    if portable and not _before:
-        _before.update({name: os.environ.get(name) for name in VARIABLES})
+    if portable and not replaced:
+        replaced.update({name: os.environ.get(name) for name in VARIABLES})
         os.environ.update(VARIABLES)
-    elif not portable and _before:
-        for name, value in _before.items():
+    elif not portable and replaced:
+        for name, value in replaced.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        _before.clear()
+        replaced.clear()
 
 
 def unpinned() -> list[str]:
     """Return the variables of this process with a wrong value, as the required `NAME=value`."""
     return [f"{name}={value}" for name, value in VARIABLES.items() if os.environ.get(name) != value]
-
-
-def set_by_user(portable: bool) -> list[str]:
-    """Return the variables of `ARITHMETIC` in this process's environment, as `NAME=value`, but for those of a portable
-    run. With them the same run may have other bits."""
-    pinned = VARIABLES if portable else {}
-    values = {name: os.environ[name] for name in ARITHMETIC if os.environ.get(name)}
-    return [f"{name}={value}" for name, value in values.items() if pinned.get(name) != value]
 
 
 def missing_instructions() -> str | None:

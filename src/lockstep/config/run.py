@@ -295,7 +295,8 @@ def load(
         raise messages.secret_in(f"{hidden} ({messages.where(hidden, origin, {}, overridden)})")
     strategy: Any = values.get("strategy")
     portable = isinstance(strategy, dict) and strategy.get("exact") == "portable"
-    processor.pin(portable)
+    if portable or processor.replaced:  # by an earlier portable run of this process
+        processor.pin(portable)
     if portable and trains and _ranks_are_here(values.get("launch")):
         processor.refuse()
     try:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep._version import __version__
 from lockstep.config import error_messages as messages
-from lockstep.config import processor, user_code
+from lockstep.config import user_code
 from lockstep.config.errors import coded
 from lockstep.config.run import Run, RunError
-from lockstep.distributed.hardware import INSTRUCTIONS, instructions
+from lockstep.distributed.hardware import INSTRUCTIONS, instructions, set_by_user
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
@@ -47,7 +47,7 @@ def facts(run: Run, data: str) -> dict[str, str]:
     values_of["the data"] = data[:16]
     if run.model.source is not None and (folder := Path(run.model.source).expanduser()).is_dir():
         values_of["the model's files"] = fingerprint(folder)
-    arithmetic = processor.set_by_user(run.strategy.exact == "portable")
+    arithmetic = set_by_user(run.strategy.exact == "portable")
     values_of["environment variables that affect arithmetic"] = ", ".join(arithmetic) or "none"
     own = user_code.hashes_of(user_code.named(run).values())
     values_of |= {f"the code of {file}": seal for file, seal in own.items()}

@@ -16,9 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.config.processor import VARIABLES as PORTABLE
 from lockstep.config.sections import LaunchSection
 
 INSTRUCTIONS = "the processor's instruction set"  # a fact, as ranks and checkpoints name it
+# Variables by which torch and its libraries choose other instructions, or a lower precision, for the same computation.
+# Not those of numpy and its OpenBLAS: numpy computes no weight.
+ARITHMETIC = (
+    *(name for name in PORTABLE if not name.startswith(("OPENBLAS_", "NPY_"))),
+    "MKL_ENABLE_INSTRUCTIONS",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 
 def gpus_of(launch: LaunchSection) -> int:
@@ -183,3 +195,11 @@ def instructions() -> str:
     import torch
 
     return str(torch.backends.cpu.get_cpu_capability())
+
+
+def set_by_user(portable: bool) -> list[str]:
+    """Return the variables of `ARITHMETIC` in this process's environment, as `NAME=value`, but for those of a portable
+    run. With them the same run may have other bits."""
+    pinned = PORTABLE if portable else {}
+    values = {name: os.environ[name] for name in ARITHMETIC if os.environ.get(name)}
+    return [f"{name}={value}" for name, value in values.items() if pinned.get(name) != value]

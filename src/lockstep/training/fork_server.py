@@ -5,6 +5,7 @@ import gc
 from lockstep.config.plugins import importing
 
 with importing():
+    from lockstep.distributed import hang_watchdog  # noqa: F401 - of several ranks
     from lockstep.training import preload, rank, train_job  # noqa: F401
 
 gc.freeze()  # as in `preload`, for objects created since

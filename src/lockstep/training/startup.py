@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.export import try_export
-from lockstep.config import processor
 from lockstep.config.errors import BAD, coded
 from lockstep.config.run import RunError
 from lockstep.data.job import Job, Scope
-from lockstep.distributed import job_record
+from lockstep.distributed import hardware, job_record
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
@@ -243,7 +242,7 @@ def _tried(session: Session, bound: MemoryBound | None) -> None:
 
 def other_arithmetic(job: Job) -> list[str]:
     """Return a note on environment variables that change the arithmetic of libraries."""
-    if not (variables := processor.set_by_user(job.run.strategy.exact == "portable")):
+    if not (variables := hardware.set_by_user(job.run.strategy.exact == "portable")):
         return []
     return [
         f"{', '.join(variables)} in the environment: libraries then use other instructions or another precision, so "

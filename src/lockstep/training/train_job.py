@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.config.errors import DONE, FAILED, STOPPED
+from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected
 from lockstep.config.sections import TrackSection
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.event_log import EventLog
-from lockstep.distributed.hang_watchdog import Watchdog
 from lockstep.distributed.randomness import own_generators
 from lockstep.distributed.world import World
 from lockstep.strategies.exact import training_state
@@ -39,7 +39,11 @@ from lockstep.training.train_state import TrainState
 from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
+    from lockstep.distributed import hang_watchdog
+    from lockstep.distributed.hang_watchdog import Watchdog
     from lockstep.training.recovery.recovery import Recovery
+else:  # for several processes
+    (hang_watchdog,) = lazy("lockstep.distributed", "hang_watchdog")
 
 
 def train_job(job: Job, world: World) -> int:
@@ -91,14 +95,24 @@ def watched_while_building(job: Job, world: World) -> Iterator[None]:
     """Watch for hangs while building: end the job after `launch.hang_timeout_s` if all ranks wait in collectives or one
     falls silent. With recovery enabled, only the timeout of collectives applies: there is no state yet to recover from.
     """
-    watchdog = Watchdog(world, 0 if world.members is not None else job.run.launch.hang_timeout_s, building=True).start()
+    watchdog = watched(world, 0 if world.members is not None else job.run.launch.hang_timeout_s, building=True)
     try:
         yield
     finally:
-        watchdog.stop()
+        if watchdog is not None:
+            watchdog.stop()
 
 
-def may_recover(session: Session, state: TrainState, watchdog: Watchdog, sinks: RankZeroSinks) -> Recovery | None:
+def watched(world: World, limit_s: float, building: bool = False) -> Watchdog | None:
+    """Return a started watchdog; None if this process is alone, and stays alone."""
+    if world.size == 1 and world.members is None:
+        return None
+    return hang_watchdog.Watchdog(world, limit_s, building).start()
+
+
+def may_recover(
+    session: Session, state: TrainState, watchdog: Watchdog | None, sinks: RankZeroSinks
+) -> Recovery | None:
     """Return what lets training survive the loss of ranks, if the run asks for it. Errors: `RunError`."""
     run = session.run
     if session.world.members is None and run.launch.on_rank_failure != "continue" and not run.sdc_check.every:
@@ -115,8 +129,8 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
     sinks = RankZeroSinks(session, console, step)
     session = replace(session, sinks=sinks)
     state.fingerprints = Fingerprints(world, run.folder, step)
-    watchdog = Watchdog(world, run.launch.hang_timeout_s).start()
-    watching: Watchdog | Recovery = watchdog
+    watchdog = watched(world, run.launch.hang_timeout_s)
+    watching: Watchdog | Recovery | None = watchdog
     end: End = "failed"
     best = best_so_far(session.job, step if world.is_main else 0)
     try:
@@ -162,7 +176,8 @@ def train_and_evaluate(session: Session, console: Console, state: TrainState) ->
         session.journal.failed(caught, ACTIVITY.name)
         raise
     finally:
-        watching.stop()
+        if watching is not None:
+            watching.stop()
         console.stop()
         sinks.close(end)
 

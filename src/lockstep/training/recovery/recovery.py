@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def recovery_for(
-    session: Session, state: TrainState, watch: Watchdog, on_regroup: Callable[[int, str], None]
+    session: Session, state: TrainState, watch: Watchdog | None, on_regroup: Callable[[int, str], None]
 ) -> Recovery | None:
     """Return a `Recovery` for a session whose ranks may fail; None, with a note, if recovery is not possible. Errors:
     `RunError`, if the run also requests evictions, which are not possible then."""
@@ -63,7 +63,7 @@ def recovery_for(
         unsupported_reason(session) if members else "it takes launch.name=local, torchrun, or slurm with ranks=elastic"
     )
     sdc_check.check_eviction(session.job, why)
-    if members is not None and why is None:
+    if members is not None and watch is not None and why is None:
         return Recovery(session, state, watch, on_regroup)
     if run.launch.on_rank_failure == "continue" and session.world.size > 1:
         session.checkpoints.say(
