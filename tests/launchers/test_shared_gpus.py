@@ -17,7 +17,7 @@ FOUR = "launch.processes_per_gpu=4"
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_neighbours_share_one(device: str) -> None:
     run = tiny(f"launch.device={device}", FOUR)
-    assert [pick_device(run, rank, 8).index for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [pick_device(run.launch, run.precision, rank, 8).index for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert processes_of(tiny("strategy.name=ddp", f"launch.device={device}", FOUR, "micro_batches=16")) == 8
 
 
@@ -28,17 +28,17 @@ def test_no_rank_runs_on_the_cpu(device: str) -> None:
     run = tiny(f"launch.device={device}", "launch.processes=3", "strategy.name=ddp")
     for rank in range(3):
         with raises("LS7070", "2", "1"):
-            pick_device(run, rank, 3)
+            pick_device(run.launch, run.precision, rank, 3)
     with raises("LS7290", "2", "3"):
         Local().plan(run)
-    assert pick_device(tiny("launch.device=cpu"), 2, 3) == torch.device("cpu")
+    assert pick_device(tiny("launch.device=cpu").launch, "fp32", 2, 3) == torch.device("cpu")
 
 
 def test_the_quick_start_runs_on_a_machine_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     run = load(None, [], QUICK_START)
     assert Local().plan(run).processes == 2
-    assert {pick_device(run, rank, 2) for rank in range(2)} == {torch.device("cuda", 0)}
+    assert {pick_device(run.launch, run.precision, rank, 2) for rank in range(2)} == {torch.device("cuda", 0)}
     with raises("LS7290"):
         Local().plan(load(None, ["launch.processes_per_gpu=1"], QUICK_START))
 

@@ -119,9 +119,9 @@ def test_every_command_calls_the_same_function(monkeypatch: pytest.MonkeyPatch, 
     launcher = start.launcher_of(run.launch)
     plan = launcher.plan(run)
     console: Any = SimpleNamespace(facts=lambda rows: None, detail=lambda rows: None, note=lambda text: None)
-    ready, steps = start.ready(run, launcher, plan, console)
+    ready, steps = start.ready(launcher, plan, console)
     assert steps is None
-    examined = start.preview(run, launcher, plan)
+    examined = start.preview(launcher, plan)
     assert isinstance(examined, Job)
     assert ready.job == dataclasses.replace(examined, scope=Scope.START)
     start.resolved(run)  # verify, replay, diff, branch

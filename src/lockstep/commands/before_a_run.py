@@ -48,7 +48,7 @@ def run_plan(args: argparse.Namespace) -> int:
     console = Console(True)
     ACTIVITY.set("importing torch")
     with console.busy(lambda: ACTIVITY.name):
-        job = start.preview(run, launcher, plan)
+        job = start.preview(launcher, plan)
     counts = {r * run.micro_batches // plan.processes for r in range(plan.processes + 1)}
     bounds = sorted(counts)
     shares = sorted({b - a for a, b in itertools.pairwise(bounds)})

@@ -25,6 +25,7 @@ from torch import Tensor
 from lockstep.config.errors import coded
 from lockstep.config.lazy import lazy
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import LaunchSection
 from lockstep.distributed import job_record, torch_internals
 from lockstep.distributed.hardware import available_cores, share_gpus
 from lockstep.distributed.job_record import MEMBER, TORCHRUN_ENV
@@ -80,7 +81,7 @@ class World:
         self.host = socket.gethostname()
         self.hosts = [self.host] * self.size  # host of every rank, set by `join`
         self.log = run.folder.resolve() / LOG
-        self.device = pick_device(run, self.local_rank, self.local_size)
+        self.device = pick_device(run.launch, run.precision, self.local_rank, self.local_size)
         self.threads = threads_of(run, self.local_size)
         self.agreed = ""  # hash of the facts that all ranks share: consistency_check.py
         self.stop = StopRequest(run.max_time_s)
@@ -337,10 +338,10 @@ class World:
             dist.barrier(group=self._control)
 
 
-def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
+def pick_device(launch: LaunchSection, precision: str, local_rank: int, local_size: int = 1) -> torch.device:
     """Return the device of a local rank. Errors: `RunError` if the machine has too few GPUs for its ranks, or they do
     not support the run's precision."""
-    device_name, each = run.launch.device, run.launch.processes_per_gpu
+    device_name, each = launch.device, launch.processes_per_gpu
     count = torch.cuda.device_count() if device_name != "cpu" else 0
     if not count and device_name != "cuda":
         return torch.device("cpu")
@@ -359,7 +360,7 @@ def pick_device(run: Run, local_rank: int, local_size: int = 1) -> torch.device:
             "launch.processes_per_gpu for processes that share one",
         )
     device = torch.device("cuda", local_rank // each)
-    if run.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise RunError(
             "LS7071",
             f"precision: bf16, but {torch.cuda.get_device_name(device)} does not support it; use precision=fp16",

@@ -106,7 +106,7 @@ class Accelerate(Launcher):
         return int(plan.processes // self.options(plan.launch).machines)
 
     def memory(self, plan: LaunchPlan) -> float | None:
-        return memory_here(plan.run, self._ranks_here(plan))  # assumes equal machines
+        return memory_here(plan, self._ranks_here(plan))  # assumes equal machines
 
     def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if importlib.util.find_spec("accelerate") is None:

@@ -69,7 +69,7 @@ class Local(Launcher):
         )
 
     def memory(self, plan: LaunchPlan) -> float | None:
-        return memory_here(plan.run, plan.processes)
+        return memory_here(plan, plan.processes)
 
     def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         if plan.processes == 1:
@@ -101,12 +101,12 @@ def processes_of(run: Run) -> int:
     return min(run.micro_batches, gpus_of(run.launch) * run.launch.processes_per_gpu or available_cores())
 
 
-def memory_here(run: Run, processes: int) -> float:
+def memory_here(plan: LaunchPlan, processes: int) -> float:
     """Return the bytes of memory for each of `processes` processes on this machine."""
     from lockstep.distributed.system_metrics import capacity
     from lockstep.distributed.world import pick_device
 
-    return float(capacity(pick_device(run, 0, processes), processes))
+    return float(capacity(pick_device(plan.launch, plan.run.precision, 0, processes), processes))
 
 
 def check_gpus(launch: LaunchSection, processes: int) -> None:

@@ -63,8 +63,8 @@ def train(run: Run) -> int:
             leads = launcher.leads(plan)  # else another process of the job leads
             lock = stack.enter_context(output_lock.owned(run.folder, console.note)) if leads else None
             if lock is not None:
-                only_one(run, launcher)
-            plan, steps = ready(run, launcher, plan, console)
+                only_one(launcher, plan)
+            plan, steps = ready(launcher, plan, console)
         if lock is None:
             with introduced():
                 return launcher.start(plan)
@@ -87,11 +87,11 @@ def introduced() -> Iterator[None]:
         os.environ.pop(INTRODUCED, None)
 
 
-def ready(run: Run, launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
+def ready(launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[LaunchPlan, int | None]:
     """Resolve the job, and return (plan with the job, number of steps if the run is finished already, else None).
 
     Errors: `RunError` for every problem detectable before a process starts."""
-    machine = machine_of(launcher, plan)
+    run, machine = plan.run, machine_of(launcher, plan)
     if checked_by_ranks_only(launcher):
         resolve_launch(run, machine, plan.processes, Scope.START)
         return plan, None
@@ -239,21 +239,21 @@ def leave_status(status: int) -> None:
         Path(path).write_text(str(status), encoding="utf-8")
 
 
-def only_one(run: Run, launcher: Launcher) -> None:
+def only_one(launcher: Launcher, plan: LaunchPlan) -> None:
     """Check that no other job trains into OUTPUT. Errors: `RunError`."""
-    record = job_record.read(run.folder)
+    record = job_record.read(plan.folder)
     if record is None or (record.job is None and record.process == job_record.Process.this()):
         return
     try:
-        known = launcher if record.launcher == run.launch.name else launcher_named(record.launcher)
+        known = launcher if record.launcher == plan.launch.name else launcher_named(record.launcher)
     except RunError:  # the launcher is no longer installed
         return
-    state = known.state(run.folder, record)
+    state = known.state(plan.folder, record)
     if state.live:
         raise RunError(
             "LS7412",
-            f"output: {run.folder} is already in use by a training run "
-            f"({state.word}{f': {state.text}' if state.text else ''}). `lockstep stop {run.folder}` ends that "
+            f"output: {plan.folder} is already in use by a training run "
+            f"({state.word}{f': {state.text}' if state.text else ''}). `lockstep stop {plan.folder}` ends that "
             "run; or give another output=FOLDER",
         )
 
@@ -357,10 +357,10 @@ def refuse_options(run: Run) -> None:
     resolve(run, machine_of(launcher, plan), plan.processes, Scope.OPTIONS)
 
 
-def preview(run: Run, launcher: Launcher, plan: LaunchPlan) -> Job | str:
+def preview(launcher: Launcher, plan: LaunchPlan) -> Job | str:
     """Return the job for `lockstep plan`, after all checks that `train` makes before it starts a process, or the reason
     why it cannot be resolved here. Writes to the cache, not to OUTPUT. Errors: `RunError`."""
-    machine = machine_of(launcher, plan)
+    run, machine = plan.run, machine_of(launcher, plan)
     if checked_by_ranks_only(launcher):
         resolve_launch(run, machine, plan.processes, Scope.OUTPUT)
         return "data and model are checked where the job runs"

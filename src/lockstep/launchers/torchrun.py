@@ -135,7 +135,7 @@ class Torchrun(Launcher):
         return plan.processes // node_range(self.options(plan.launch).machines)[1]
 
     def memory(self, plan: LaunchPlan) -> float | None:
-        return memory_here(plan.run, self._ranks_here(plan))  # assumes equal machines
+        return memory_here(plan, self._ranks_here(plan))  # assumes equal machines
 
     def start(self, plan: LaunchPlan, words: Sequence[str] = TRAIN) -> int:
         check_gpus(plan.launch, self._ranks_here(plan))

@@ -355,7 +355,7 @@ def bytes_by_kind(job: Job, every: int, trained: int, packed: int, state: float 
     """Estimated bytes by kind, and a note on options chosen for them."""
     run, estimate, note = job.run, job.strategy.memory, ""
     if estimate.needs_choice(job):
-        run = estimate.choose(job, every, trained, capacity(pick_device(run, 0), job.processes))
+        run = estimate.choose(job, every, trained, capacity(pick_device(run.launch, run.precision, 0), job.processes))
         job = job.having(run)
         note = f"; gather: {run.strategy.options['gather']}, by the memory of this machine"
     estimate = job.strategy.memory

@@ -485,7 +485,7 @@ def plan(run: Run, with_data: bool = False) -> list[str]:
             start.refuse_options(each)
             if with_data and not lacking:
                 launcher = start.launcher_of(each.launch)
-                start.preview(each, launcher, start.plan_of(each, launcher))
+                start.preview(launcher, start.plan_of(each, launcher))
             break
         except RunError as error:
             if error.code not in _OF_MACHINE and not unreached(error):
