@@ -18,11 +18,12 @@ def compared(folder: Path) -> str:
     if not (folder / "plain").exists():
         return "dropout that no entry of the config switches off"
     from lockstep.config.run import load
+    from lockstep.data.job import Job
     from lockstep.proof.against_plain import compare_with_plain
 
-    run = load("run.yaml", ["output=alone"])
+    job = Job.of(load("run.yaml", ["output=alone"]))
     try:
-        verdict = compare_with_plain(run, folder / "plain")
+        verdict = compare_with_plain(job, folder / "plain")
     except Exception as caught:
         raise Finding("the plain reference computes what it covers", traceback.format_exc()) from caught
     if verdict.differences:

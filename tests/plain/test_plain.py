@@ -21,6 +21,7 @@ import lockstep.plain
 from lockstep.config import plugins
 from lockstep.config.run import Run
 from lockstep.data.batch import StepBatch
+from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.plain import rows
 from lockstep.plain.losses import batch_loss
@@ -147,7 +148,7 @@ def verified(run: Run, ranks: int) -> tuple[int, dict[str, Any]]:
     """Return exit status and verdict of `verify` on a job of so many processes."""
     assert run_on(ranks, recorded, run, joined=False) == [0] * ranks
     verdict = run.folder / "verdict.json"
-    status = against_plain.tell(Console(False), run, run.folder, verdict)
+    status = against_plain.tell(Console(False), Job.of(run), run.folder, verdict)
     return status, json.loads(verdict.read_text())["plain"]
 
 
@@ -453,11 +454,11 @@ def test_a_difference_is_measured_by_more_draws_before_it_is_one(folder: Path, m
     """In a chaotic model with hashed attention, a single perturbation of last bits may by chance have little effect."""
     asked = []
 
-    def compared(run: Run, folder: Path, draws: int) -> against_plain.PlainComparison:
+    def compared(job: Job, folder: Path, draws: int) -> against_plain.PlainComparison:
         asked.append(draws)
         step = against_plain.StepComparison(0, {"norm": 2e-4}, {"norm": 1e-4 * draws}, {}, {})
         return against_plain.PlainComparison([step], ["a line"] if step.differs else [])
 
     monkeypatch.setattr(against_plain, "_compared", compared)
-    assert against_plain.compare_with_plain(tiny(), folder).differences == []
+    assert against_plain.compare_with_plain(Job.of(tiny()), folder).differences == []
     assert asked == [1, against_plain.MORE]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from lockstep.data.job import optimizer_class
 from lockstep.plain import train
 from lockstep.proof import against_plain
 from lockstep.training.plain_sides import perturb_
@@ -99,26 +100,25 @@ def compared(
     them, by `spread`. `needed`: bytes that several perturbations take."""
     step = SimpleNamespace(number=0, micro_batches=[])
     held = SimpleNamespace(tokenizer=None, evaluated=[], steps=[step])
-    job = SimpleNamespace(run={"precision": precision})
+    plain = SimpleNamespace(run={"precision": precision})
 
-    def trained(
-        run: Any, job: Any, record_: Any, folder: Any, draw: int, divisors: Any = None
-    ) -> Iterator[train.TrainedStep]:
+    def trained(side: Any, record_: Any, folder: Any, draw: int, divisors: Any = None) -> Iterator[train.TrainedStep]:
         size = 1 + spread * (draw == 3)
         yield record(size, size)
 
     monkeypatch.setattr(against_plain.PlainRecord, "read", lambda folder: held)
-    monkeypatch.setattr(against_plain, "Plain", lambda *_: job)
+    monkeypatch.setattr(against_plain, "Plain", lambda *_: plain)
     monkeypatch.setattr(against_plain, "plain_run", lambda *_: {})
     monkeypatch.setattr(against_plain, "_check_numbers", lambda *_: None)
     monkeypatch.setattr(against_plain, "_recorded", lambda *_: iter([ours]))
     monkeypatch.setattr(against_plain, "_trained", trained)
     monkeypatch.setattr(against_plain, "build_model", lambda job, start, empty: torch.nn.Linear(1, 1))
     named = SimpleNamespace(name="classification")
-    run: Any = SimpleNamespace(seed=0, precision=precision, task=named, optim=SimpleNamespace(name=optimizer))
+    run = SimpleNamespace(seed=0, precision=precision, task=named)
+    job: Any = SimpleNamespace(run=run, optimizer=optimizer_class(optimizer))
     monkeypatch.setattr(against_plain, "_bytes", lambda folder, draws: needed)
     monkeypatch.setattr(against_plain, "load_file", lambda path: {})
-    return against_plain.compare_with_plain(run, Path()).differences  # type: ignore[arg-type]
+    return against_plain.compare_with_plain(job, Path()).differences
 
 
 def test_four_perturbations_measure_the_rounding_of_muon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,11 @@ def test_a_score_that_one_side_lacks_differs(
 ) -> None:
     scores, names = iter([{"f1": plain}, {"f1": perturbed}]), list[str]()
     monkeypatch.setattr(against_plain, "_model", lambda *_: nn.Linear(1, 1))
-    monkeypatch.setattr(against_plain, "_examples", lambda *_: [])
     monkeypatch.setattr(against_plain, "scores", lambda *_: next(scores))
     held: Any = SimpleNamespace(evaluated=[0], evaluation_masked={}, scores={"f1": ours})
-    lines = against_plain._evaluation(SimpleNamespace(precision="fp32", launch=None), None, held, None, names)  # type: ignore[arg-type]
+    job = SimpleNamespace(run=SimpleNamespace(precision="fp32"))
+    side: Any = SimpleNamespace(job=job, plain=None, examples=lambda *_: [])
+    lines = against_plain._evaluation(side, held, Path(), names)
     assert bool(lines) == differs
 
 

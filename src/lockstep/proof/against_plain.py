@@ -33,9 +33,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.config.run import Run
-from lockstep.config.sections import LaunchSection, OptimSection
 from lockstep.data import source
-from lockstep.data.job import Job, optimizer_class
+from lockstep.data.job import Job, OptimizerRules
 from lockstep.distributed.randomness import seed_libraries
 from lockstep.distributed.system_metrics import capacity
 from lockstep.plain.examples import Plain
@@ -111,28 +110,23 @@ def train_beside_plain(run: Run, steps: int = 2) -> PlainComparison:
         alone = Run.load(values | {"output": folder, "launch": {"device": run.launch.device, "processes": 1}})
         with closing(World(alone)) as world:
             plain_sides.record_plain(for_rank(alone, world), world, str(steps))
-            return compare_with_plain(run, Path(folder) / FOLDER)
+            return compare_with_plain(Job.of(run), Path(folder) / FOLDER)
 
 
-def covers(run: Run) -> bool:
-    """Return whether plain covers the task of a run."""
-    return Job.of(run).task.built_in()
-
-
-def tell(console: Console, run: Run, output: Path, verdict: Path | None = None) -> int:
-    """Compare the steps recorded in OUTPUT/plain and print the result. `verdict`: JSON file that the result is added
-    to. Returns the exit status."""
+def tell(console: Console, job: Job, output: Path, verdict: Path | None = None) -> int:
+    """Compare the steps of a job recorded in OUTPUT/plain and print the result. `verdict`: JSON file that the result is
+    added to. Returns the exit status."""
     console.say("training the plain reference (lockstep.plain) without dropout ...")
     ACTIVITY.set("computing the same steps by the plain reference")
     folder = output / FOLDER
     if not folder.exists():
-        result = PlainComparison(uncovered=f"task.name: {run.task.name} is your own code")
-    elif (needed := _bytes(folder, _draws(run.optim))) > (free := capacity(torch.device("cpu"), 1)):
+        result = PlainComparison(uncovered=f"task.name: {job.run.task.name} is your own code")
+    elif (needed := _bytes(folder, _draws(job.optimizer))) > (free := capacity(torch.device("cpu"), 1)):
         result = PlainComparison(
             uncovered=f"it needs {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are free"
         )
     else:
-        result = compare_with_plain(run, folder)
+        result = compare_with_plain(job, folder)
     if result.steps:
         rows = [_row(step.number, step.differences) for step in result.steps]
         console.table("relative differences from the plain reference", COLUMNS, rows, key="plain")
@@ -177,36 +171,61 @@ def _tolerances(steps: Sequence[StepComparison]) -> dict[str, list[str]]:
     return steps_of
 
 
-def compare_with_plain(run: Run, folder: Path) -> PlainComparison:
-    """Compare the steps recorded in a folder with plain's."""
-    verdict = _compared(run, folder, _draws(run.optim))
-    again = any(step.differs for step in verdict.steps) and _draws(run.optim) < MORE
+@dataclass(frozen=True)
+class PlainSide:
+    """What plain computes a job's steps from."""
+
+    job: Job
+    plain: Plain
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda" if torch.cuda.is_available() and self.job.run.launch.device != "cpu" else "cpu")
+
+    def in_float32(self) -> PlainSide:
+        """Return a copy without autocast."""
+        plain = copy.copy(self.plain)
+        plain.run = {**self.plain.run, "precision": "fp32"}
+        return replace(self, plain=plain)
+
+    def examples(self, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
+        """Return the examples of a micro-batch."""
+        if self.plain.own_model:
+            return drawn_examples(self.job.run, self.plain, split, rows, (step, index), self.device)
+        examples = self.plain.examples(split)
+        return [examples[row] for row in rows]
+
+
+def compare_with_plain(job: Job, folder: Path) -> PlainComparison:
+    """Compare the steps of a job recorded in a folder with plain's."""
+    verdict = _compared(job, folder, _draws(job.optimizer))
+    again = any(step.differs for step in verdict.steps) and _draws(job.optimizer) < MORE
     if again and _bytes(folder, MORE) <= capacity(torch.device("cpu"), 1):
-        return _compared(run, folder, MORE)
+        return _compared(job, folder, MORE)
     return verdict
 
 
-def _compared(run: Run, folder: Path, draws: int) -> PlainComparison:
+def _compared(job: Job, folder: Path, draws: int) -> PlainComparison:
     """Call `compare_with_plain` with a given number of perturbed runs, which measure the tolerance."""
     record, verdict = PlainRecord.read(folder), PlainComparison()
     try:
-        seed_libraries(run.seed)  # data of the user's own may be drawn
-        job = Plain(plain_run(run, folder), record.tokenizer)
-        job.libraries = _library_has_loss(run.task.name)
-        _check_numbers(job, record)
+        seed_libraries(job.run.seed)  # data of the user's own may be drawn
+        side = PlainSide(job, plain := Plain(plain_run(job, folder), record.tokenizer))
+        plain.libraries = _library_has_loss(job.run.task.name)
+        _check_numbers(plain, record)
         if record.evaluated:
-            verdict.differences.extend(_evaluation(run, job, record, folder, verdict.scores))
-        if run.precision == "bf16":  # its steps take their divisors from a step in float32
-            exact, *counted = itertools.tee(_trained(run, _in_float32(job), record, folder, 0), 2 + draws)
+            verdict.differences.extend(_evaluation(side, record, folder, verdict.scores))
+        if job.run.precision == "bf16":  # its steps take their divisors from a step in float32
+            exact, *counted = itertools.tee(_trained(side.in_float32(), record, folder, 0), 2 + draws)
             divisors = [(step.targets for step in each) for each in counted]
-            plain, *others = (_trained(run, job, record, folder, d, divisors[d]) for d in range(1 + draws))
+            first, *others = (_trained(side, record, folder, d, divisors[d]) for d in range(1 + draws))
             others.append(exact)
         else:
-            plain, *others = (_trained(run, job, record, folder, draw) for draw in range(1 + draws))
+            first, *others = (_trained(side, record, folder, draw) for draw in range(1 + draws))
         start = _named("model.", load_file(folder / "start.safetensors"))  # these show which weights are tied
-        parameters = [name for name, _ in build_model(job, start, empty=True).named_parameters()]
-        for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), plain, *others, strict=True)):
-            comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, run.precision)
+        parameters = [name for name, _ in build_model(plain, start, empty=True).named_parameters()]
+        for place, (ours, theirs, *rounded) in enumerate(zip(_recorded(record, folder), first, *others, strict=True)):
+            comparison = _compare_step(ours, theirs, rounded, record.steps[place].number, job.run.precision)
             comparison.unexpected.extend(_unexpected_changes(ours, theirs, parameters))
             verdict.steps.append(comparison)
             if lines := _lines(comparison, ours, theirs):
@@ -228,9 +247,10 @@ def _library_has_loss(task: str) -> bool:
         return False
 
 
-def plain_run(run: Run, folder: Path) -> dict[str, Any]:
-    """Return the run as plain reads it. Rows that only lockstep can create are written to files first."""
-    values = plain_sides.with_defaults(Job.of(run).task(run))
+def plain_run(job: Job, folder: Path) -> dict[str, Any]:
+    """Return the job's run as plain reads it. Rows that only lockstep can create are written to files first."""
+    run = job.run
+    values = plain_sides.with_defaults(job.task(run))
     if run.data.source == source.BUILTIN:
         rows = source.load(run.data.model_copy(update={"filter": {}, "limit": None}), run.seed)
         (folder / "rows").mkdir(exist_ok=True)
@@ -250,33 +270,26 @@ def _check_numbers(job: Plain, record: PlainRecord) -> None:
         raise ValueError(f"the run trains example {most}, but plain makes only {count} examples of the same data")
 
 
-def _examples(run: Run, job: Plain, split: str, rows: Sequence[int], step: int, index: int) -> list[dict]:
-    """The examples of a micro-batch."""
-    if job.own_model:
-        return drawn_examples(run, job, split, rows, (step, index), _device(run.launch))
-    examples = job.examples(split)
-    return [examples[row] for row in rows]
-
-
-def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: list[str]) -> list[str]:
+def _evaluation(side: PlainSide, record: PlainRecord, folder: Path, names: list[str]) -> list[str]:
     """Return the differences in metrics of a few validation examples before the steps. `names`: compared metrics are
     appended to it."""
-    low = run.precision != "fp32"
+    precision = side.job.run.precision
+    low = precision != "fp32"
     factor, least = (LOW, LEAST_LOW["loss"]) if low else (FACTOR, LEAST["loss"])
 
     def scored(model: nn.Module) -> dict[str, float]:
-        examples = _examples(run, job, "validation", record.evaluated, -1, 0)
+        examples = side.examples("validation", record.evaluated, -1, 0)
         if masked_ids := record.evaluation_masked:
             examples = [
-                masked(job, *each)
+                masked(side.plain, *each)
                 for each in zip(examples, masked_ids["read"][0], masked_ids["predicted"][0], strict=True)
             ]
-        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, run.precision == "bf16"):
-            return scores(job, model, examples)
+        with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, precision == "bf16"):
+            return scores(side.plain, model, examples)
 
-    model = _model(run.launch, job, folder)
+    model = _model(side, folder)
     plain = scored(model)
-    perturb_(model, run.precision)
+    perturb_(model, precision)
     perturbed, lines = scored(model), []
     for name in plain.keys() & record.scores.keys():
         ours, theirs = record.scores[name], plain[name]
@@ -292,13 +305,9 @@ def _evaluation(run: Run, job: Plain, record: PlainRecord, folder: Path, names: 
     return sorted(lines)
 
 
-def _device(launch: LaunchSection) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and launch.device != "cpu" else "cpu")
-
-
-def _model(launch: LaunchSection, job: Plain, folder: Path) -> nn.Module:
-    """Build the model with the weights before the steps; sets the job's reference model if the task needs one."""
-    device, untrained = _device(launch), folder / UNTRAINED
+def _model(side: PlainSide, folder: Path) -> nn.Module:
+    """Build the model with the weights before the steps; sets plain's reference model if the task needs one."""
+    job, device, untrained = side.plain, side.device, folder / UNTRAINED
     weights = _named("model.", load_file(folder / "start.safetensors"))
     if job.reference is None and job.needs_reference:
         first = _named("model.", load_file(untrained)) if untrained.exists() else weights
@@ -306,39 +315,32 @@ def _model(launch: LaunchSection, job: Plain, folder: Path) -> nn.Module:
     return build_model(job, weights).to(device)
 
 
-def _in_float32(job: Plain) -> Plain:
-    """Return a copy of the job without autocast."""
-    plain = copy.copy(job)
-    plain.run = {**job.run, "precision": "fp32"}
-    return plain
-
-
-def _draws(optim: OptimSection) -> int:
+def _draws(optimizer: type[OptimizerRules]) -> int:
     """Return the number of plain runs with perturbed last bits that measure rounding: several if an update enlarges a
     last bit, as a single perturbed run may leave a loss unchanged by chance."""
-    return 4 if optimizer_class(optim.name).enlarges_rounding else 1
+    return 4 if optimizer.enlarges_rounding else 1
 
 
 def _trained(
-    run: Run, job: Plain, record: PlainRecord, folder: Path, perturb: int, divisors: Iterable[float] | None = None
+    side: PlainSide, record: PlainRecord, folder: Path, perturb: int, divisors: Iterable[float] | None = None
 ) -> Iterator[TrainedStep]:
     """Yield the plain steps, without dropout. `perturb`: 0, or the number of the perturbation of the first weights."""
     state = _named("optimizer.", load_file(folder / "start.safetensors"))
-    model = _model(run.launch, job, folder)
+    job, model = side.plain, _model(side, folder)
     if perturb:
         perturb_(model, job.run["precision"], perturb - 1)
-    steps = (_micro_batches(run, job, step) for step in record.steps)
+    steps = (_micro_batches(side, step) for step in record.steps)
     with without_dropout(model):
         yield from train_steps(job, model, steps, record.total, [step.number for step in record.steps], state, divisors)
 
 
-def _micro_batches(run: Run, job: Plain, step: PlainStep) -> Iterator[list[dict]]:
+def _micro_batches(side: PlainSide, step: PlainStep) -> Iterator[list[dict]]:
     """Yield the examples of each non-empty micro-batch of a step, with their masks."""
     for index, rows in enumerate(step.micro_batches):
-        examples = _examples(run, job, "train", rows, step.number, index) if rows else []
+        examples = side.examples("train", rows, step.number, index) if rows else []
         if step.masked:
             drawn = (step.masked[key][index] for key in ("read", "predicted"))
-            examples = [masked(job, *each) for each in zip(examples, *drawn, strict=True)]
+            examples = [masked(side.plain, *each) for each in zip(examples, *drawn, strict=True)]
         if examples:
             yield examples
 

@@ -127,7 +127,7 @@ def replay(
     how = f"{run.strategy.name}, {quantity(processes, 'process')}, {quantity(run.launch.threads, 'thread')} each"
     console.say(f"step {step} of {about['total']}, recomputed from {began} ({how})")
     same = tell_steps(console, records, fingerprints.recorded(output), fingerprints.skips(run))
-    tell_step(console, run, about["step"])
+    tell_step(console, about["step"], texts_of(Job.of(run), about["step"]["rows"]))
     return int(not same)
 
 
@@ -167,9 +167,9 @@ def first_mismatch(now: Sequence[StepRecord], then: Sequence[StepRecord], skips:
     return None
 
 
-def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
-    """Print the examples with the highest losses, the layers with the largest gradients, and the clipping."""
-    texts = texts_of(run, step["rows"])
+def tell_step(console: Console, step: Mapping[str, Any], texts: Sequence[str]) -> None:
+    """Print the examples with the highest losses, the layers with the largest gradients, and the clipping. `texts`: the
+    beginnings of the examples."""
     where = {place: m for m, group in enumerate(step["micro_batches"]) for place in group}
     order = sorted(range(len(step["rows"])), key=lambda i: -step["losses"][i])
     rows = [
@@ -195,10 +195,8 @@ def tell_step(console: Console, run: Run, step: Mapping[str, Any]) -> None:
     console.say(f"gradient norm {whole:.6g}, {clipped}; learning rate {step['learning_rate']:g}")
 
 
-def texts_of(run: Run, rows: Sequence[int]) -> list[str]:
+def texts_of(job: Job, rows: Sequence[int]) -> list[str]:
     """Return the decoded beginnings of training examples; empty strings if the task has no tokens."""
-
-    job = Job.of(run)
     if job.task.own_model:
         return [""] * len(rows)
     task = make_task(job.with_data())

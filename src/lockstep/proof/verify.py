@@ -23,7 +23,7 @@ import torch
 from lockstep.config.error_messages import value_text
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.arrow_cache import Prepared
-from lockstep.data.job import arithmetic_of, strategy_class
+from lockstep.data.job import Job, arithmetic_of, strategy_class, task_class
 from lockstep.distributed.event_log import versions
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.randomness import UNCOVERED
@@ -103,7 +103,7 @@ def verify(
         console = Console(os.environ.get("RANK", "0") == "0")
         console.say(f"training {quantity(steps, 'step')} under {run.strategy.name} ...")
         ACTIVITY.set(f"computing {steps} steps under {run.strategy.name}")
-        looked_at = against_plain.STEPS if plain and against_plain.covers(run) else 0
+        looked_at = against_plain.STEPS if plain and task_class(run.task.name).built_in() else 0
         words = _words(steps, looked_at)
         if launcher is None or job is None:
             from lockstep.training import rank as worker
@@ -119,7 +119,7 @@ def verify(
             if status := record_alone(run, folder / "alone", steps):
                 return status
             status = tell(console, folder / "run", folder / "alone", verdict, keep)
-        return max(status, against_plain.tell(console, run, folder / "run", verdict) if plain else 0)
+        return max(status, against_plain.tell(console, job or Job.of(run), folder / "run", verdict) if plain else 0)
 
 
 def record_run(run: Run, folder: Path, steps: int, begin: int | None = None) -> tuple[int, Prepared | None]:
