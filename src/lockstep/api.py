@@ -22,7 +22,7 @@ from lockstep.lab import event_stream, import_path
 from lockstep.lab.event_stream import Event, Following
 from lockstep.lab.subprocess_job import Child
 from lockstep.launchers import start
-from lockstep.track.report import history
+from lockstep.track import history
 from lockstep_trace import streams
 
 

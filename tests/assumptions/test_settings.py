@@ -81,7 +81,7 @@ def errors_of(**values: Any) -> list[Any]:
     "src/lockstep/config/run.py",
     "src/lockstep/lab/import_config/import_config.py",
     "src/lockstep/lab/sweep/sweep_file.py",
-    "src/lockstep/track/report/history.py",
+    "src/lockstep/track/history.py",
 )
 def test_contents_of_validation_errors(values: dict[str, Any], kind: str, context: Any) -> None:
     """pydantic's errors have a type, the bounds in `ctx`, the input unchanged, and the path of the key. The message
@@ -181,7 +181,7 @@ def test_yaml_duplicate_keys_and_recursive_aliases() -> None:
     "src/lockstep/config/run.py",
     "src/lockstep/lab/import_config/table.py",
     "src/lockstep/lab/sweep/sweep_file.py",
-    "src/lockstep/track/report/history.py",
+    "src/lockstep/track/history.py",
 )
 def test_yaml_errors() -> None:
     """PyYAML's syntax errors are YAMLErrors with a line; a date that does not exist raises a plain ValueError."""

@@ -11,8 +11,8 @@ import pytest
 from lockstep.checkpoint.checkpoint import check_resumable
 from lockstep.commands.while_it_runs import checkpoints, last_metrics
 from lockstep.config.run import RunError
+from lockstep.track import history
 from lockstep.track.jsonl import Jsonl
-from lockstep.track.report import history
 from support.harness import digest, tiny
 from support.messages import raises
 from support.saving import SHARD, Job, bytes_in, here, job_of, run_in

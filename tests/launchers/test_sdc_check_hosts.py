@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.config.errors import EXCLUDED
-from lockstep.track.report.history import lines_of
+from lockstep.track.history import lines_of
 from support import hosts
 from support.host_jobs import QUICK, STEPS, alone, bits, three, torchrun, write
 from support.hosts import Hosts, Job

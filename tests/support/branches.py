@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.track.report.history import lines_of
+from lockstep.track.history import lines_of
 
 
 def weights_of(output: Path) -> str:

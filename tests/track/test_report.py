@@ -13,8 +13,8 @@ from lockstep.distributed import event_log
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.step_timer import NAMES
 from lockstep.distributed.world import World
+from lockstep.track.history import lines_of, read
 from lockstep.track.report import charts
-from lockstep.track.report.history import lines_of, read
 from lockstep.track.report.report import write_comparison, write_report
 from support.browser import CHROMIUM, browser
 from support.command import STEPS, CommandJob, each_step_once, ended

@@ -10,9 +10,9 @@ import pytest
 from lockstep.cli import main
 from lockstep.commands import while_it_runs as command
 from lockstep.distributed import job_record
+from lockstep.track.history import read
 from lockstep.track.report import charts, panels
 from lockstep.track.report.charts import ChartStyle, lines
-from lockstep.track.report.history import read
 from lockstep.track.report.report import Live, write_report
 from support.browser import CHROMIUM, browser
 from support.messages import mentions

@@ -24,7 +24,7 @@ from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions
-from lockstep.track.report import history
+from lockstep.track import history
 
 if TYPE_CHECKING:
     from lockstep.distributed.world import World

@@ -26,9 +26,8 @@ from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
-from lockstep.track import json_output
+from lockstep.track import history, json_output
 from lockstep.track.console import Console, error
-from lockstep.track.report import history
 from lockstep_trace import streams
 from lockstep_trace.coded import quantity
 from lockstep_trace.redaction import printable

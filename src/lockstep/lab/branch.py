@@ -37,7 +37,7 @@ from lockstep.data.job import Job, arithmetic_of
 from lockstep.launchers import start
 from lockstep.launchers.processes import output_lock
 from lockstep.track.console import Console, error
-from lockstep.track.report.history import lines_of
+from lockstep.track.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing
 from lockstep.training.step_record import by_step, record_differences

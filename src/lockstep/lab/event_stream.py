@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lockstep.config.model_selection import Best
 from lockstep.distributed import job_record
-from lockstep.track.report.history import objects_of
+from lockstep.track.history import objects_of
 
 # described in docs/how-to/python.md
 Kind = Literal["prepared", "start", "step", "evaluation", "samples", "checkpoint", "stop", "failed", "finish", "end"]

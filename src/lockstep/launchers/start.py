@@ -28,9 +28,9 @@ from lockstep.distributed import job_record
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
 from lockstep.launchers.processes import output_lock
+from lockstep.track import history
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, error
-from lockstep.track.report import history
 from lockstep.training.resolve import Machine, fitted, resolve, resolve_launch
 from lockstep_trace.coded import quantity
 

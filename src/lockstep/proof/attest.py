@@ -26,7 +26,7 @@ from lockstep.data.job import Job
 from lockstep.launchers import start
 from lockstep.proof.replay import first_mismatch, replayed, run_to_recompute, start_of
 from lockstep.track.console import Console
-from lockstep.track.report.history import lines_of, scores_of
+from lockstep.track.history import lines_of, scores_of
 from lockstep.training import fingerprints
 from lockstep.training.step_record import read_records
 from lockstep_trace.coded import quantity

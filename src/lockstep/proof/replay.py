@@ -21,7 +21,7 @@ from lockstep.data.job import Job
 from lockstep.launchers import start
 from lockstep.tasks.task import make_task
 from lockstep.track.console import Console
-from lockstep.track.report.history import lines_of
+from lockstep.track.history import lines_of
 from lockstep.training import fingerprints
 from lockstep.training.step_record import Difference, StepRecord, by_step, read_records, record_differences
 from lockstep_trace.coded import quantity

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
-from lockstep.track.report import history
+from lockstep.track import history
 from lockstep_trace.redaction import one_line, printable, redact_all
 
 MOST_WAITING = 10_000  # calls; a tracker further behind will not catch up

@@ -19,8 +19,8 @@ from lockstep.config.run import Run
 from lockstep.data.batch import StepResult
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
+from lockstep.track.history import lines_of
 from lockstep.track.jsonl import Lines
-from lockstep.track.report.history import lines_of
 
 if TYPE_CHECKING:
     from lockstep.training.step_record import StepRecord

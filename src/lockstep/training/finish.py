@@ -28,10 +28,10 @@ from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Calibrates, Task, make_task
+from lockstep.track import history
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import LOG, Console, error
-from lockstep.track.report import history
-from lockstep.track.report.history import history_complete
+from lockstep.track.history import history_complete
 from lockstep.training import export_check
 from lockstep.training.errors import EvaluationInterrupted
 from lockstep.training.evaluation import evaluate_with_tables

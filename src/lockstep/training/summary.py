@@ -27,7 +27,7 @@ from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Predicts, Task
 from lockstep.track.console import Console, clock
-from lockstep.track.report.history import lines_of
+from lockstep.track.history import lines_of
 from lockstep.training.model_stats import data, in_millions, selection_lines
 from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import launcher_class, resolve_strategy

@@ -36,9 +36,9 @@ from lockstep.lab.sweep import sweep_file
 from lockstep.lab.sweep.sweep_file import Sweep, name_of
 from lockstep.launchers import slurm, start
 from lockstep.launchers.local import processes_of
+from lockstep.track import history
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, clock
-from lockstep.track.report import history
 from lockstep.track.report.report import write_comparison
 from lockstep.training.resolve import fitted
 from lockstep.training.shared_prefix import OF_STEPS, Course, course, parting, shares_nothing

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 from lockstep.track.console import LOG
+from lockstep.track.history import History
 from lockstep.track.report import charts
-from lockstep.track.report.history import History
 from lockstep_trace.coded import quantity
 
 # title of a chart -> (name of a line -> (split, key in metrics.jsonl))

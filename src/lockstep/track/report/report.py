@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from lockstep.config import error_messages as messages
 from lockstep.config.output_files import replace_text
+from lockstep.track.history import History, read
 from lockstep.track.report import charts, panels
-from lockstep.track.report.history import History, read
 from lockstep_trace.redaction import printable
 
 if TYPE_CHECKING:
