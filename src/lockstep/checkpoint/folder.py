@@ -19,27 +19,13 @@ from typing import TYPE_CHECKING
 from lockstep.checkpoint import manifest as manifests
 from lockstep.checkpoint.manifest import Manifest, folder_of, name_of, newest_first, superfluous
 from lockstep.config.output_files import FolderInside, clear, redirected, sync
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.config.sections import CheckpointSection
 from lockstep.data.cache import cache_folder
 from lockstep.data.job import Job
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.shard_files import Written
-
-
-def commit(run: Run, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str] = ()) -> None:
-    """Turn a folder written aside into a checkpoint, atomically, and prune. Runs in the background. `in_use`: names of
-    checkpoints not to remove yet. Errors: `OSError`."""
-    for file in files:
-        if (size := (aside / file.name).stat().st_size) != file.bytes:
-            raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
-    final = rename_into_place(run.folder, manifest, aside)
-    with suppress(OSError):  # a convenience; some file systems (buckets, Windows shares) have no links
-        link = final.parent / ".latest.partial"
-        link.unlink(missing_ok=True)
-        link.symlink_to(final.name)
-        os.replace(link, final.parent / "latest")
-    prune(run, final, in_use)
 
 
 def rename_into_place(output: Path, manifest: Manifest, aside: Path) -> Path:
@@ -59,10 +45,12 @@ def rename_into_place(output: Path, manifest: Manifest, aside: Path) -> Path:
     return final
 
 
-def prune(run: Run, newest: Path, in_use: Collection[str] = ()) -> None:
+def prune(
+    output: Path, section: CheckpointSection, average: int | None, newest: Path, in_use: Collection[str] = ()
+) -> None:
     """Remove superfluous checkpoints; failures to remove are ignored."""
     with suppress(OSError):
-        for path in manifests.superfluous(run, newest):
+        for path in superfluous(output, section, average, newest):
             if path.name not in in_use:
                 remove(path)
 
@@ -184,10 +172,20 @@ class DiskSpace:
         return f"the disk of {self.run.folder} has {_size(free)} left, too little for {what}; free disk space"
 
     def commit(self, manifest: Manifest, aside: Path, files: list[Written], in_use: Collection[str]) -> str | None:
-        """`folder.commit`, then `clear` for the next writes. Errors: `OSError`."""
+        """Turn a folder written aside into a checkpoint, atomically, prune, and `clear` for the next writes. Runs in
+        the background. `in_use`: names of checkpoints not to remove yet. Errors: `OSError`."""
         if (fault := self.checkpoints_away()) is not None:
             raise OSError(fault)
-        commit(self.run, manifest, aside, files, in_use)
+        for file in files:
+            if (size := (aside / file.name).stat().st_size) != file.bytes:
+                raise OSError(f"{file.name} has {size} bytes, its rank wrote {file.bytes}")
+        final = rename_into_place(self.run.folder, manifest, aside)
+        with suppress(OSError):  # a convenience; some file systems (buckets, Windows shares) have no links
+            link = final.parent / ".latest.partial"
+            link.unlink(missing_ok=True)
+            link.symlink_to(final.name)
+            os.replace(link, final.parent / "latest")
+        prune(self.run.folder, self.run.checkpoint, self.run.average.last, final, in_use)
         self._written = name_of(manifest.step), manifest.dump()
         return self.clear(manifest.step == manifest.steps, in_use)
 
@@ -226,8 +224,8 @@ class DiskSpace:
 
     def _dispensable(self) -> list[Path]:
         """Checkpoints that a run with `checkpoint.keep: 1` would not keep, among those with readable manifests."""
-        one = self.run.model_copy(update={"checkpoint": self.run.checkpoint.model_copy(update={"keep": 1})})
-        return superfluous(one)
+        one = self.run.checkpoint.model_copy(update={"keep": 1})
+        return superfluous(self.run.folder, one, self.run.average.last)
 
 
 def free_bytes(folder: Path) -> int | None:

@@ -22,6 +22,7 @@ from lockstep.config import user_code
 from lockstep.config.error_messages import value_text
 from lockstep.config.errors import reason_of
 from lockstep.config.run import Run, RunError
+from lockstep.config.sections import CheckpointSection
 from lockstep.data.job import Job
 from lockstep.distributed.hardware import INSTRUCTIONS, instructions
 from lockstep.track import history
@@ -262,30 +263,30 @@ def averaged(last: int | None, step: int, every: int) -> list[int]:
     return [*steps[max(0, len(steps) + 1 - (last or 1)) :], step]
 
 
-def superfluous(run: Run, newest: Path | None = None) -> list[Path]:
+def superfluous(
+    output: Path, section: CheckpointSection, average: int | None, newest: Path | None = None
+) -> list[Path]:
     """Checkpoints not in `to_keep`, newest first; of equally good ones the earliest is kept."""
-    checkpoints = list(newest_first(run.folder))
-    needed = to_keep(run, {manifest.step: manifest for _, manifest in checkpoints})
+    checkpoints = list(newest_first(output))
+    needed = to_keep(section, average, {manifest.step: manifest for _, manifest in checkpoints})
     return [path for path, manifest in checkpoints if manifest.step not in needed and path != newest]
 
 
-def to_keep(run: Run, manifests: Mapping[int, Manifest]) -> set[int]:
+def to_keep(section: CheckpointSection, average: int | None, manifests: Mapping[int, Manifest]) -> set[int]:
     """Steps whose checkpoints are kept: the `keep` newest, those of `checkpoint.at`, the best (also the best up to each
-    of these), and those that the final average needs."""
-    marked = manifests.keys() & set(run.checkpoint.at)
+    of these), and those that the final average (`average.last`) needs."""
+    marked = manifests.keys() & set(section.at)
     best = [
-        best_first(
-            run.checkpoint.best, {step: manifest.scores for step, manifest in manifests.items() if step <= last}
-        )[:1]
+        best_first(section.best, {step: manifest.scores for step, manifest in manifests.items() if step <= last})[:1]
         for last in (*marked, max(manifests, default=0))
     ]
     steps = {
-        *sorted(manifests, reverse=True)[: run.checkpoint.keep],
+        *sorted(manifests, reverse=True)[: section.keep],
         *marked,
         *(each.step for one in best for each in one),
     }
-    if run.average.last is not None and manifests:
-        steps |= manifests.keys() & averaged(run.average.last, max(manifests), manifests[max(manifests)].every)
+    if average is not None and manifests:
+        steps |= manifests.keys() & averaged(average, max(manifests), manifests[max(manifests)].every)
     return steps
 
 

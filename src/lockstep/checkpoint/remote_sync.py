@@ -178,7 +178,7 @@ class RemoteSync:
             self.list_checkpoints()
         there = self._there if self._there is not None else {}
         here = {m.step: (path, m) for path, m in newest_first(self.run.folder)}
-        needed = to_keep(self.run, {step: m for step, (_, m) in here.items()})
+        needed = to_keep(self.run.checkpoint, self.run.average.last, {step: m for step, (_, m) in here.items()})
         self.in_use, faults = frozenset(name_of(step) for step in needed), list[str]()
         for step in sorted(needed, reverse=True):
             path, manifest = here[step]
@@ -199,7 +199,7 @@ class RemoteSync:
             self._damaged.discard(path.name)
         self.in_use = frozenset()
         if here:
-            folder.prune(self.run, here[max(here)][0])
+            folder.prune(self.run.folder, self.run.checkpoint, self.run.average.last, here[max(here)][0])
         self._tidy(there)
         self.copy_export(self.run.folder)
         if faults:
@@ -216,7 +216,7 @@ class RemoteSync:
 
     def _tidy(self, there: dict[int, Manifest]) -> None:
         """Write the index; remove superfluous checkpoints, and incomplete ones older than the newest."""
-        needed = to_keep(self.run, there)
+        needed = to_keep(self.run.checkpoint, self.run.average.last, there)
         index = json.dumps({"steps": sorted(needed)}).encode()
         if self._read("checkpoints/index.json") != index:
             self._bucket.write(self.address.below("checkpoints/index.json"), index)
