@@ -29,8 +29,11 @@ INSTRUCTIONS = ("avx2", "fma")
 replaced: dict[str, str | None] = {}  # previous values, while the variables are pinned
 
 
-def pin(portable: bool) -> None:
-    """Set the variables for a portable run; otherwise restore those that an earlier portable run changed."""
+def pin(portable: bool, here: bool = False) -> None:
+    """Set the variables for a portable run; otherwise restore those that an earlier portable run changed. `here`:
+    whether this machine trains it. Errors: `RunError`, if its processor cannot."""
+    if portable and here:
+        refuse()
     if portable and not replaced:
         replaced.update({name: os.environ.get(name) for name in VARIABLES})
         os.environ.update(VARIABLES)

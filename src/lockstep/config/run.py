@@ -296,9 +296,7 @@ def load(
     strategy: Any = values.get("strategy")
     portable = isinstance(strategy, dict) and strategy.get("exact") == "portable"
     if portable or processor.replaced:  # by an earlier portable run of this process
-        processor.pin(portable)
-    if portable and trains and _ranks_are_here(values.get("launch")):
-        processor.refuse()
+        processor.pin(portable, trains and _ranks_are_here(values.get("launch")))
     try:
         run = _validated(values, origin, lines, overridden, imports, by_person if quick else None)
         if written.is_resolved(alone, Run.model_fields):  # before an override of steps removed epochs
