@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.tasks.models import model_configs
+from lockstep.tasks.models import model_configs, models
 from support.harness import tiny
 from support.messages import mentions, raises
 
@@ -50,3 +50,13 @@ def test_it_is_refused_before_a_process_starts(command: str, here: Path, capsys:
     assert mentions(said, "LS3127", "flash_attention_2")
     assert len(said.splitlines()) == 1
     assert not (here / "outputs/quickstart/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("family", "head"), [("mpt", "token_classification"), ("funnel", "classification")])
+def test_a_family_without_this_attention_is_refused(family: str, head: str) -> None:
+    small = tiny(f"model={{type: {family}, attention: eager, config: {{}}}}")
+    models.check_arithmetic(small, head)
+    for name in ("sdpa", "flex_attention"):
+        run = small.model_copy(update={"model": small.model.model_copy(update={"attention": name})})
+        with raises("LS3134", name, family):
+            models.check_arithmetic(run, head)

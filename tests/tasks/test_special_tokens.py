@@ -30,9 +30,12 @@ def a_tokenizer(pad: int, end: int | None, separator: int, around: list[int]) ->
 
     class Tokenizer(SimpleNamespace):
         def __call__(self, *texts: str) -> dict[str, list[int]]:
-            return {"input_ids": list(around)}
+            return {"input_ids": list(around), "token_type_ids": [0, *[1] * (len(texts) - 1)]}
 
-    return Tokenizer(pad_token_id=pad, pad_token="</s>", eos_token_id=end, sep_token_id=separator)
+    names = ["input_ids", "token_type_ids"]
+    return Tokenizer(
+        model_input_names=names, pad_token_id=pad, pad_token="</s>", eos_token_id=end, sep_token_id=separator
+    )
 
 
 @pytest.mark.parametrize(("end", "separator"), [(2, 2), (None, 2)])
@@ -42,6 +45,34 @@ def test_a_classifier_that_reads_at_the_end_does_not_pad_with_it(end: int | None
     with raises("LS3190"):
         models.check_tokenizer(run.model, heads.CLASSIFICATION, a_tokenizer(2, end, separator, []))
     models.check_tokenizer(run.model, heads.SEQ2SEQ, a_tokenizer(2, end, separator, []))
+
+
+def test_a_classifier_that_reads_at_the_end_needs_an_end() -> None:
+    model = a_run("bart", BART).model
+    models.check_encoded(model, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 5, 2]), 1)
+    with raises("LS3192", "2"):
+        models.check_encoded(model, heads.CLASSIFICATION, a_tokenizer(1, 2, 2, [0, 5]), 1)
+    models.check_encoded(model, heads.QUESTION_ANSWERING, a_tokenizer(1, 2, 2, [0, 5]), 2)
+
+
+def test_pairs_need_two_token_types() -> None:
+    """transformers fails with an IndexError; DeBERTa, the control, ignores types that it does not have."""
+    tok = a_tokenizer(1, 2, 2, [0, 5, 2])
+    for family, types in (("roberta", 2), ("deberta", 0)):
+        models.check_encoded(a_run(family, LAYERS | {"type_vocab_size": types}).model, heads.CLASSIFICATION, tok, 2)
+    one = a_run("roberta", LAYERS | {"type_vocab_size": 1}).model
+    models.check_encoded(one, heads.CLASSIFICATION, tok, 1)
+    with raises("LS3193", "roberta"):
+        models.check_encoded(one, heads.CLASSIFICATION, tok, 2)
+
+
+def test_masked_models_predict_each_token_at_its_place() -> None:
+    perceiver = {"num_latents": 8, "d_latents": 16, "d_model": 16, "num_self_attends_per_block": 1, "num_blocks": 1}
+    perceiver |= {"num_self_attention_heads": 2, "num_cross_attention_heads": 2, "max_position_embeddings": 64}
+    config_checks.check_masked(a_run("bert", LAYERS).model, heads.MASKED)
+    for family, entries, code in (("bart", BART, "LS3065"), ("perceiver", perceiver, "LS3066")):
+        with raises(code, family):
+            config_checks.check_masked(a_run(family, entries).model, heads.MASKED)
 
 
 def test_transformers_refuses_such_padding_too() -> None:

@@ -151,6 +151,10 @@ class Classification(TextTask, Streams, LabelTask):
         examples = len(data.splits["train"]) if data.rows is None else sum(counts)
         objective_of(self.options)(self.options, data.labels.codes.names, counts, examples)
 
+    def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        super().check(data, folder, tok)
+        models.check_encoded(self.run.model, self.head, tok, len(self.options.text_columns))
+
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, token_checks.Limit]:
         texts = len(self.options.text_columns)
         special = read_by["input_ids"].num_special_tokens_to_add(pair=texts == 2)

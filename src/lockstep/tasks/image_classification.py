@@ -154,7 +154,10 @@ class ImageClassification(LabelTask):
         return True
 
     def check_prepared(self, prepared: Prepared) -> None:
+        from lockstep.tasks.models import models
+
         facts = prepared.facts
+        models.check_arithmetic(self.run, self.head)
         refuse_lone_examples(
             self.run, sum(facts["of_label"]), lambda: _trained_on_one(self.run, self.head, facts["shape"])
         )

@@ -85,7 +85,10 @@ class MaskedLanguageModeling(PerToken):
             yield [piece for text in batch[options.text] for piece in lm_documents.pieces(text)]
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        from lockstep.tasks.models import config_checks
+
         _check_tokenizer(tok, self.options)
+        config_checks.check_masked(self.run.model, self.head)
         super().check(data, folder, tok)
 
     def limits(self, read_by: Mapping[str, Any]) -> dict[str, Limit]:

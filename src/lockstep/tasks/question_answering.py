@@ -111,12 +111,15 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return [qa_features.QUESTION, qa_features.CONTEXT], [qa_features.TEXTS, qa_features.START]
 
     def check(self, data: TextData, folder: Path, tok: Any) -> None:
+        from lockstep.tasks.models import models
+
         if not tok.is_fast:
             raise RunError(
                 "LS3340",
                 "tokenizer: it does not report the characters of its tokens (no fast tokenizer); choose a "
                 "model with a fast tokenizer",
             )
+        models.check_encoded(self.run.model, str(self.head), tok, 2)
         super().check(data, folder, tok)
 
     def fit_defaults(self) -> tuple[Run, list[str]]:

@@ -232,6 +232,57 @@ def unportable_operation(section: ModelSection, head: str, config: Any, operatio
     return None
 
 
+def check_masked(section: ModelSection, head: str) -> None:
+    """Refuse a model that does not predict each token at its own position. Errors: `RunError`."""
+    config = model_configs.load_config(section)
+    if config.is_encoder_decoder:
+        raise RunError(
+            "LS3065",
+            f"model: masked tokens are predicted from all others, and {config.model_type} has a decoder, which reads "
+            "only those before; choose an encoder such as bert",
+        )
+    if (positions := padding.kept_trial(section, head, config, other_positions)) is not None:
+        raise RunError(
+            "LS3066",
+            f"model: this {config.model_type} has logits of {positions} positions for a text of any length; choose "
+            "another model",
+        )
+
+
+def other_positions(section: ModelSection, head: str, config: Any) -> str | None:
+    """Number of positions of the logits if it is not that of the tokens; None also if no small model can be built."""
+
+    def attempt(variant: Any) -> str | None:
+        inputs = small_models.examples(head, *small_models.BATCHES[0])
+        with torch.no_grad():
+            logits = small_models.small(section, head, variant, None)(**inputs)[0]
+        return None if logits.shape[1] == inputs["input_ids"].shape[1] else str(logits.shape[1])
+
+    with suppress(Exception):
+        return small_models.tried(config, head, attempt)
+    return None
+
+
+def rejected_types(section: ModelSection, head: str, config: Any) -> str | None:
+    """The error of a model that has no embedding for token type 1; None if it has one or ignores types, and if no small
+    model can be built."""
+
+    def attempt(variant: Any) -> str | None:
+        inputs = small_models.examples(head, *small_models.BATCHES[0])
+        model = small_models.small(section, head, variant, None)
+        with torch.no_grad():
+            model(**inputs)
+            try:
+                model(**inputs, **small_models.typed(inputs))
+            except IndexError as error:
+                return small_models.brief(error)
+        return None
+
+    with suppress(Exception):
+        return small_models.tried(config, head, attempt)
+    return None
+
+
 LossPair = tuple[float, tuple[float, ...]]  # the loss, and the cross-entropies it may equal
 
 

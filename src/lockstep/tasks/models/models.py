@@ -163,9 +163,11 @@ _NO_AUTOCAST = {
 
 
 def check_arithmetic(run: Run, head: str) -> None:
-    """Refuse a family of `_NO_AUTOCAST` under autocast, and a family that portable arithmetic does not support. Errors:
-    `RunError`."""
-    family = load_config(run.model).model_type
+    """Refuse a family of `_NO_AUTOCAST` under autocast, and a family that does not support `model.attention` or
+    portable arithmetic. Errors: `RunError`."""
+    config = load_config(run.model)
+    family = config.model_type
+    _check_attention(run.model, config, head)
     why = _NO_AUTOCAST.get(family)
     if why and run.precision != "fp32" and not run.model.trained_in_bfloat16:
         raise RunError(
@@ -193,6 +195,27 @@ def _check_buildable(section: ModelSection, config: Any, head: str) -> None:
         raise RunError(
             "LS3144", f"model.config: transformers cannot build this {config.model_type}: {reason}"
         ) from error
+
+
+def _check_attention(section: ModelSection, config: Any, head: str) -> None:
+    """Refuse a `model.attention` that the family does not support. Those of GPUs and of the Hub are not tried. Errors:
+    `RunError`."""
+    import transformers
+
+    if section.attention not in ("sdpa", "flex_attention"):
+        return
+    auto = getattr(transformers, heads.of(head).auto)
+    options = {"trust_remote_code": section.trust_remote_code, "attn_implementation": section.attention}
+    try:
+        with torch.device("meta"):
+            auto.from_config(with_architectures(config), **options)
+    except (ImportError, ValueError) as error:
+        if "attention" in str(error):
+            raise RunError(
+                "LS3134",
+                f"model.attention: transformers has no {section.attention} for a model of the type "
+                f"{config.model_type!r}; use eager, or leave model.attention out for the model's own choice",
+            ) from error
 
 
 def sequence_classifier(
@@ -525,4 +548,30 @@ def _check_separators(section: ModelSection, tokenizer: Any) -> None:
             f"{config.sep_token_id} (model.config.sep_token_id) in each example, but this tokenizer writes "
             f"{around} around a question and its text; use a tokenizer that writes <s> question </s></s> text "
             "</s>, as allenai/longformer-base-4096 does, or another family",
+        )
+
+
+def check_encoded(section: ModelSection, head: str, tokenizer: Any, texts: int) -> None:
+    """Refuse a tokenizer that leaves out the end token at which a family classifies, and token types that the model
+    does not have. `texts`: 1, or 2 for pairs. Errors: `RunError`."""
+    config, encoded = load_config(section), tokenizer(*("a",) * texts)
+    ids = (tokenizer.eos_token_id, tokenizer.sep_token_id) if section.type is not None else (config.eos_token_id,)
+    end = next((each for each in ids if each is not None), None)
+    reads_end = head == heads.CLASSIFICATION and config.model_type in _CLASSIFIED_AT_END
+    if reads_end and end is not None and end not in encoded["input_ids"]:
+        raise RunError(
+            "LS3192",
+            f"tokenizer: a {config.model_type} classifies at the end token, and this tokenizer ends no text with the "
+            f"id {end} (model.config.eos_token_id); use a tokenizer that does, as that of facebook/bart-base, or an "
+            "encoder such as bert",
+        )
+    types = encoded.get("token_type_ids", []) if "token_type_ids" in tokenizer.model_input_names else []
+    known = entry(config, "type_vocab_size")
+    unknown = texts == 2 and isinstance(known, int) and max(types, default=0) >= known
+    if unknown and padding.kept_trial(section, head, config, config_checks.rejected_types) is not None:
+        raise RunError(
+            "LS3193",
+            f"tokenizer: the second text of a pair has the token type {max(types)}, and this {config.model_type} has "
+            f"{known} (model.config.type_vocab_size); remove token_type_ids from model_input_names in the "
+            "tokenizer's tokenizer_config.json",
         )
