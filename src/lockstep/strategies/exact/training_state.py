@@ -135,8 +135,12 @@ def check_masters(job: Job) -> None:
     if WeightFormats.BFLOAT16 not in formats:
         raise RunError(
             "LS4162",
-            f"model.dtype: {name} supports float32 weights only with these options; use strategy.name=ddp or "
-            "fsdp2 (DeepSpeed's own option is bf16: {enabled: true})",
+            f"model.dtype: {name} supports float32 weights only with these options; use strategy.name=ddp or fsdp2"
+            + (
+                " (DeepSpeed's own option is bf16: {enabled: true})"
+                if name.startswith(("zero", "hf_accelerate"))
+                else ""
+            ),
         )
     if not run.strategy.exact:
         raise RunError(

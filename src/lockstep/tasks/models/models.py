@@ -212,7 +212,7 @@ def _check_attention(section: ModelSection, config: Any, head: str) -> None:
     except (ImportError, ValueError) as error:
         if "attention" in str(error):
             raise RunError(
-                "LS3134",
+                "LS3138",
                 f"model.attention: transformers has no {section.attention} for a model of the type "
                 f"{config.model_type!r}; use eager, or leave model.attention out for the model's own choice",
             ) from error
