@@ -267,7 +267,7 @@ On twelve sets, written without knowledge of the rules, the score is lower:
 
 
 RUNS = (  # of the last measurement
-    "The run had 109 expected causes first; three expected texts were reworded, their exhibits run again. "
+    "At first 109 had the expected cause first; three expected texts were reworded, and their exhibits run again. "
     "Exhibits 1 to 100 ran on 579cf2fb, the rest later."
 )
 
@@ -285,17 +285,17 @@ def page(rows: list[tuple[Exhibit, Result]], healthy: list[tuple[Healthy, Result
         "# The museum of silent faults",
         "",
         "Each exhibit is a small script with one silent fault. `lockstep trace` runs it unchanged.",
-        "Where a fault shows only beside a correct job, `lockstep diff` compares it with one process.",
+        "If a fault shows only in comparison, `lockstep diff` compares the script with a correct run on one process.",
         "",
         f"- **Faults**: {found} of {len(rows)} are found, {right} with the expected cause first. {quiet} are rated "
         "suspicious,",
-        "  printed with `--verbose`. "
+        "  and printed only with `--verbose`. "
         f"{sum(_how(e) in AS_RELEASED for e, _ in rows)} are public faults, reproduced in the reported library.",
         f"- **Healthy scripts**: {clean} of {len(healthy)} have no finding.",
         "",
         RUNS,
         *HELD_OUT.splitlines(),
-        "One of [all](../../benchmarks/results/museum.md):",
+        "One exhibit of [all](../../benchmarks/results/museum.md):",
         "",
         "| fault | symptom | cause named |",
         "|---|---|---|",

@@ -34,7 +34,7 @@ with json_output.recording("verify") as finish:
     subprocess.run([sys.executable, "-c", "print('a rank prints')"])
     console.facts({"device": "cpu"})
     rows = [["1", "1,520.5", "same"], ["2", "", "same"]]
-    console.table("ddp beside one process", ["step", "loss", ""], rows, key="steps")
+    console.table("ddp compared with one process", ["step", "loss", ""], rows, key="steps")
     console.note("a note")
     sys.exit(finish(1))
 """

@@ -13,11 +13,13 @@ from support.consoles import screen
 CODE = """
 import subprocess, sys, time
 from lockstep.track import busy
+from lockstep.track.console import Console
 busy.FIRST_S = 0.0
 with busy.CommandNote(lambda: "evaluation, 3 of 20 batches"):
     time.sleep(0.6)
     print("a row")
-    time.sleep(0.4)
+    with Console(True).busy(lambda: "importing"):  # one line shows the activity, not two
+        time.sleep(0.4)
     print("another row")
     if sys.argv[1:] == ["fails"]:
         raise KeyboardInterrupt

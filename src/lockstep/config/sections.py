@@ -140,7 +140,7 @@ class PluginSection(OpenSection):
 class TaskSection(PluginSection):
     name: str = Field(
         "classification",
-        description="a name of docs/reference/tasks.md, such as classification; module: a model, data and a loss of "
+        description="a name that `lockstep list` prints, such as classification; module: a model, data and a loss of "
         "your own; or your.module.Class; its other keys are the task's",
     )
 

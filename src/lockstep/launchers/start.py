@@ -98,7 +98,7 @@ def ready(launcher: Launcher, plan: LaunchPlan, console: Console) -> tuple[Launc
     ACTIVITY.set("importing torch and transformers")
 
     def tell(label: str, text: str) -> None:
-        (console.detail if text.startswith("from the cache") else console.facts)({label: text})
+        (console.facts if "again because" in text else console.detail)({label: text})
 
     job = resolve(run, machine, plan.processes, Scope.START, tell)
     plan, manifest = plan.resolved(job), job.newest

@@ -152,7 +152,8 @@ def tell(console: Console, ours: Path, single: Path, verdict: Path | None = None
     if verdict is not None:
         answer = {"agrees": not wrong, "promise": "bits" if mine.bits else "rounding", "differences": wrong}
         verdict.write_text(json.dumps(answer), encoding="utf-8")
-    say_numbers(console, compared, f"{mine.strategy} on {quantity(mine.processes, 'process')}, beside one process")
+    processes = quantity(mine.processes, "process")
+    say_numbers(console, compared, f"{mine.strategy} on {processes}, compared with one process")
     kinds = (f"{what} {' and '.join(names)}" for what, names in mine.dtypes.items())
     console.say(f"dtypes: {', '.join(kinds)}".replace("torch.", ""), 2)
     if wrong:

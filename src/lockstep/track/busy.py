@@ -68,17 +68,21 @@ ACTIVITY = Activity()
 
 
 class ProgressNote:
-    """Context manager that shows the progress line below other output of the same console."""
+    """Context manager that shows the progress line below other output of the same console. On a terminal where a
+    `CommandNote` already shows the activity, it shows nothing."""
 
     def __init__(self, rich: RichConsole, say: Callable[[str], None], place: Callable[[], str]) -> None:
         self._rich, self._say, self._place = rich, say, place
         self._over = threading.Event()
         self._live: Live | None = None
+        self._thread: threading.Thread | None = None
         self._counted: tuple[str, int, float] | None = None  # what is counted, first count, its time
         self._spinner = Spinner("dots")
 
     def __enter__(self) -> ProgressNote:
         self._began = time.monotonic()
+        if CommandNote.visible_on_terminal:
+            return self  # two animated lines would overwrite each other
         if self._rich.is_interactive:
             self._live = Live(console=self._rich, get_renderable=self._line, transient=True, refresh_per_second=4)
             self._live.start(refresh=True)
@@ -96,7 +100,7 @@ class ProgressNote:
         if self._live is not None:
             remove_display(self._live.stop)
             self._live.stop()
-        else:
+        elif self._thread is not None:
             self._thread.join()
 
     def _line(self) -> Constrain:
@@ -138,6 +142,8 @@ class CommandNote:
 
     The line disappears before anything is written to standard output. Without a terminal it is not shown."""
 
+    visible_on_terminal = False
+
     def __init__(self, place: Callable[[], str]) -> None:
         self._place, self._out = place, sys.stdout
         self._lock, self._over, self._visible = threading.RLock(), threading.Event(), False
@@ -149,6 +155,7 @@ class CommandNote:
             self._out, sys.stdout = sys.stdout, cast(TextIO, _Above(sys.stdout, self.clear))
             self._thread = threading.Thread(target=self._show, name="lockstep-waiting", daemon=True)
             self._thread.start()
+            CommandNote.visible_on_terminal = True
         return self
 
     def __exit__(self, kind: object, caught: object, at: object) -> None:
@@ -156,6 +163,7 @@ class CommandNote:
             self._over.set()
             self._thread.join()
             self.clear()
+            CommandNote.visible_on_terminal = False
             sys.stdout = self._out
 
     def clear(self) -> None:

@@ -542,7 +542,7 @@ def _listed(differences: Mapping[str, float]) -> str:
     text = ", ".join(
         f"{n} is not finite" if math.isnan(differences[n]) else f"{n} by {differences[n]:.2g}" for n in worst
     )
-    return f"{len(differences)} of them, furthest {text}" if len(differences) > 3 else text
+    return f"{len(differences)}, most of all {text}" if len(differences) > 3 else text
 
 
 def row_cells(row: StepDifferences) -> list[str]:

@@ -347,7 +347,8 @@ def move_llama_factory(theirs: Mapping[str, Any], draft: RunDraft, processes: in
     if task != "language_modeling":
         draft.set("task.conversations", True, f"stage {stage}: through the tokenizer's own chat template")
         if template:
-            draft.notes.append(f"template {template}: the tokenizer's own is used, or task.chat_template as Jinja")
+            own = "the tokenizer's own template is used; for another, write Jinja text into task.chat_template"
+            draft.notes.append(f"template {template}: {own}")
     elif template not in (None, "empty") and stage != "pt":
         draft.drop("template", template, dataset_info.TEMPLATE, True, ("task.messages", "task.prompt"))
     if stage == "dpo":

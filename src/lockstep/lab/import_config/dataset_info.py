@@ -122,7 +122,9 @@ def _talks(entry: Mapping[str, Any], names: dict[str, Any], origin: str, draft: 
             draft.set(f"task.{theirs}", names.pop(theirs, theirs), f"{origin}: columns: {theirs}")
     else:
         draft.set("task.messages", messages, f"{origin}: columns: messages")
-        draft.notes.append("the tokenizer's own chat template is used, or task.chat_template as Jinja")
+        draft.notes.append(
+            "the tokenizer's own chat template is used; for another, write Jinja text into task.chat_template"
+        )
     if (tools := names.pop("tools", None)) and not pairs:
         draft.set("task.tools", tools, f"{origin}: columns: tools")
     elif tools:

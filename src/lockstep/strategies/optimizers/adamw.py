@@ -26,7 +26,7 @@ class AdamW(Optimizer):
 
     class Options(Section):
         betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of the two moments")
-        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+        eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
 
     @override
     def begin(self, group: GroupOf, like: Tensor) -> State:

@@ -35,10 +35,8 @@ class AdamW8bit(Optimizer):
 
     class Options(Section):
         betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decays of the two moments")
-        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-        min_8bit_size: int = Field(
-            4096, ge=0, description="smaller tensors keep their moments in 32 bits (in elements)"
-        )
+        eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
+        min_8bit_size: int = Field(4096, ge=0, description="tensors with fewer elements keep their moments in 32 bits")
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)

@@ -35,7 +35,7 @@ class Muon(Optimizer):
         lr_adjust: Literal["match_rms_adamw", "original"] = Field(
             "match_rms_adamw",
             description="match_rms_adamw: updates of AdamW's size, so that one learning_rate suits both (Liu et al., "
-            "2025); original: longer for tall matrices",
+            "2025); original: larger for tall matrices",
         )
         muon_params: list[str] | None = Field(
             None, description="names of the matrices, with * for any part of a name; default: those of the layers"

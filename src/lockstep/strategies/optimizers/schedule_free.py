@@ -32,7 +32,7 @@ class ScheduleFree(Optimizer):
 
     class Options(Section):
         betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="weight of x in y, and decay of the second moment")
-        eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+        eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
         average_power: float = Field(
             2.0, ge=0, description="exponent: a step's weight in the average is the highest rate so far to this power"
         )
