@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-CLOSE = 0.75  # least similarity (difflib ratio) of a suggested key
+CLOSE = 0.75  # minimum similarity (difflib ratio) of a suggested key
 MOST = 4  # keys listed for one name
 TABLES = Path(__file__).parent / "foreign_keys"
 

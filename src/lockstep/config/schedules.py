@@ -70,7 +70,7 @@ def parse_schedule(value: Any) -> Any:
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LOOKED_AT = 10_000  # most steps sampled for the plot
+LOOKED_AT = 10_000  # maximum number of steps sampled for the plot
 _ONE_CYCLE = (0.3, 1 / 25)  # torch's OneCycleLR: share of the steps with a rising rate, and initial share of the rate
 
 

@@ -419,7 +419,7 @@ class StrategySection(Section):
 
     @property
     def alone(self) -> bool:
-        """Whether it is the strategy that trains on one process only."""
+        """Whether this strategy trains on one process only."""
         return self.name == ALONE
 
 

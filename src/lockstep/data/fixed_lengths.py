@@ -43,7 +43,7 @@ def choose(micro_batches: Iterable[tuple[int, int]], longest: int) -> list[int]:
     best = chosen[-1]
     for _ in range(MOST - 1):
         before = least[-1]
-        costs = least[None] + (ends[1:, None] - ends[None, 1:]) * sizes[:, None]  # [to, the length before]
+        costs = least[None] + (ends[1:, None] - ends[None, 1:]) * sizes[:, None]  # [length, length before it]
         costs[np.triu_indices(len(steps))] = np.iinfo(np.int64).max
         costs[0, 0] = least[0]
         places = costs.argmin(1)

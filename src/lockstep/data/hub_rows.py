@@ -192,8 +192,8 @@ def _with_texts(rows: Dataset, written: Dataset, split: str, data: DataSection) 
 
 
 def _unread(data: DataSection, splits: dict[str, Dataset], use: ColumnUse, declared: bool) -> HubRows:
-    """Rows as `datasets` read them. Errors: `RunError` for a used column of texts and numbers, whose texts have become
-    numbers. A note for labels of a table that it took for numbers."""
+    """Return rows as `datasets` read them, with a note if it read labels of a table as numbers. Errors: `RunError` if
+    a used column mixes texts and numbers, because `datasets` would turn the texts into numbers."""
     notes = []
     for split, rows in splits.items():
         for column in use.of(rows.column_names):

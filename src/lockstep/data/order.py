@@ -335,7 +335,7 @@ class MixedOrder(Order):
         return source, number
 
     def _slots(self, phase: _Phase, period: int, within: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each place of a period, and its slot within the source: int64, same shape as `within`."""
+        """Return, for each position `within` a period, its source and the index within that source: int64."""
         ends = np.cumsum(phase.counts)
         seed = (self.seed ^ _OF_PLACES) + phase.step * _OF_SOURCES  # orders differ between phases
         slots = permute(within.astype(np.uint64), int(ends[-1]), seed, period)
@@ -343,7 +343,7 @@ class MixedOrder(Order):
         return source, slots - (ends - phase.counts)[source]
 
     def _period(self, phase: _Phase, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source of every place of a period, and the number of earlier places of that source in the period."""
+        """Return the source of every position in a period, and how many earlier positions have that source."""
         if self._last_period[0] != (phase.step, period):
             source, _ = self._slots(phase, period, np.arange(int(phase.counts.sum())))
             before = np.empty_like(source)

@@ -95,7 +95,7 @@ def prepare(run: Run, kind: type[Prepares], fresh: bool = False, tell: Callable[
                     seal(place)
             prepared.write(path)
             if tell is not None:
-                why = f", again because in the cache {next(iter(damaged.values()))}" if damaged else ""
+                why = f", again because the cache is damaged: {next(iter(damaged.values()))}" if damaged else ""
                 tell(f"prepared in {time.monotonic() - began:.1f} s{why}; cached in {cache_folder()}")
     return prepared
 

@@ -518,7 +518,7 @@ def facts(folder: Path, others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(files: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Content identifiers of each split, for a key, from the folder that `encode` or `Stream.index` returned."""
+    """Return (split, content identifier) of files that `encode` or `Stream.index` returned, for a cache key."""
     return sorted(
         (split, read_index(Path(file))["content"] if file.endswith(STREAM) else Path(file).name)
         for split, file in files.items()

@@ -39,7 +39,7 @@ class Limit:
     special: int  # special tokens among them
     texts: int = 1  # texts that share the rest
     sequences: int = 1  # sequences of an example, each truncated separately
-    positions: int | None = None  # most tokens that the model has positions for
+    positions: int | None = None  # maximum number of tokens that the model has positions for
 
 
 def check_limits(limits: Sequence[Limit]) -> None:

@@ -65,7 +65,7 @@ class Process:
         return cls(socket.gethostname(), os.getpid(), born(os.getpid()) or "")
 
     def alive(self) -> bool | None:
-        """Whether it runs; None if it ran on another host."""
+        """Whether the process runs; None if it is on another host."""
         if self.host != socket.gethostname():
             return None
         return self.born != "" and born(self.pid) == self.born
@@ -101,7 +101,7 @@ class State:
 
     @property
     def live(self) -> bool:
-        """Whether it may still change."""
+        """Whether this state may still change."""
         return self.word in ("waiting", "running")
 
 

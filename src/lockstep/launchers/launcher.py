@@ -35,7 +35,7 @@ class LaunchPlan:
     command: list[str]  # the command of each process
     variables: Mapping[str, str] = field(default_factory=dict)  # its environment variables
     files: Mapping[str, str] = field(default_factory=dict)  # path -> text, written before the start
-    notes: list[str] = field(default_factory=list)  # for the user
+    notes: list[str] = field(default_factory=list)  # printed for the user
     facts: Mapping[str, str] = field(default_factory=dict)  # shown instead of the files, unless --verbose
     job: Job | None = None  # resolved job for ranks on this machine; None: each rank resolves the run
 

@@ -16,7 +16,7 @@ from lockstep.plain.examples import IGNORED, end_token
 from lockstep.plain.losses import batch_loss, inputs_of, pad, vectors_of
 
 TRAINING = {"label_smoothing": 0.0, "class_weights": None}  # options that evaluations ignore, except for preferences
-LONGEST = 16  # most tokens to generate
+LONGEST = 16  # maximum number of tokens to generate
 
 
 @torch.no_grad()

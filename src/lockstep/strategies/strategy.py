@@ -161,7 +161,7 @@ class Recomputation(ABC):
 
     @classmethod
     def supports(cls, job: Job) -> bool:
-        """Whether it works with the job's options."""
+        """Whether this feature works with the job's options."""
         return True
 
     @abstractmethod

@@ -52,12 +52,12 @@ class EmbeddingOptions(Section):
         20.0, gt=0, description="factor of the cosines before their softmax (inverse temperature)"
     )
     negatives: int | None = Field(
-        None, ge=1, description="most other rows of its micro-batch used as negatives of a row; default: all"
+        None, ge=1, description="maximum other rows of its micro-batch used as negatives of a row; default: all"
     )
     pooling: Literal["mean", "cls", "last_token"] | None = Field(
         None, description="hidden states that form the vector; default: the model's own pooling, else mean"
     )
-    corpus: int = Field(5000, ge=2, description="most texts of a split that recall searches, evenly spaced")
+    corpus: int = Field(5000, ge=2, description="maximum texts of a split that recall searches, evenly spaced")
     samples: int = Field(3, ge=0, description="texts shown after each evaluation, with the nearest other text")
 
     @model_validator(mode="after")

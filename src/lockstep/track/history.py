@@ -42,7 +42,7 @@ class Attempt:
     facts: dict[str, Any]  # facts of the start event: versions, hosts, launch, ...
 
 
-_MOST_DIGITS = 300  # longest integer that is read; the largest float has 309 digits
+_MOST_DIGITS = 300  # maximum length of an integer that is read; the largest float has 309 digits
 FEWEST_RANKS = 3  # with two ranks, neither is typical
 FEWEST_STEPS = 50  # fewer are noise: first steps allocate, and other programs interfere
 SLOW = 1.15  # straggler: this multiple of the median of the other ranks

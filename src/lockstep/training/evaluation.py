@@ -173,7 +173,7 @@ def add_sums(task: Task, sums: Sums, scores: Sums, places: np.ndarray, count: in
         if name not in sums:
             sums[name] = value.new_zeros(count, *value.shape[1:])
         here = torch.from_numpy(places[: len(value)]).to(value.device)
-        sums[name][here] = value[: len(here)]  # a blank batch has a row, and no place
+        sums[name][here] = value[: len(here)]  # a padding batch has a row of values but no entry in `places`
 
 
 def finalize_metrics(

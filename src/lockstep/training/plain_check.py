@@ -141,7 +141,8 @@ def _without(task: Task) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _sides(sides: Sides, key: str, values: dict[str, Any]) -> Sides:
-    """Both sides for the run without an option, with the same weights if the option does not affect them."""
+    """Return the run's and the plain model for `values`, which lack the option `key`. They keep their weights if that
+    option does not affect them."""
     run = Run.model_validate(values)
     task = type(sides.task)(run).opened(sides.task.prepared)
     if key in _NEW_WEIGHTS or sides.run.model.dtype != "float32":

@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import quote
 
 STRUCK = "***"
-_SHORTEST = 8  # least length of an environment secret to redact; shorter ones are words
-_NO_WORD = 16  # least length to reject a run file: a weak password may also be a project name
+_SHORTEST = 8  # min. length of an environment secret to redact; shorter ones are words
+_NO_WORD = 16  # min. length to reject a run file: a weak password may also be a project name
 # Patterns of tokens and keys, by issuer.
 _TOKENS = [
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face

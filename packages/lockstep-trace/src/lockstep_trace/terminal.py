@@ -27,7 +27,7 @@ from lockstep_trace.rules.finding import SUSPICIOUS, WRONG
 from lockstep_trace.run import note_difference, run, step_of_difference
 
 LINES = 15  # last lines of a failed command's output that `verify` prints
-ROWS = 6  # most steps in the table of a comparison: the first three and the last three
+ROWS = 6  # max. steps in the table of a comparison: the first three and the last three
 
 
 class Output(Protocol):

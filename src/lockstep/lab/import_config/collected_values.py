@@ -16,7 +16,7 @@ OF_MAPPINGS = ("items", "keys", "values")
 
 
 def entries_of(whole: Any, method: str) -> list[Any]:
-    """Return what a method of a mapping gives, as lists. Errors: `Unknown`."""
+    """Return the items, keys or values of a mapping, tuples as lists. Errors: `Unknown`, if it is no mapping."""
     if not isinstance(whole, dict):
         raise Unknown
     return [list(each) if isinstance(each, tuple) else each for each in getattr(whole, method)()]

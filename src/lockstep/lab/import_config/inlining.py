@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-LARGEST = 20_000  # most statements after inlining
+LARGEST = 20_000  # maximum number of statements after inlining
 _COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _UNSURE = ast.BoolOp | ast.IfExp | _COMPREHENSIONS  # nodes whose parts may be evaluated never, or several times
 

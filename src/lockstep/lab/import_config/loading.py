@@ -34,7 +34,7 @@ class Reading:
     arguments: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments or a subclass
     kind: str = "TrainingArguments"
     tokenizer: tuple[str, str] | None = None  # its name, and the line that loads it
-    models: list[str] = field(default_factory=list)  # code of their names
+    models: list[str] = field(default_factory=list)  # source code of their names
     mapped: bool = False  # whether a tokenizing function was read
     padded: bool = False  # whether that function pads
     side_named: bool = False  # whether the script says on which side texts are padded

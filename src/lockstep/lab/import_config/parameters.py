@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-_NESTED = 5  # most functions that hand a value on to each other
+_NESTED = 5  # maximum length of a chain of functions that pass on a value
 
 
 def bind(script: Any) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ROWS = 1000  # sampled evenly from the training split
 _NO_SEMICOLON = "LS2225"  # message code: lines of a text file are not `text;label`
-_FEW = 200  # most distinct values of a label column
+_FEW = 200  # maximum number of distinct values of a label column
 _SPLIT_NAMES = {*chain.from_iterable(source.USUAL.values())}
 _COUNTED = ("text", "label", "number", "decimal", "true/false")  # kinds whose distinct values are counted
 
@@ -474,7 +474,7 @@ def _sides(languages: list[str]) -> Fit:
     source, target = languages[:2]
     return Fit(
         {"source": source, "target": target},
-        {"source": f"the direction {source} to {target} is a guess; to change it, edit task.source and task.target"},
+        {"source": f"the direction ({source} to {target}) is a guess; to change it, edit task.source and task.target"},
     )
 
 
@@ -590,7 +590,7 @@ FIRSTS = [("premise", "hypothesis"), ("question", "passage"), ("question", "sent
 INSTRUCTIONS = [  # pairs of names that identify instruction data
     (prompt, response) for prompt in ("instruction", "prompt") for response in ("response", "completion", "output")
 ]
-CLASSES = 50  # most classes of a label column without a telling name
+CLASSES = 50  # maximum number of classes of a label column whose name does not say that it is one
 NEGATIVES = re.compile(r"(hard_)?neg(ative)?(_passage)?(_\d+)?")
 SUMMARIES = (
     *((text, "summary") for text in ("document", "article", "dialogue", "text", "content")),

@@ -70,7 +70,8 @@ def init(
         data, look, task = detect_layout.together(parts, task, talk)
     else:
         data = _without_test(data, task, look, talk)
-    console.say(f"task: {', '.join(f'{key} {value}' for key, value in task.items())}{_unread(look, task)}")
+    keys = ", ".join(f"{key}: {value}" for key, value in task.items())
+    console.say(f"task: {{{keys}}}{_unread(look, task)}")
     here = MachineInfo.look()
     filled, trial = _tried_with_model(path, data, task, look, here, flags.get("model"), overridden, talk)
     for text in trial.warnings:

@@ -313,8 +313,8 @@ def sweep(request: Sweep) -> int:
     there = sum(trial.state == "done" for trial in board.trials)
     already = f", {there} of them finished already" if there else ""
     how = "one at a time" if request.parallel == 1 else f"{request.parallel} in parallel"
-    best = f"{'lowest' if request.metric.startswith('-') else 'highest'} {request.metric.removeprefix('-')}"
-    console.say(f"{quantity(count, 'trial')}{already}, {how}; best: {best}; logs: {request.folder}/TRIAL/train.out")
+    goal = f"{'lowest' if request.metric.startswith('-') else 'highest'} {request.metric.removeprefix('-')}"
+    console.say(f"{quantity(count, 'trial')}{already}, {how}; best: {goal}; logs: {request.folder}/TRIAL/train.out")
     board.share()
     board.write()
     if start.launcher_of(request.base.launch).submits_arrays and request.search is None:

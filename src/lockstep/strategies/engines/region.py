@@ -338,8 +338,8 @@ def examples(task: Task) -> Iterator[MicroBatch]:
 
 
 def _of_at_most(columns: Columns, length: int, size: int) -> np.ndarray:
-    """Return `size` rows of the longest texts of at most `length` tokens, and the shortest of them last, which mostly
-    has padding; none if there is no such text."""
+    """Return `size` rows of texts with at most `length` tokens, longest first. The last one is the shortest of all such
+    texts, so that the rows probably have padding. Empty if there is no such text."""
     lengths = np.asarray(columns.lengths)
     rows = np.flatnonzero(lengths <= length)
     rows = rows[np.argsort(-lengths[rows], kind="stable")]

@@ -24,7 +24,7 @@ class HeadLabels:
     """Labels of a task in the order of the head's outputs."""
 
     names: list[str]
-    values: list[Any]  # as rows hold them
+    values: list[Any]  # the labels as they stand in rows
     notes: list[str] = field(default_factory=list)
 
 

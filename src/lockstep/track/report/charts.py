@@ -15,7 +15,7 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 180
 LEFT, RIGHT, ABOVE, BELOW = 44, 8, 18, 18  # margins for axis numbers, and above for hover text
-POINTS = 150  # most points per series: each is the mean of an interval, with its range as a band
+POINTS = 150  # maximum number of points per series; each is the mean of an interval, with its range as a band
 COLOURS = 8  # classes c0 ... c7; further series are dashed
 STRIPS = 100  # hover strips of a plot
 ROWS = 13  # points per series in the table behind a chart, at most

@@ -64,7 +64,7 @@ _MARKS = {
 }
 _SDC = "silent data corruption (sdc_check)"
 _STEP = tuple(name for name in _PHASES if name not in ("evaluation", "checkpoint", "profile"))
-MOST_RANKS = 64  # most ranks drawn: those with the most local work
+MOST_RANKS = 64  # maximum number of ranks drawn: those with the most local work
 
 
 # -- one run ---------------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def time_of_runs(histories: Mapping[str, History]) -> str:
     return charts.bars("seconds per step, mean over ranks", rows, _COLOURS)
 
 
-_MOST_LABELS = 100  # most labels drawn: the most frequent
+_MOST_LABELS = 100  # maximum number of labels drawn: the most frequent ones
 
 
 def panels(tables: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from lockstep_trace.rules.inputs import batches_with_classes
 from lockstep_trace.rules.premises import batches_of_passes, examples_of_passes, first_step, known, passes_of
 
 DISTINCT = 8  # examples; the chance that they repeat an order is 1 in 40,320
-PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # give each once
+PLAIN = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")  # yield each example once
 TWICE = "ranks that each draw from the whole data set on purpose"
 
 

@@ -351,7 +351,7 @@ def _pieces(tensor: Tensor, block: Block, p: int) -> Iterator[tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class _Units:
-    """Factors of the K units of some pieces, on their device."""
+    """Factors for the sketches of several pieces, cut into K units."""
 
     inside: Tensor  # int64 [K]: index of the unit in its chunk
     odd: Tensor  # int64 [K]: odd factor of its chunk

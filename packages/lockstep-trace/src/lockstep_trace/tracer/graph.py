@@ -19,7 +19,7 @@ from .inputs import hash_of, hash_of_each
 
 NODES = 256  # nodes of a graph to visit, starting at the loss
 ATTENTION_NODES = 4096
-ROWS = 4096  # most classes of a loss that are hashed one by one
+ROWS = 4096  # max. classes of a loss that are hashed one by one
 MOST = 8  # loss functions per backward
 RATIO_LOOKS = 1, 96  # losses to look at: without a ratio that the loss clips (PPO), and with one
 VIEWS = ("View", "Reshape", "Unsqueeze", "Squeeze", "Transpose", "Permute", "Alias", "Slice", "ToCopy", "Clone", "T")

@@ -113,7 +113,7 @@ def _untied(roots: Sequence[nn.Module]) -> bool:
     return False
 
 
-DEPTH = 6  # most nested wrappers
+DEPTH = 6  # max. nested wrappers
 
 
 def nested(optimizer: Any) -> list[Any]:

@@ -126,8 +126,8 @@ def _is_other(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> bo
 
 
 def lost_updates(optimizer: Any, parameters: Sequence[Any], step: int) -> Callable[[], Tensor] | None:
-    """Return a function to call after a step: whether most weights of half precision that have a gradient are
-    unchanged. None if there are none, or the step is not looked at."""
+    """Return a function that tells, after a step, whether most 16-bit weights with a gradient are unchanged. None if
+    there are none, or the step is not looked at."""
     own = type(optimizer).__module__.startswith("torch.optim")
     half = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16) and is_plain_tensor(p)]
     half = [p for p in half if p.grad is not None and p.grad.layout == torch.strided and p.dim()]

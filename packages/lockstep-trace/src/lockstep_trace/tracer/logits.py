@@ -27,7 +27,7 @@ DEPTH = 24  # operations between a loss and the layer that its logits come from
 WHOLE = ("Clone", "ToCopy", "Alias", "Div", "Mul", "Neg", "Slice")  # leave axes as they are
 CLOSE = 1e-5  # of a row's spread: two equal logits, summed in different orders, may differ by this
 CERTAIN = 30.0  # negative logarithm of the probability that all rows have such a pair by chance
-LARGEST = 1 << 22  # most logits to compare
+LARGEST = 1 << 22  # max. logits to compare
 Note = tuple[str, Tensor | None]
 
 
@@ -448,7 +448,7 @@ ATTENTION_NODES = 8192  # nodes of a graph to visit
 MOST = 256  # attentions
 LEAST_ROWS = -30.0  # added to scores of visible positions; masks with large negative numbers are below
 MOST_SEEN = 0.8  # share of targets
-LARGEST_WEIGHTS = 1 << 24  # most elements of weights or masks to look at
+LARGEST_WEIGHTS = 1 << 24  # max. elements of weights or masks to look at
 SEEN = ("targets", "next", "attentions", "answered", "padded", "inverted")
 
 

@@ -47,7 +47,7 @@ class Loaded:
     earlier: str | None = None  # a scheduler that was created before, was not stepped and loaded no state
     begun: list[float] | None = None  # the rates that it began with
     peaks: list[float] = field(default_factory=list)  # rates that the loaded state's schedule multiplies
-    own_peaks: list[float] = field(default_factory=list)  # and those of the scheduler made before
+    own_peaks: list[float] = field(default_factory=list)  # those of the earlier scheduler
 
 
 class Schedules:

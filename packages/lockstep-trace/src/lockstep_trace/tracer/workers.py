@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-LOOKED_AT = 300  # most objects of a data set to search
+LOOKED_AT = 300  # max. objects of a data set to search
 
 
 def watched(loader: Any, write: Callable[..., None], name: str) -> Any:

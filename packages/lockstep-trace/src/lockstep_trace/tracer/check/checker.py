@@ -21,7 +21,7 @@ from .gradients import Backward, Recomputed, Update, accumulation, after_update,
 from .replay import CALLS, ModuleCall, NotRecomputable, RandomState, observe_output, recorded
 from .rows import REFERENCES, seed
 
-MOST_WINDOWS = 8  # most optimizers of a process to check
+MOST_WINDOWS = 8  # max. optimizers of a process to check
 
 
 class Checker:

@@ -324,8 +324,8 @@ def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = T
     return {key: g.detach() for key, g in zip(ids, parts, strict=True) if g is not None}, distance
 
 
-CALLS = 64  # most calls of a checked step
-NODES = 50_000  # most nodes of a graph to visit between a loss and the outputs of calls
+CALLS = 64  # max. calls of a checked step
+NODES = 50_000  # max. nodes of a graph to visit between a loss and the outputs of calls
 PLAIN = (
     int,
     float,
