@@ -209,7 +209,7 @@ def test_padding_checks_can_be_replaced() -> None:
     "src/lockstep/tasks/modules/wrapped_module.py",
     "src/lockstep/tasks/translation.py",
 )
-def test_what_generate_returns() -> None:
+def test_generate_returns_prompt_and_new_tokens() -> None:
     """generate returns the prompt and the new tokens; for an encoder-decoder, the start token and the new tokens. The
     output is as long as the longest row, with padding after a row's end. Each of several end tokens ends a row.
     Sampling with temperature and top_k 0 repeats with torch's seed. A model's generation_config is an attribute of its

@@ -377,7 +377,7 @@ def test_the_collectives_read_and_write_these_arguments() -> None:
 
 
 @rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/operations.py")
-def test_a_mode_can_be_put_below_others() -> None:
+def test_modes_can_be_pushed_below_others() -> None:
     """The stack of dispatch modes can be read from the bottom, popped and pushed. A user's mode has the `_mode_key`
     None. The topmost mode sees an operation first."""
     from torch.utils import _python_dispatch as dispatch

@@ -81,7 +81,7 @@ def test_which_checkpoints_are_averaged_does_not_depend_on_stops() -> None:
         ([EMA, "model.dtype=bfloat16", "precision=bf16", "optim.master_weights=false"], "LS4152"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(overrides: list[str], code: str) -> None:
+def test_averages_of_unsupported_runs_are_refused(overrides: list[str], code: str) -> None:
     if "zero" in overrides[-1]:
         needs("deepspeed")
     with raises(code):

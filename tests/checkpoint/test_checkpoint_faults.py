@@ -403,7 +403,7 @@ def test_on_failure_stop_ends_with_status_1(tmp_path: Path, job: CommandJob) -> 
 @pytest.mark.processes
 @on_linux
 @pytest.mark.usefixtures("nobody_is_left")
-def test_on_failure_continue_trains_on_with_a_note(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
+def test_on_failure_continue_keeps_training_with_a_note(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     job.write()
     in_the_way(tmp_path / "out")
     assert job.finish().count("could not be written") == STEPS // 10

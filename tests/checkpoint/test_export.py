@@ -115,7 +115,7 @@ def test_a_damaged_export_is_not_finished(what: str, trained: Job) -> None:
     assert export_hashes.damage(export.parent) is not None
 
 
-def test_a_person_may_edit_the_card_and_the_configuration(trained: Job) -> None:
+def test_card_and_config_may_be_edited(trained: Job) -> None:
     export = write(trained)
     (export / "README.md").write_text("mine")
     config = json.loads((export / "config.json").read_text())

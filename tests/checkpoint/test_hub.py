@@ -79,7 +79,7 @@ def test_a_push_removes_weights_of_an_earlier_one(hub: Hub, finished: Path, lock
 
 
 @pytest.mark.processes
-def test_a_model_of_another_size_is_replaced_on_request_alone(hub: Hub, finished: Path, lockstep: Command) -> None:
+def test_model_of_another_size_is_replaced_only_on_request(hub: Hub, finished: Path, lockstep: Command) -> None:
     config = json.loads((finished / "out/export/config.json").read_text())
     size = next(name for name in ("hidden_size", "n_embd") if name in config)
     theirs = {"config.json": json.dumps(config | {size: config[size] * 2}).encode(), "model.safetensors": b"theirs"}

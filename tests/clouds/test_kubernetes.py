@@ -64,7 +64,7 @@ def test_manifests_are_as_written_down(case: str, kubeflow: bool) -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("case", CASES)
-def test_the_api_server_would_take_them(case: str) -> None:
+def test_manifests_are_valid_for_the_api_server(case: str) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="needs the extra cloud-tests")
     for manifest in found(**CASES[case]):
         validate.validate(manifest, "1.31", strict=True)
@@ -76,7 +76,7 @@ def test_the_api_server_would_take_them(case: str) -> None:
 
 @pytest.mark.extras
 @pytest.mark.parametrize("case", CASES)
-def test_kubeflow_would_take_them(case: str) -> None:
+def test_manifests_are_valid_for_kubeflow(case: str) -> None:
     """Its models drop what they do not know: what comes back must be what went in."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs the extra cloud-tests")
     _, runtime, job = found(**CASES[case], kubeflow=True)
@@ -87,7 +87,7 @@ def test_kubeflow_would_take_them(case: str) -> None:
 
 
 @pytest.mark.parametrize("kubeflow", [False, True])
-def test_what_the_pods_get(kubeflow: bool) -> None:
+def test_pods_get_run_file_and_variables(kubeflow: bool) -> None:
     made = found(**RICH, kubeflow=kubeflow)
     text = yaml.safe_dump_all(made)
     there = yaml.safe_load(made[0]["data"]["run.yaml"])
@@ -300,7 +300,9 @@ def test_a_complete_job_is_not_started_again(cluster: Cluster, capsys: pytest.Ca
 
 
 @pytest.mark.processes
-def test_staying_until_the_end(cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_waiting_for_a_kubernetes_job_shows_its_log(
+    cluster: Cluster, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster.answer(logs=(0, "step 1\n", ""))
     run = load("run.yaml", ["launch.wait=true"])
     record = job_record.here("kubernetes", 2, job=name_of(run), facts={"kind": "job", "namespace": "default"})

@@ -158,7 +158,7 @@ def test_the_page_has_the_table_and_its_keys_are_keys() -> None:
     assert {key for key in ours if not key.startswith("launch.")} == {"name", "strategy.name"}
 
 
-def test_the_example_becomes_ours(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_estimator_becomes_the_documented_run_file(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     theirs, ours = re.findall(r"```(?:python|yaml)\n(.*?)```", SECTION, re.S)
     Path("launch.py").write_text(f"from sagemaker.huggingface import HuggingFace\n{theirs}")

@@ -103,7 +103,7 @@ def test_every_source_of_a_mixture_travels(tmp_path: Path) -> None:
     assert {row["label"] for row in found["test"]} == {"pos", "neg", "so[so]"}
 
 
-def test_what_is_on_the_hub_stays_there(tmp_path: Path) -> None:
+def test_hub_sources_are_not_bundled(tmp_path: Path) -> None:
     web = str(write(tmp_path / "web.jsonl", '{"text": "a", "label": "b"}\n'))
     run = tiny(data={"sources": [web, {"source": "someone/emotion", "train": "train"}]})
     parcel = packed(run, "out", "/data")
@@ -122,7 +122,7 @@ def test_what_is_on_the_hub_stays_there(tmp_path: Path) -> None:
         ({"sources": ["/data/b.jsonl", {"name": "web", "source": "HERE/a.jsonl"}]}, "data.sources: web: source"),
     ],
 )
-def test_what_no_pod_sees_is_named(data: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_paths_that_no_pod_sees_are_named(data: dict[str, Any], key: str, tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", "{}\n")
     data = json.loads(json.dumps(data).replace("HERE", str(tmp_path)))
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1, "volumes": ["claim=/data"]}

@@ -234,7 +234,7 @@ def test_submit_then_fetch(cloud: Any, here: Path, capsys: pytest.CaptureFixture
     assert main(["status", "out"]) == 0
 
 
-def test_a_model_that_leads_out_of_its_folder_is_not_unpacked(cloud: Any, here: Path) -> None:
+def test_archives_with_paths_outside_the_folder_are_not_unpacked(cloud: Any, here: Path) -> None:
     model = io.BytesIO()
     with tarfile.open(fileobj=model, mode="w:gz") as tar:
         tar.addfile(tarfile.TarInfo("../../evil"), io.BytesIO())

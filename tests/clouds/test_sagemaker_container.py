@@ -56,7 +56,7 @@ def test_secrets_are_read_by_name(cloud: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.processes
-def test_the_tail_passes_on_and_remembers() -> None:
+def test_container_output_is_forwarded_and_its_tail_kept() -> None:
     code = (
         "import os, sys; from lockstep_clouds.sagemaker_entry import Tail; t = Tail(10); "
         "os.system('echo child went wrong >&2'); text = t.text(); print(repr(text)); print('after', file=sys.stderr)"

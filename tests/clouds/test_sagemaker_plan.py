@@ -80,7 +80,7 @@ def test_plan_refuses_requests_that_aws_would_reject(launch: dict[str, Any], sai
         ({"image": f"{ECR}:2.11.0-gpu-py310-cu128-ubuntu22.04"}, ("LS7213", "3.10", "3.11")),
     ],
 )
-def test_what_lockstep_cannot_run_on(launch: dict[str, Any], said: tuple[str, ...]) -> None:
+def test_unsupported_instances_and_containers_are_refused(launch: dict[str, Any], said: tuple[str, ...]) -> None:
     with raises(*said):
         request(run_of(**launch))
 

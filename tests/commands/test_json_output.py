@@ -83,7 +83,7 @@ def test_the_command_line_records_what_a_command_says(
     assert "median" in capfd.readouterr().out, "the control"
 
 
-def test_what_training_came_to(
+def test_result_of_training_as_json(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks print to standard error; the object has what they left in OUTPUT: their notes of this start, and of a run
@@ -124,7 +124,7 @@ def test_a_refusal_is_a_message_and_no_object(capfd: pytest.CaptureFixture[str])
     assert (said.out, "epochs" in said.err) == ("", True)
 
 
-def test_what_json_cannot_say_is_null(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_without_json_form_are_null(capsys: pytest.CaptureFixture[str]) -> None:
     json_output.emit("evaluate", 0, {"loss": float("nan"), "most": float("inf"), "token": "hf_" + "a" * 34})
     found = json.loads(capsys.readouterr().out)["facts"]
     assert (found["loss"], found["most"]) == (None, None)
@@ -135,7 +135,7 @@ def test_what_json_cannot_say_is_null(capsys: pytest.CaptureFixture[str]) -> Non
     ("cell", "value"),
     [("1,520", 1520), ("0.5", 0.5), ("1.2e-05", 1.2e-05), ("", None), ("same", "same"), ("1/2", "1/2")],
 )
-def test_cells(cell: str, value: object) -> None:
+def test_json_values_of_table_cells(cell: str, value: object) -> None:
     assert value_of(cell) == value
 
 

@@ -44,7 +44,9 @@ def test_a_machine_that_only_submits_may_have_no_gpu(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_it_is_refused_before_a_process_starts(command: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unsupported_request_is_refused_before_a_process_starts(
+    command: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "launch.processes=1", "launch.device=cpu", *FLASH]) == 2
     said = capsys.readouterr().err
     assert mentions(said, "LS3127", "flash_attention_2")

@@ -39,7 +39,7 @@ def test_every_foreign_name_maps_to_an_existing_key() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_a_foreign_name_is_explained_and_not_guessed(name: str) -> None:
+def test_foreign_key_names_are_explained_without_a_guess(name: str) -> None:
     key, told = FOREIGN[name]
     for where in (name, f"task.{name}"):
         message = said(f"{where}=3")
@@ -135,7 +135,7 @@ precision: bf16
 """
 
 
-def test_a_text_may_stand_for_a_section(tmp_path: Path) -> None:
+def test_text_is_short_form_of_a_section(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(SHORT)
     short = load(tmp_path / "run.yaml", [])
     (tmp_path / "run.yaml").write_text(LONG)

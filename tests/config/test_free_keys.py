@@ -140,7 +140,7 @@ def test_keys_outside_the_arithmetic_change_no_bit(kind: str, tmp_path: Path, mo
         assert "weights" in found[max(found)]
 
 
-def test_every_such_key_is_tested(tmp_path: Path) -> None:
+def test_every_key_outside_the_arithmetic_is_tested(tmp_path: Path) -> None:
     for kind in TASKS:
         run = make(tmp_path, kind)
         free = {*messages.flat(run.model_dump(mode="json"))} - {*arithmetic_of(run)}

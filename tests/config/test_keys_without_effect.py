@@ -65,7 +65,7 @@ def test_a_share_for_validation_of_data_that_bring_one_is_noted(tmp_path: Path) 
     assert not any("validation_fraction" in note for note in notes(cut))
 
 
-def test_of_a_mixture_where_every_source_brings_one(tmp_path: Path) -> None:
+def test_validation_fraction_has_no_effect_if_every_source_has_a_validation_split(tmp_path: Path) -> None:
     texts = [{"text": f"text {place} of the source"} for place in range(20)]
     for name, splits in (("a", ("train", "validation")), ("b", ("train", "validation")), ("c", ("train",))):
         (tmp_path / name).mkdir()
@@ -82,7 +82,7 @@ def test_of_a_mixture_where_every_source_brings_one(tmp_path: Path) -> None:
     assert not any("validation_fraction" in note for note in of("a", "c"))
 
 
-def test_a_line_as_a_document_where_no_file_is_text(tmp_path: Path) -> None:
+def test_document_line_is_refused_without_text_files(tmp_path: Path) -> None:
     with raises("LS2256", "task.document"):
         prepare(make(tmp_path, "packed", "task.document=line"), LanguageModeling)
 

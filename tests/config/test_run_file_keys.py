@@ -79,7 +79,7 @@ def test_every_key_has_an_entry_and_every_entry_a_key() -> None:
     assert len(KEYS) > 250
 
 
-def test_entries_say_what_the_page_explains_and_name_tests_that_there_are() -> None:
+def test_key_entries_have_known_effects_and_existing_tests() -> None:
     for key, case in KEYS.items():
         assert {*case.effects.split()} <= set(EFFECTS), key
         if isinstance(case, Elsewhere):

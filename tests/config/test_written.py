@@ -215,7 +215,7 @@ def test_in_a_file_with_all_defaults_only_differing_keys_are_written(tmp_path: P
 
 
 @pytest.mark.parametrize("key", ["steps", "epochs"])
-def test_another_length_for_the_file_of_an_output_makes_no_default_a_written_key(key: str, tmp_path: Path) -> None:
+def test_overriding_the_length_of_an_output_writes_no_defaults(key: str, tmp_path: Path) -> None:
     run = load(None, [], SMALL | {"steps": 3})
     (tmp_path / "run.yaml").write_text(run.dump())
     assert load(tmp_path / "run.yaml", [f"{key}=5"]).written_keys == {*run.written_keys, key}

@@ -34,7 +34,7 @@ WRITTEN = sorted(CASES.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("number", range(COUNT))
-def test_a_drawn_run_is_refused_or_as_promised(number: int) -> None:
+def test_random_runs_keep_the_promise_or_are_refused(number: int) -> None:
     verdict = judged(DRAWN[number])
     assert verdict.outcome in ("promised", "refused"), (
         f"{verdict.promise}: {verdict.seen}\n{job_of(DRAWN[number]).dump()}"
@@ -79,7 +79,7 @@ def test_a_seed_and_a_number_are_a_case() -> None:
     assert next(draw.cases(SEED + 1)) != DRAWN[0]
 
 
-def test_values_that_are_fixed_are_all_that_is_drawn() -> None:
+def test_draws_respect_fixed_values() -> None:
     tasks = [case["task"] for case in itertools.islice(draw.cases(SEED, {"task": ["module", "classification"]}), 12)]
     assert set(tasks) == {"module", "classification"}
     assert draw.never_drawn({"task": ["module", "modul"], "adapter": ["lora"]}) == ["task=modul"]
@@ -87,6 +87,6 @@ def test_values_that_are_fixed_are_all_that_is_drawn() -> None:
 
 # CI runs every third one.
 @pytest.mark.parametrize("path", [long(p) if i % 3 else p for i, p in enumerate(WRITTEN)], ids=lambda path: path.stem)
-def test_what_once_broke_a_promise(path: Path) -> None:
+def test_jobs_that_once_broke_the_promise(path: Path) -> None:
     verdict = judged(Job.load(path.read_text(encoding="utf-8")))
     assert verdict.outcome in ("promised", "refused"), f"{verdict.promise}: {verdict.seen}"

@@ -215,7 +215,7 @@ def test_refuses_impossible_arguments(wrong):
         emotion(**wrong)
 
 
-def test_counting_words_is_not_enough(data):
+def test_bag_of_words_does_not_reach_the_best_accuracy(data):
     held_out = data["test"]
     predict = train_bayes(data["train"])
     best, counted = best_accuracy(held_out), share(predict, held_out)

@@ -247,7 +247,7 @@ def test_shards_of_a_stream_hold_tags_of_one_kind(tmp_path: Path) -> None:
     assert declared["labels"] == ["1", "2", "O"]
 
 
-def test_a_number_that_a_class_label_column_has_no_name_for(tmp_path: Path) -> None:
+def test_class_labels_out_of_range_are_refused(tmp_path: Path) -> None:
     kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
     some = {"text": [sentence(i) for i in range(48)], "label": [i % 2 for i in range(48)]}
     datasets.Dataset.from_dict(some, features=kinds).to_parquet(tmp_path / "a.parquet")

@@ -248,7 +248,7 @@ def test_an_empty_text_has_at_least_one_token(tmp_path: Path, kind: str) -> None
         assert Columns(found.splits[split]).lengths.min() >= 1
 
 
-def test_a_text_without_a_token_or_special_tokens_is_one(shared: Path, tmp_path: Path) -> None:
+def test_texts_without_tokens_are_examples(shared: Path, tmp_path: Path) -> None:
     """GPT-2's tokenizer adds no special tokens."""
     path = write(tmp_path, "a.jsonl", [*messages(40), *({"text": "\u0007", "label": "joy"} for _ in range(20))])
     from tokenizers.normalizers import Replace

@@ -84,7 +84,7 @@ def test_shares_follow_the_weights() -> None:
     assert (order.step(7) != order.step(8)).any()
 
 
-def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_steps_cost_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost is counted in permuted positions, for any sizes."""
     from lockstep.data import order as orders
 

@@ -70,7 +70,7 @@ def test_each_epoch_has_its_own_order() -> None:
     assert not together[1] & together[2]
 
 
-def test_a_late_step_costs_no_more_than_the_first() -> None:
+def test_late_steps_cost_no_more_than_the_first() -> None:
     order = Order(10**10, 256, 7)
     rows = order.step(10**12)
     assert len(rows) == 256 == len(set(rows.tolist()))

@@ -98,7 +98,7 @@ def test_with_weights_the_window_has_the_step_and_stays_bounded(
             assert all(sorted(each) == list(range(first, first + size)) for each in whole)
 
 
-def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_steps_cost_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     permute = orders.permute
 

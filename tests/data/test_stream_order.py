@@ -57,7 +57,7 @@ def test_shards_are_read_in_a_new_order_each_epoch() -> None:
     assert (other.step(3) != order.step(3)).any()
 
 
-def test_a_late_step_costs_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_steps_cost_no_more_than_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     permute = orders.permute
     monkeypatch.setattr(orders, "permute", lambda p, *rest: (asked.append(len(p)), permute(p, *rest))[1])

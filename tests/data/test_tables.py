@@ -277,7 +277,7 @@ def test_init_names_the_row_that_does_not_fit(here: Path, capfd: pytest.CaptureF
     assert mentions(" ".join(capfd.readouterr().err.split()), "LS2073", "a.csv", "line 3,002", "3", "2")
 
 
-def test_a_header_that_is_missing_may_hold_a_value_twice(here: Path) -> None:
+def test_first_row_of_a_headerless_table_may_repeat_a_value(here: Path) -> None:
     (here / "a.csv").write_text("".join(f"{i % 2};{i % 2};I feel so, so {i}\n" for i in range(60)))
     run = written("--data", "a.csv", "--model", "scratch", "data.separator=semicolon")
     assert (run.data.separator, len(run.data.columns or ())) == (";", 3)

@@ -106,7 +106,7 @@ def test_a_limit_that_cuts_every_text_to_the_same_prefix_is_refused(
     ("task", "source", "names"),
     [("preference", "gpt2", ("chosen", "rejected")), ("embedding", "model", ("anchor", "positive"))],
 )
-def test_of_rows_with_several_texts_the_limit_is_named_too(
+def test_limit_is_named_for_rows_with_several_texts(
     task: str, source: str, names: tuple[str, str], folder: Path
 ) -> None:
     beginnings = ("w1 w2 w3 w4 w5 w6", "w2 w3 w4 w5 w6 w7")

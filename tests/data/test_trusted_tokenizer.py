@@ -42,7 +42,7 @@ def prepared(source: Path, trusted: bool) -> Path:
     )
 
 
-def test_it_is_loaded_back(source: Path, tmp_path: Path) -> None:
+def test_trusted_tokenizer_round_trips(source: Path, tmp_path: Path) -> None:
     folder = prepared(source, True)
     found = tokenizer.load(str(folder), True)
     assert (type(found).__name__, found.mark) == ("Own", 7)  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ def test_a_class_that_inherits_has_one() -> None:
     assert (gloo_threads(job), gloo_threads(replace(job, strategy=Mine))) == (2, 1)
 
 
-def test_inexact_runs_too() -> None:
+def test_inexact_runs_use_the_gloo_settings() -> None:
     assert run_on(2, threads, run=tiny("strategy.name=ddp", "strategy.exact=false")) == [[1] * 4] * 2
 
 
@@ -110,7 +110,7 @@ def test_strategies_with_two_threads_make_no_functional_collective(name: str) ->
         assert run_on(2, functional_ones, run) == [0, 0]
 
 
-def test_the_control_shards_make_some() -> None:
+def test_the_control_fsdp2_makes_functional_collectives() -> None:
     run = tiny("strategy.name=fsdp2")
     assert min(run_on(2, functional_ones, run)) > 0
 

@@ -75,7 +75,7 @@ def test_gradients_are_masked_as_values_are() -> None:
     assert torch.allclose(out.detach().unique(), torch.tensor([0.0, 1 / 0.75]))
 
 
-def test_empty_and_wrong() -> None:
+def test_masks_of_empty_tensors_and_invalid_probabilities() -> None:
     assert torch.empty(0, 3).bernoulli_(0.5).shape == (0, 3)
     with pytest.raises(RuntimeError, match=r"expects p to be in \[0, 1\]"):
         torch.empty(3).bernoulli_(1.5)

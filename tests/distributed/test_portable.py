@@ -93,7 +93,7 @@ def features() -> list[str]:
 # -- the environment -------------------------------------------------------------------------------------------------
 
 
-def test_a_run_sets_the_variables_and_the_next_takes_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portable_variables_are_set_and_removed_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
     run = changed()

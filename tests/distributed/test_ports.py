@@ -219,7 +219,7 @@ def test_only_a_process_of_the_same_launcher_is_ended() -> None:
         other.wait()
 
 
-def test_what_is_sealed_holds_for_its_own_key_only() -> None:
+def test_signatures_are_valid_for_their_own_key_only() -> None:
     raw = dist.HashStore()
     store = Sealed(raw, "room", KEY)
     store.set("a", "1")

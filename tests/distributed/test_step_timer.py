@@ -79,7 +79,7 @@ def test_waiting_for_items_is_timed_and_their_use_is_not(clock: Clock) -> None:
     assert told(found.take()) == {"data": 3, "other": 30}
 
 
-def test_on_cuda_phases_lie_between_events_and_only_taking_them_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_phases_are_timed_by_events_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that runs behind: events get their times when the device comes to them."""
     waits = []
 

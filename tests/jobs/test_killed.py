@@ -27,7 +27,7 @@ def test_killed_at_random_moments_it_still_ends_with_the_same_bits(
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_fifty_rounds(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_run_killed_fifty_times_has_the_same_bits(tmp_path: Path, cache: Path, untouched: Path) -> None:
     """LOCKSTEP_RECORD=FILE records the faults; LOCKSTEP_SEED chooses other rounds."""
     record = kill_and_resume(tmp_path, cache, untouched, kills=50, seed=int(os.environ.get("LOCKSTEP_SEED", 1)))
     assert len(record.kills) >= 50

@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str, dict]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_init_recognises_it(name: str, here: Path) -> None:
+def test_init_recognizes_annotation_formats(name: str, here: Path) -> None:
     write, layout, task, keys = CASES[name]
     write(here / name)
     run = written("--data", name, "--model", "scratch")
@@ -280,7 +280,7 @@ def test_a_column_that_the_first_row_lacks_is_read_in_every_encoding(here: Path)
         assert rows(source=f"{encoding}.jsonl", encoding=encoding) == [{"text": "a", "label": None}, held[1]]
 
 
-def test_predict_reads_them_as_training_did(here: Path) -> None:
+def test_predict_reads_annotated_files(here: Path) -> None:
     CASES["a.conll"][0](here / "new.txt")
     CASES["train-v1.1.json"][0](here / "new.json")
     for name, layout, columns, first in (
@@ -316,7 +316,7 @@ def test_a_single_message_becomes_a_list_of_one() -> None:
         assert conversations.with_roles(alone, "c", "task.chosen", "train").to_list() == [{"c": plain}]
 
 
-def test_who_speaks_has_a_role() -> None:
+def test_speakers_become_roles() -> None:
     told = [{"from": "human", "value": "a"}, {"from": "GPT", "value": "b"}]
     plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     spoken = datasets.Dataset.from_list([{"c": told}, {"c": None}])
@@ -347,7 +347,7 @@ def test_who_speaks_has_a_role() -> None:
         ("train.en", "two words\n\nin lines\n\nof text\n"),
     ],
 )
-def test_other_files_are_rows(name: str, content: str, tmp_path: Path) -> None:
+def test_unannotated_files_are_read_as_rows(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content)
     assert annotated.layout_of(tmp_path / name, "utf-8") is None
 

@@ -100,7 +100,7 @@ def test_steps_after_the_checkpoint_are_computed_again_and_compared(
         (6, "average.last=3", "branch at step 4 or before"),
     ],
 )
-def test_what_cannot_be_shared_is_named(
+def test_branch_names_the_steps_and_keys_that_cannot_be_shared(
     step: int, key: str, said: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["branch", f"{folder / 'first'}@{step}", str(folder / "first.yaml"), key, f"output={tmp_path / 'none'}"]
@@ -111,7 +111,7 @@ def test_what_cannot_be_shared_is_named(
     assert not (tmp_path / "none" / "checkpoints").exists()
 
 
-def test_bad_words(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_branch_arguments_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for spec in ("first", "first@", "first@x", "@3", "first@0"):
         with raises("LS8052", repr(spec)):
             parsed(spec)
@@ -151,7 +151,7 @@ def test_the_best_model_may_be_one_from_before(folder: Path, capfd: pytest.Captu
 
 
 @pytest.mark.slow
-def test_of_several_sources_whose_weights_change_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_branch_of_a_mixture_whose_weights_change_later(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         stream_runs.write(tmp_path / f"{name}.jsonl", stream_runs.rows_of(60, ord(name)))
     held = str(stream_runs.write(tmp_path / "held.jsonl", stream_runs.rows_of(20, 9)))
@@ -175,7 +175,7 @@ def test_of_several_sources_whose_weights_change_later(tmp_path: Path, capfd: py
 
 
 @pytest.mark.slow
-def test_of_a_stream(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_branch_of_a_stream(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = {"source": str(stream_runs.shards(tmp_path / "shards")), "stream": True, "stream_window": 24}
     data["max_length"] = 32
     trained(tmp_path, "first", data=data)

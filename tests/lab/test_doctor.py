@@ -35,7 +35,7 @@ def report(capfd: pytest.CaptureFixture[str], folder: Path, status: int = 0) -> 
 
 
 @pytest.mark.processes
-def test_it_says_what_is_here(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_machine_and_packages(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = report(capfd, tmp_path)
     assert found["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert found["packages"]["torch"] == machine_info.version("torch")
@@ -194,7 +194,7 @@ def one_is_odd(world: World, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_what_differs_is_named_with_ranks_and_hosts(tmp_path: Path) -> None:
+def test_differing_settings_are_named_with_ranks_and_hosts(tmp_path: Path) -> None:
     ranks = run_on(2, one_is_odd, str(tmp_path))[0]
     differs = {each["what"]: each for each in ranks["differs"]}
     assert set(differs) == {"OMP_NUM_THREADS", "python", "system"}
@@ -213,7 +213,7 @@ def test_what_differs_is_named_with_ranks_and_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_processes_that_it_starts(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_compares_processes_it_starts(quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--processes", "2", "--device", "cpu", "--folder", str(tmp_path)]) == 0
     said = capfd.readouterr().out
     assert "no differences between ranks" in said
@@ -281,7 +281,7 @@ def test_doctor_reports_support_for_portable_arithmetic(monkeypatch: pytest.Monk
         ({"ranks": {"failed": "no route"}}, "these ranks cannot train together"),
     ],
 )
-def test_the_verdict(changed: dict[str, Any], wanted: str) -> None:
+def test_doctor_verdict(changed: dict[str, Any], wanted: str) -> None:
     found = {"machine": {"cores": 4}, "torch": {"version": "2.13", "devices": []}, "problems": []} | changed
     assert wanted in doctor.verdict(found)
 

@@ -85,7 +85,7 @@ def test_earlier_events_are_skipped_and_repeated_steps_reported_again(tmp_path: 
     assert kinds(following) == [("start", 15), ("step", 20)]
 
 
-def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+def test_incomplete_line_is_read_once_it_is_complete(tmp_path: Path) -> None:
     following = Following(tmp_path)
     text = json.dumps(train_line(5))
     (tmp_path / "metrics.jsonl").write_text(text[:10])

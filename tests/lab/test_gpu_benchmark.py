@@ -33,7 +33,7 @@ def test_rates_leave_out_the_first_steps() -> None:
     assert gpu.rate(job, {"seconds": [100.0, 100.0, 1.0, 2.0, 4.0]}) == 32 * 1024 / 2.0
 
 
-def test_other_weights_are_seen() -> None:
+def test_different_weights_are_reported() -> None:
     """Weights are compared with those of one process with the same keys."""
     result = {"card": "a card", "tiny": False, "versions": {}, "took_s": 1.0, "rows": [], "left_out": {}, "errors": {}}
     one, ddp, fsdp2 = (f"{name}; model.compile=whole" for name in ("single", "ddp", "fsdp2"))
@@ -95,7 +95,9 @@ def test_the_first_contender_of_each_job_comes_before_the_second_of_any(
     assert {row["rounds"] for row in bench.rows("a card")} == {2}
 
 
-def test_what_time_ended_is_left_out_and_has_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_benchmarks_stopped_by_time_are_left_out_and_not_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     bench, _ = turns_of(monkeypatch, tmp_path, {"unfinished": "no end"})
     assert bench.left_out == {f"{job}: {name}": "no end" for job in "ab" for name in ("lockstep", "lockstep:seed=1")}
     assert not bench.errors()
@@ -132,7 +134,7 @@ def test_every_contender_has_a_peer_or_is_lockstep() -> None:
 @pytest.mark.processes
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_all_of_it_on_a_cpu(tmp_path: Path) -> None:
+def test_gpu_benchmark_runs_on_a_cpu(tmp_path: Path) -> None:
     """The output has rates of lockstep and a peer, and the bits of all processes and of a stopped run, and is marked as
     no benchmark."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--tiny", "--jobs", "minilm", "--rounds", "2"]

@@ -121,7 +121,7 @@ def test_every_key_has_a_comment(here: Path) -> None:
         assert line.startswith("#") or line.rstrip().endswith(":") or "  # " in line, line
 
 
-def test_a_file_that_is_there_stays(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_existing_file_is_not_overwritten(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (here / "run.yaml").write_text("mine")
     assert main(["init", "--data", "builtin/emotion", "--yes"]) == 2
     assert mentions(capfd.readouterr().err, "LS8290")
@@ -166,7 +166,7 @@ def test_a_text_sets_the_main_key_of_a_section(here: Path) -> None:
         (["a.yaml", "b.yaml"], ["one run file"]),
     ],
 )
-def test_what_cannot_be_is_one_message(
+def test_invalid_init_arguments_are_one_message(
     words: list[str], wanted: list[str], here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     jsonl(here / "numbers", [{"a": i, "b": i * 0.5} for i in range(50)])
@@ -214,7 +214,7 @@ def test_init_asks_for_data_task_and_model(here: Path, monkeypatch: pytest.Monke
     assert load("run.yaml", []).task.options["label"] == "mood"
 
 
-def test_a_person_corrects_the_guess(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_override_the_guess(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(here / "data", EMOTION)
     answering(monkeypatch, "data", "language_modeling", "my/model")
     assert main(["init"]) == 0
@@ -222,7 +222,7 @@ def test_a_person_corrects_the_guess(here: Path, monkeypatch: pytest.MonkeyPatch
     assert (run.task.name, run.task.options["text"], run.model.source) == ("language_modeling", "text", "my/model")
 
 
-def test_answers_that_end(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_end_of_input_ends_init(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     answering(monkeypatch)
     assert main(["init"]) == 2
     assert mentions(capfd.readouterr().err, "LS8300")

@@ -31,7 +31,7 @@ __all__ = ["here"]  # fixtures
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "llama", "t5", "nosuchtype"])
-def test_a_type_that_is_given_is_made_small(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requested_model_type_is_built_small(here: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "all.csv").write_text("text,label\n" + "".join(f"some words {i},{i % 2}\n" for i in range(40)))
     status = main(["init", "run.yaml", "--yes", "--data", "all.csv", f"model.type={kind}"])
     if kind == "nosuchtype":
@@ -117,7 +117,7 @@ def test_a_test_split_without_labels(here: Path, capsys: pytest.CaptureFixture[s
     assert (run.data.train, run.data.test, run.data.columns) == (["no/train.csv"], None, ["text", "label"])
 
 
-def test_truth_and_whole_numbers_with_a_point(here: Path) -> None:
+def test_booleans_and_integral_floats_as_labels(here: Path) -> None:
     (here / "a.csv").write_text("text,is_spam\n" + "".join(f"words {i},{i % 2 == 0}\n" for i in range(60)))
     run = written("--data", "a.csv")
     assert run.task.options["label"] == "is_spam"
@@ -172,7 +172,7 @@ LEARNED = {
 }
 
 
-def test_a_number_whose_name_says_nothing_is_a_doubt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numeric_label_without_a_telling_name_is_a_doubt(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jsonl(here / "data", [{"text": f"t {i}", "valence": i / 7} for i in range(50)])
     assert written("--data", "data").task.options["regression"]
     assert "task.label: valence; its name does not mark it as the target" in capsys.readouterr().out
@@ -197,7 +197,7 @@ def test_a_test_split_without_the_labels_is_left_out(here: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_no_task_learns_is_refused(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_data_that_fits_no_task_is_refused(case: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows, wanted = REFUSED[case]
     jsonl(here / "data", rows)
     assert main(["init", "--yes", "--data", "data"]) == 2
@@ -212,7 +212,7 @@ def test_a_table_with_another_separator(here: Path, capfd: pytest.CaptureFixture
     check_arithmetic(here / "run.yaml")
 
 
-def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_init_refuses_data_that_training_refuses(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     jsonl(here / "data", [*EMOTION, {"id": 0, "text": None, "mood": "joy"}])
     assert main(["init", "--yes", "--data", "data"]) == 2
     assert mentions(capfd.readouterr().err, "LS2323", "data.drop_missing=true")
@@ -234,7 +234,7 @@ def test_what_training_refuses_is_refused(here: Path, capfd: pytest.CaptureFixtu
         ([["text", "label"], ["text", "label"]], None),
     ],
 )
-def test_whether_the_first_row_names_columns(rows: list[list[str]], wanted: bool | None) -> None:
+def test_header_rows_are_recognized(rows: list[list[str]], wanted: bool | None) -> None:
     assert detect_layout.has_header(rows) is wanted
 
 
@@ -255,7 +255,7 @@ def looked(**kinds: str) -> columns.DatasetProfile:
         ({"url": "text", "text": "text", "airline_sentiment": "number"}, {"label": "airline_sentiment"}, set()),
     ],
 )
-def test_what_might_be_otherwise_is_a_doubt(kinds: dict[str, str], keys: dict[str, str], doubts: set[str]) -> None:
+def test_ambiguous_columns_are_a_doubt(kinds: dict[str, str], keys: dict[str, str], doubts: set[str]) -> None:
     task, found = columns.guess(looked(**kinds))
     assert task == "classification"
     assert keys.items() <= found.keys.items()
@@ -318,7 +318,7 @@ def test_invalid_answers_are_asked_again(
     assert load("run.yaml", []).task.options["text"] == "body"
 
 
-def test_a_person_names_columns_and_leaves_rows_out(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_and_dropped_rows_are_asked_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here / "a.csv").write_text("".join(f"words {i},{'' if i == 7 else i % 2}\n" for i in range(60)))
     answering(monkeypatch, "a.csv", "what", "what,kind", "", "", "perhaps", "yes")
     assert main(["init"]) == 0
@@ -326,7 +326,7 @@ def test_a_person_names_columns_and_leaves_rows_out(here: Path, monkeypatch: pyt
     assert (run.data.columns, run.data.drop_missing) == (["what", "kind"], True)
 
 
-def test_an_error_that_no_other_model_fixes_is_not_asked_again(
+def test_errors_that_another_model_cannot_fix_are_not_asked_again(
     here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     jsonl(here / "data", [*EMOTION, {"id": 0, "text": None, "mood": "joy"}])
@@ -336,7 +336,7 @@ def test_an_error_that_no_other_model_fixes_is_not_asked_again(
     assert mentions(capfd.readouterr().err, "LS2323", "data.drop_missing=true")
 
 
-def test_answers_without_end_are_no_answers() -> None:
+def test_repeated_invalid_answers_end_with_the_error() -> None:
     def never(text: str) -> str:
         raise RunError(f"{text} will not do")
 
@@ -358,7 +358,7 @@ def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:
     assert found.few == {"kind": 2}
 
 
-def test_a_column_that_never_changes_is_in_no_doubt(here: Path) -> None:
+def test_constant_columns_raise_no_doubt(here: Path) -> None:
     jsonl(here / "data", [{"body": f"t {i}", "lang": "en", "label": i % 3} for i in range(60)])
     found = columns.look(load(None, {}, {"data": {"source": "data"}, "model": {"type": "gpt2"}}).data)
     assert columns.guess(found) == ("classification", columns.Fit({"text": "body", "label": "label"}))

@@ -60,7 +60,7 @@ def test_the_page_has_the_tables(called: str) -> None:
 
 
 @pytest.mark.parametrize("called", ["Accelerate", "A DDP script with torchrun", "Lightning", "torchtune", "AutoTrain"])
-def test_every_key_that_the_page_names_is_one(called: str) -> None:
+def test_keys_named_on_the_page_exist(called: str) -> None:
     lines = [
         line for line in section(called).splitlines() if line.count(" | ") >= 2 and not line.startswith("| theirs")
     ]
@@ -70,7 +70,7 @@ def test_every_key_that_the_page_names_is_one(called: str) -> None:
 
 
 @pytest.mark.parametrize("called", TABLES)
-def test_every_key_of_a_table_is_one(called: str) -> None:
+def test_keys_of_the_tables_exist(called: str) -> None:
     known = {*KEYS, "track.wandb.project", "track.wandb.entity"}
     assert [name for name, of in TABLES[called].items() if of.here and of.here not in known] == []
     assert [name for name, of in TABLES[called].items() if not of.here and not of.how] == []
@@ -116,7 +116,7 @@ def test_systems_have_an_example_of_ours() -> None:
         ("axolotl.yaml", ["task.prompt=instruction"]),
     ],
 )
-def test_their_example_becomes_ours(file: str, words: list[str], here: Path) -> None:
+def test_documented_example_becomes_the_documented_run_file(file: str, words: list[str], here: Path) -> None:
     theirs = next(text for _, text in BLOCKS if text.startswith(f"# {file}\n"))
     (here / file).write_text(theirs)
     (here / "ours.yaml").write_text(OURS[f"from {file}"])
@@ -209,7 +209,7 @@ def test_defaults_of_trainers_optimizers(optim: str, here: Path) -> None:
         ),
     ],
 )
-def test_what_a_file_decides_is_not_left_out_in_silence(
+def test_deciding_settings_of_a_file_are_not_dropped_silently(
     file: str, values: dict, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marks = {"a": {"output_dir": "o"}, "d": {"train_batch_size": 8}, "x": {"base_model": "a/b", "micro_batch_size": 2}}
@@ -284,7 +284,9 @@ def test_arguments_as_trainer_writes_them(here: Path, capsys: pytest.CaptureFixt
     assert "fill in data.source and model.source" in said
 
 
-def test_what_has_no_counterpart_is_listed_with_why(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_without_a_counterpart_are_listed_with_the_reason(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = {
         "tpu_num_cores": 8,
         "lr_scheduler_type": "cosine_with_restarts",
@@ -454,7 +456,7 @@ def test_data_that_the_task_cannot_read(here: Path, capfd: pytest.CaptureFixture
     assert (run.task.options["source"], run.model.type, run.model.adapter) == ("en", "marian", {})
 
 
-def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_values_are_listed_as_gaps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "args.json").write_text(json.dumps({"learning_rate": -1, "num_train_epochs": 1}))
     assert moved(here / "args.json", "--partial").optim.learning_rate == 5e-5
     assert "no counterpart: learning_rate: -1" in capsys.readouterr().out
@@ -472,7 +474,9 @@ def test_a_value_that_will_not_do_is_listed(here: Path, capsys: pytest.CaptureFi
         ("a.py", "TrainingArguments()\nTrainingArguments()", "on lines 1, 2;"),
     ],
 )
-def test_what_cannot_be_read(name: str, text: str, wanted: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_sources_are_refused(
+    name: str, text: str, wanted: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (here / name).write_text(text)
     assert main(["init", "--yes", "--from", name]) == 2
     assert wanted in capfd.readouterr().err

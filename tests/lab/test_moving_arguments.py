@@ -154,7 +154,7 @@ READ_IN_LOOPS = {  # a call of the script -> values of its arguments, each of wh
 
 
 @pytest.mark.long  # 2 s
-def test_what_is_read_changes_the_file_or_is_named() -> None:
+def test_each_argument_that_is_read_changes_the_run_file_or_is_named() -> None:
     for start, values in READ_IN_LOOPS.items():
         for name, value in values.items():
             tree = ast.parse(ACCELERATE)

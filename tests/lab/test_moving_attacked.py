@@ -67,7 +67,7 @@ def test_statements_that_may_rebind_any_name_are_refused(tmp_path: Path) -> None
         "def lr():\n    pass",
     ],
 )
-def test_a_name_that_is_imported_or_global_as_well_has_no_known_value(text: str, tmp_path: Path) -> None:
+def test_names_that_are_also_imported_or_global_have_no_known_value(text: str, tmp_path: Path) -> None:
     script = import_config.decided_branches.taken(
         Script(tmp_path / "train.py", f"lr = 3e-4\n{text}\nif lr:\n    x = f(lr=lr)\n")
     )
@@ -288,7 +288,7 @@ HIDDEN = {  # lines before the loop that change the model inside of something th
 }
 
 
-def test_what_a_call_hides_is_looked_at_and_named() -> None:
+def test_statements_inside_calls_are_read_and_named() -> None:
     for lines, part in HIDDEN.items():
         assert part in in_loop(changed((LOOP, f"{lines}\n{LOOP}"))), lines
     meter = "class Meter:\n    def __init__(self):\n        self.n = 0\nm = Meter()\n"

@@ -92,7 +92,7 @@ def test_attributes_that_change_nothing_are_taken(script: str, line: str, here: 
     assert moved("train.py", script.replace("SET", line)).batch_size == 16
 
 
-def test_a_side_of_from_pretrained_is_that_of_the_attribute(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_padding_side_of_from_pretrained_equals_the_attribute(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     left = TRAINER.replace("SET", "").replace('"acme/encoder")\n\ntok', '"acme/encoder", padding_side="left")\n\ntok')
     assert SIDE in refused("train.py", left, capsys)
     assert moved("train.py", left.replace('"left"', '"right"')).batch_size == 16
@@ -170,7 +170,7 @@ def test_a_loader_that_is_made_again_behind_its_loop_is_refused(here: Path, caps
     assert moved("train.py", f"from tqdm import tqdm\n{anew}    bar = tqdm(range(3))\n").batch_size == 16
 
 
-def test_a_batch_size_that_is_not_known_beside_rows_that_are(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_batch_size_with_known_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = "".join(json.dumps({"text": f"text {n}", "label": n % 2}) + "\n" for n in range(40))
     Path("rows.jsonl").write_text(rows)
     text = LOOP.replace("SET", "").replace(

@@ -221,7 +221,7 @@ def test_a_loop_in_methods_is_read_as_the_plain_one(script: str, here: Path) -> 
         ),
     ],
 )
-def test_what_methods_do_besides_is_refused(
+def test_further_statements_of_methods_are_refused(
     old: str, new: str, says: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = "    def shrink(self):\n        for p in self.model.parameters():\n            p.data.mul_(0.9)\n\n"

@@ -80,7 +80,7 @@ def _deciding(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", REFUSED)
-def test_a_statement_that_is_on_no_list_is_refused_with_its_line(code: str) -> None:
+def test_unlisted_statements_are_refused_with_their_line(code: str) -> None:
     lines = _deciding(changed((SETS, f"{code}\n{SETS}"), text=TEXT))
     first = TEXT[: TEXT.index(SETS)].count("\n") + 1
     named = {int(number) for line in lines for number in re.findall(r"line (\d+): ", line)}
@@ -163,7 +163,7 @@ def test_a_loop_over_another_loader_is_refused() -> None:
         assert _deciding(changed(pair, text=ACCELERATE)), pair
 
 
-def test_python_of_other_kinds_beside_a_step_is_understood() -> None:
+def test_further_statements_beside_a_step_are_understood() -> None:
     step = "        optimizer.step()\n"
     assert not _deciding(SCRIPT)
     for code in (

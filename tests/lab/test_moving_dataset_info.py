@@ -127,7 +127,7 @@ def test_tags_of_dataset_info_that_are_read_here(entry: dict[str, Any], columns:
         ({"file_name": "a.json", "columns": {"prompt": "q", "kto_tag": "k"}}, "columns: kto_tag: k"),
     ],
 )
-def test_what_dataset_info_says_and_is_not_read_is_refused(
+def test_unsupported_entries_of_dataset_info_are_refused(
     entry: dict[str, Any], said: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused("lf.yaml", factory(here, entry), capsys)

@@ -83,7 +83,7 @@ def test_open_and_closed_parts_are_listed_apart(here: Path, capsys: pytest.Captu
     ],
     ids=["drop_last", "condition", "or the last", "accelerate"],
 )
-def test_what_is_left_over_at_the_end_of_an_epoch(
+def test_leftover_batches_at_the_end_of_an_epoch(
     text: str, step: int, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     why = {
@@ -108,7 +108,7 @@ def test_what_is_left_over_at_the_end_of_an_epoch(
         assert why in refused("acc.py", text, capsys)
 
 
-def test_a_smaller_last_batch_is_a_smaller_step_here_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_smaller_last_batch_becomes_a_smaller_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows_of(13)
     for text in (PLAIN, PLAIN.replace(LOADER, LOADER.replace(")", ", drop_last=False)"))):
         moved("acc.py", of_rows(text), *DATA)
@@ -176,7 +176,7 @@ def test_a_schedule_of_another_length_than_the_run(
 
 
 @pytest.mark.parametrize("total", ["math.ceil(len(train) / 4) * 3", "3 * len(train) // 4", "int(steps)"])
-def test_a_schedule_that_ends_with_the_run(total: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_that_end_with_the_run_are_read(total: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")
     moved("acc.py", text.replace("schedule =", "steps = 3 * (len(train) / 4)\nschedule =", 1))
     assert "is assumed to be its length" not in capsys.readouterr().out
@@ -193,7 +193,7 @@ def test_a_schedule_of_a_length_that_only_the_data_say(here: Path, capsys: pytes
     assert "the schedule is 250 steps long and the run 6" in refused("acc.py", of_rows(text), capsys, *DATA)
 
 
-def test_a_schedule_that_accelerate_does_not_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_not_prepared_by_accelerate(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ACCELERATE.replace(
         "prepare(model, optimizer, train, dev, schedule)", "prepare(model, optimizer, train, dev)"
     )

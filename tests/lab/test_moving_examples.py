@@ -208,7 +208,7 @@ def test_a_break_that_ends_training_early_stays() -> None:
     assert is_left(("len(loader) / args.every", "len(other) / args.every"))
 
 
-def test_what_is_changed_out_of_sight_is_not_filled_in() -> None:
+def test_values_changed_by_unread_code_are_not_filled_in() -> None:
     text = "from datasets import load_dataset\nfiles = {}\nfiles['train'] = 'a'\nCHANGE\n"
     text += "load_dataset('json', data_files=files)\n"
     for change, left in (("pass", "{'train': 'a'}"), ("files['train'] = 'b'", "{'train': 'b'}")):

@@ -106,7 +106,7 @@ TRIED = (
 )
 
 
-def test_what_only_reads_an_object_is_no_gap() -> None:
+def test_code_that_only_reads_an_object_is_no_gap() -> None:
     text = changed((SETS, "\n".join((*READ, SETS))), (TRAINS, "\n".join((TRAINS, *AFTER_TRAINING))), text=TEXT)
     same = TRIED.replace("OTHER", "from_pretrained(NAME, force_download=True)")
     assert not _deciding(changed((LOADED, same), text=text))

@@ -62,7 +62,7 @@ OTHERS = {
 }
 
 
-def test_what_a_function_that_trains_is_called_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_of_a_training_function_are_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = MAIN.format(train=TRAIN)
     for parameters in (
         "[p for p in model.parameters() if p.requires_grad]",
@@ -120,7 +120,7 @@ def test_rows_and_settings_of_a_trainer_by_their_names(here: Path) -> None:
         assert run.optim.learning_rate == 3e-4
 
 
-def test_a_warm_up_is_as_long_as_the_script_rounds_it(here: Path) -> None:
+def test_warmup_length_is_rounded_as_in_the_script(here: Path) -> None:
     rows = "".join(f'{{"text": "word {i}", "label": {i % 2}}}\n' for i in range(64))
     (here / "a.jsonl").write_text(rows)
     (here / "b.jsonl").write_text(rows.replace("word", "other"))

@@ -25,7 +25,7 @@ LANGUAGE = (
 )
 
 
-def test_a_model_that_is_given_all_by_name(here: Path) -> None:
+def test_model_called_with_all_inputs_by_name(here: Path) -> None:
     assert moved("acc.py", ACCELERATE.replace(CALL, f"model({ALL}, {LABELS}).loss")).task.name == "classification"
 
 
@@ -72,7 +72,7 @@ def test_an_input_that_a_model_is_not_given(
     assert wanted in refused("acc.py", text, capsys)
 
 
-def test_what_has_no_padding_or_no_types_needs_no_such_input(here: Path) -> None:
+def test_models_without_padding_or_token_types_need_no_such_input(here: Path) -> None:
     named = f"model({ALL.rpartition(',')[0]}, {LABELS}).loss"
     assert moved("acc.py", ONE.replace(CALL, named)).task.options["text_pair"] is None
     other = ACCELERATE.replace(CALL, named).replace("acme/encoder", "acme/distilbert-small")
@@ -192,7 +192,7 @@ def test_windows_of_questions_and_contexts(here: Path, capsys: pytest.CaptureFix
         ("    asked =", '    rows["context"] = [t[:99] for t in rows["context"]]\n    asked =', "texts are changed"),
     ],
 )
-def test_other_windows_are_refused_by_their_line(
+def test_unsupported_windows_are_refused_with_their_line(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert old in QUESTIONS

@@ -129,7 +129,7 @@ def test_padding_among_the_positions_of_an_answer(
         assert bool(draft.notes) is (task == "token")  # Trainer counts the targets of `labels` alone
 
 
-def test_order_and_reward(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_order_and_reward_settings_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = changed(('"out", ', '"out", train_sampling_strategy="sequential", '), text=script(MASKED, "MaskedLM"))
     assert "train_sampling_strategy: sequential" in not_moved(text, capsys)
     assert moved("train.py", text.replace("sequential", "random")).data.group_by_length == 1

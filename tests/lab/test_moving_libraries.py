@@ -134,7 +134,7 @@ def test_a_surprise_of_a_library_is_refused_at_its_line(
     assert any(f"line {number}: " in line and part in line for line in said.splitlines() if "read:" not in line), said
 
 
-def test_what_trains_alike_is_read(here: Path) -> None:
+def test_equivalent_library_calls_are_read(here: Path) -> None:
     """Trainer counts targets as lockstep does; the script prints the norm that clipping returns, without using it."""
     collator = "DataCollatorForLanguageModeling(tokenizer, mlm=False)"
     assert moved("train.py", LM.replace("COLLATOR", collator)).task.name == "language_modeling"

@@ -96,7 +96,7 @@ def test_a_loop_that_runs_when_it_is_imported_is_refused(here: Path, capsys: pyt
         ),
     ],
 )
-def test_what_a_loop_does_to_its_model_and_batches_is_not_lost(
+def test_changes_of_model_and_batches_in_a_loop_are_refused(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wanted in refused("points.py", DDP.replace(old, new, 1), capsys)
@@ -143,7 +143,7 @@ def test_which_weights_rows_and_rates_a_loop_takes_is_not_lost(
         ),
     ],
 )
-def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path) -> None:
+def test_equivalent_forms_of_a_loop_are_read(old: str, new: str, here: Path) -> None:
     text = ACCELERATE.replace("import DataLoader", "import DataLoader, RandomSampler").replace(old, new)
     run = moved("acc.py", text)
     assert (run.batch_size, run.optim.schedule) == (32, "linear")
@@ -179,7 +179,7 @@ def test_what_a_loop_says_in_other_words_is_read(old: str, new: str, here: Path)
         ),
     ],
 )
-def test_what_a_loop_of_accelerate_decides_is_not_lost(
+def test_decisions_of_an_accelerate_loop_are_refused_if_they_would_be_lost(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = ACCELERATE.replace("get_linear_schedule", "get_cosine_schedule").replace(old, new)
@@ -189,7 +189,9 @@ def test_what_a_loop_of_accelerate_decides_is_not_lost(
 @pytest.mark.parametrize(
     "argument", ["gradient_clip_algorithm='value'", "limit_train_batches=1", "overfit_batches=2", "fast_dev_run=True"]
 )
-def test_what_lightning_decides_is_not_lost(argument: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lightning_arguments_that_would_be_lost_are_refused(
+    argument: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused("pl.py", LIGHTNING.replace("gradient_clip_val=1.0", f"gradient_clip_val=1.0, {argument}"), capsys)
     assert f": {argument.replace(chr(39), '')} (lockstep trains on all examples" in said
 
@@ -387,7 +389,7 @@ for epoch in range(2):
 """
 
 
-def test_what_a_file_of_deepspeed_says_beside_auto_is_read(here: Path) -> None:
+def test_explicit_entries_of_a_deepspeed_config_are_read(here: Path) -> None:
     (here / "ds.json").write_text(
         '{"bf16": {"enabled": true}, "fp16": {"enabled": "auto"}, "train_batch_size": "auto", "gradient_clipping": 0.5,'
         ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "zero_optimization": {"stage": 0}}'
@@ -485,7 +487,7 @@ def test_the_input_column_of_alpaca_is_not_lost_in_silence(here: Path, capsys: p
 
 
 @pytest.mark.processes  # DeepSpeed starts some when it is imported
-def test_what_plan_would_refuse_is_not_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_files_that_plan_would_refuse_are_not_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 2\nmixed_precision: fp16\n"
         "deepspeed_config: {zero_stage: 2}\n"

@@ -54,7 +54,7 @@ def test_trainer_adds_up_the_gradients_of_some_models(here: Path, capsys: pytest
         assert ADDED not in capsys.readouterr().out
 
 
-def test_a_divisor_that_counts_what_nothing_predicts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_divisor_counts_tokens_that_are_not_predicted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     encoder()
     GPT2Config(
         vocab_size=7, n_embd=8, n_layer=1, n_head=2, n_positions=64, architectures=["GPT2LMHeadModel"]

@@ -75,7 +75,7 @@ def test_a_model_in_both_modes_is_refused(name: str, here: Path, capsys: pytest.
     assert mentions(refused("loop.py", text, capsys), "LS8209", why)
 
 
-def test_a_model_whose_rates_of_dropout_are_not_known(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_with_unknown_dropout_rates(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = NEVER.replace('"encoder"', '"acme/encoder"')
     assert mentions(refused("loop.py", text, capsys), "LS8209", "no model.train()", "model.config=...")
     given = moved("loop.py", text, "model.config={hidden_dropout_prob: 0.0}").model.config
@@ -128,7 +128,7 @@ def test_pairs_of_trl_are_trained_without_dropout(here: Path) -> None:
     assert moved("dpo.py", DPO.replace("acme/chat", "chat"), "--partial").model.config["resid_pdrop"] == 0.0
 
 
-def test_what_a_model_and_a_tokenizer_are_saved_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_saved_dtype_and_tokenizer_settings_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     encoder(torch.bfloat16)
     assert moved("loop.py", SCRIPT).model.dtype == "float32"
     assert "keeps the weights in bfloat16" in " ".join(capsys.readouterr().out.split())

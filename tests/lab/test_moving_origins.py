@@ -165,33 +165,33 @@ def _deciding(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("case", NOT_OF_A_LIBRARY)
-def test_a_name_that_no_import_gives_is_not_a_librarys(case: tuple[str, tuple[str, str], str]) -> None:
+def test_names_without_an_import_belong_to_no_library(case: tuple[str, tuple[str, str], str]) -> None:
     text, pair, name = case
     lines = _deciding(changed(pair, text=text))
     assert any(f": {name}" in line and line.startswith("not understood: line ") for line in lines), lines
 
 
 @pytest.mark.parametrize("case", OF_A_LIBRARY)
-def test_a_name_of_a_library_may_be_imported_in_any_way(case: tuple[str, tuple[str, str]]) -> None:
+def test_library_names_may_be_imported_in_any_way(case: tuple[str, tuple[str, str]]) -> None:
     text, *pairs = case
     assert not _deciding(changed(*pairs, text=text))
 
 
 @pytest.mark.parametrize("case", OF_SEVERAL_VALUES)
-def test_a_name_with_a_value_from_one_of_two_branches_is_refused(case: tuple[str, ...]) -> None:
+def test_names_assigned_in_one_of_two_branches_are_refused(case: tuple[str, ...]) -> None:
     text, *pairs, name = case
     lines = _deciding(changed(*pairs, text=text))  # type: ignore[arg-type]
     assert any(f": {name} (it has the value of line" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("case", OF_ONE_VALUE)
-def test_a_name_with_one_value_in_all_branches_is_followed(case: tuple[str, tuple[str, str]]) -> None:
+def test_names_with_equal_values_in_all_branches_are_followed(case: tuple[str, tuple[str, str]]) -> None:
     text, *pairs = case
     assert not any("it has the value of line" in line for line in _deciding(changed(*pairs, text=text)))
 
 
 @pytest.mark.parametrize("code", MODES)
-def test_a_mode_that_is_set_through_a_container_or_a_lambda_is_refused(code: str) -> None:
+def test_modes_set_through_containers_or_lambdas_are_refused(code: str) -> None:
     assert any("eval()" in line for line in _deciding(changed((MODE, f"{MODE}    {code}\n"))))
 
 

@@ -231,7 +231,7 @@ def test_the_late_warmup_of_deepspeeds_cosine_is_noted(warmup: int, least: dict,
 
 @pytest.mark.parametrize("arguments", [{}, {"max_steps": STEPS}])
 @pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
-def test_what_deepspeed_leaves_to_the_trainer(kind: str, arguments: dict, here: Path) -> None:
+def test_schedules_that_deepspeed_takes_from_the_trainer(kind: str, arguments: dict, here: Path) -> None:
     """DeepSpeed's schedule applies, whatever schedule the Trainer's arguments name; if its length is unknown, a note
     says that the rates come one step late."""
     params = {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_min_lr": "auto", "warmup_type": "linear"}

@@ -116,7 +116,7 @@ def test_a_trainer_script_is_read_line_by_line(here: Path, capsys: pytest.Captur
         ("model = Auto", "if big:\n  model = Auto", "it is called only if big"),
     ],
 )
-def test_what_would_train_something_else_is_refused(
+def test_scripts_whose_run_file_would_train_something_else_are_refused(
     old: str, new: str, wanted: str | None, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = TRAINER.replace(old, new, 1).replace("ARGUMENTS", USUAL)
@@ -129,13 +129,13 @@ def test_what_would_train_something_else_is_refused(
     moved("train.py", text, "--partial")
 
 
-def test_a_key_given_by_hand_closes_a_gap(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_given_by_hand_close_gaps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = TRAINER.replace("max_length=256", "max_length=length").replace("ARGUMENTS", USUAL)
     assert "data.max_length=..." in refused("train.py", text, capsys)
     assert moved("train.py", text, "data.max_length=99").data.max_length == 99
 
 
-def test_a_loss_of_a_trainer_of_its_own_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_loss_of_a_trainer_subclass_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = "class Mine(Trainer):\n    def compute_loss(self, model, inputs):\n        return 0\n\nargs = "
     text = TRAINER.replace("args = ", own).replace("trainer = Trainer(", "trainer = Mine(").replace("ARGUMENTS", USUAL)
     assert "Mine.compute_loss (it replaces the loss or the step" in refused("train.py", text, capsys)
@@ -241,7 +241,7 @@ def group(examples):
 """
 
 
-def test_blocks_are_known_by_what_is_done(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_grouping_into_blocks_is_recognized_by_its_statements(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, stop = BLOCKS.index("def group"), BLOCKS.index("data = load")
     text = BLOCKS.replace(BLOCKS[start:stop], RUN_CLM).replace("MLM", "mlm=False")
     other = text.replace('"].copy()', '"][::-1]')
@@ -291,7 +291,7 @@ def test_a_qlora_script_keeps_its_adapter_its_bits_and_its_split(here: Path) -> 
         ("model = prepare", "model.add_module('x', y)\nmodel = prepare", "its effect on the model is unknown"),
     ],
 )
-def test_what_a_qlora_script_cannot_keep_is_refused(
+def test_unsupported_parts_of_a_qlora_script_are_refused(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wanted in refused("qlora.py", QLORA.replace("MORE", "").replace(old, new), capsys)

@@ -199,12 +199,12 @@ TWISTS = {
 
 
 @pytest.mark.parametrize("name", TWISTS)
-def test_a_twist_is_refused_by_its_line(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_loops_are_refused_with_their_line(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, wanted = TWISTS[name]
     assert wanted in refused("points.py", text, capsys)
 
 
-def test_a_momentum_by_its_place(here: Path) -> None:
+def test_positional_momentum_is_read(here: Path) -> None:
     assert moved("points.py", changed(DDP, ("lr=args.lr", "0.1, 0.9"))).optim.momentum == 0.9
 
 
@@ -231,7 +231,7 @@ def test_a_momentum_by_its_place(here: Path) -> None:
         ),
     ],
 )
-def test_a_twist_of_a_loop_of_accelerate(
+def test_changed_accelerate_loops_are_refused(
     old: str, new: str, wanted: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert wanted in refused("acc.py", changed(ACCELERATE, (old, new)), capsys)
@@ -311,7 +311,7 @@ def test_a_script_that_is_nested_too_deeply(code: str, here: Path, capsys: pytes
     ("warmup", "share"),
     [("int(0.1 * total)", 0.1), ("total // 20", 0.05), ("int(total * RATIO)", 0.2), ("int(0.1 * other)", None)],
 )
-def test_a_warm_up_by_a_share_of_all_steps(
+def test_warmup_as_a_share_of_all_steps_is_read(
     warmup: str, share: float | None, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = changed(
@@ -337,7 +337,9 @@ def test_a_file_of_deepspeed_that_a_file_names(here: Path, capsys: pytest.Captur
     assert (run.strategy.name, run.optim.max_grad_norm, run.batch_size) == ("ddp", 0.5, 4)
 
 
-def test_a_function_of_a_trainers_script_that_changes_its_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_that_change_the_model_of_a_trainer_script_are_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = changed(
         TRAINER.replace("ARGUMENTS", USUAL),
         ("def compute_metrics", "def prune(m):\n    m.head.data.zero_()\n\nprune(model)\n\ndef compute_metrics"),

@@ -121,7 +121,7 @@ def test_texts_and_labels_are_those_of_the_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body", ["while True: pass", "return f(x)", "return range(10**9)", "return [0] * 10**9", "return x.__class__"]
 )
-def test_what_has_no_end_or_is_not_known_is_not_followed(body: str) -> None:
+def test_endless_or_unknown_functions_are_not_followed(body: str) -> None:
     function = ast.parse(f"def f(x):\n    {body}").body[0]
     with pytest.raises((followed.NotFollowed, RecursionError)):
         followed.FollowedFunction(lambda node: 0, {"f": function}).call(function, [[1]])

@@ -31,7 +31,7 @@ def test_plan_starts_nothing(run_file: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(("status", "imports"), [(None, 1), (75, 1), (0, 0)])
-def test_what_is_finished_needs_no_server_to_fork_ranks_from(
+def test_finished_run_starts_no_fork_server(
     status: int | None, imports: int, run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = []
@@ -70,7 +70,7 @@ def test_a_step_that_is_smaller_than_the_run_file_says(run_file: Path, capsys: p
             assert (said.out + said.err).count("note: batch_size is 101, and train has 100 examples") == told
 
 
-def test_plan_says_what_a_run_amounts_to(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_summarizes_steps_and_work(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run_file.parent, epochs=2.5, steps=None, evaluate={"every": "epoch"}, micro_batches=8)
     assert main(["plan", "run.yaml"]) == 0
     rows = {line[:11].strip(): line[11:].strip() for line in capsys.readouterr().out.splitlines()}
@@ -190,9 +190,7 @@ def test_a_job_that_needs_more_memory_than_there_is_would_fail(
 
 
 @pytest.mark.parametrize("launcher", ["local", "sagemaker"])
-def test_what_init_has_left_to_be_filled_in_is_refused(
-    launcher: str, run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_refuses_fill_in_values(launcher: str, run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resolve.FILL_IN == FILL_IN
     launch = (
         f"launch={{name: {launcher}, role: 'arn:aws:iam::123456789012:role/x', s3: s3://bucket/p, region: eu-west-1,"

@@ -80,7 +80,7 @@ def test_bad_input_is_an_exception(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_job_refuses_is_an_exception(tmp_path: Path) -> None:
+def test_refusals_of_a_job_are_exceptions(tmp_path: Path) -> None:
     values = RUN | {"output": str(tmp_path / "out"), "data": {"source": str(tmp_path / "nothing")}}
     with pytest.raises(lockstep.RunError, match="nothing"):
         lockstep.train(lockstep.Run.load(values), show=None)

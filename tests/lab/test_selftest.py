@@ -101,7 +101,7 @@ def test_gpus_that_are_fewer_are_shared(monkeypatch: pytest.MonkeyPatch) -> None
         (["--page", "page.html"], "--page: has an effect only with --selftest"),
     ],
 )
-def test_what_cannot_be(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_invalid_selftest_options_are_refused(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     assert said in capfd.readouterr().err
 

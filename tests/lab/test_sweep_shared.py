@@ -51,11 +51,11 @@ def test_trials_are_a_tree_of_stretches() -> None:
         {"optim.max_grad_norm": 0.4},
     ],
 )
-def test_what_is_other_arithmetic_shares_nothing(other: dict[str, Any]) -> None:
+def test_trials_with_other_arithmetic_share_no_steps(other: dict[str, Any]) -> None:
     assert tree_of(steps(30, 3), steps(30, 3) | other).begins == {}
 
 
-def test_a_schedule_that_depends_on_all_steps_shares_nothing() -> None:
+def test_trials_share_no_steps_if_the_schedule_depends_on_their_number() -> None:
     cosine = {"schedule": "cosine", "learning_rate": 5e-3}
     assert tree_of({"steps": 200}, {"steps": 300}, optim=cosine).begins == {}
     assert tree_of({"steps": 200}, {"steps": 300}, optim=cosine | {"schedule": "constant"}).begins == {
@@ -63,14 +63,14 @@ def test_a_schedule_that_depends_on_all_steps_shares_nothing() -> None:
     }
 
 
-def test_a_warm_up_to_another_minimum_shares_nothing() -> None:
+def test_trials_with_another_minimum_rate_share_no_steps() -> None:
     """A schedule with warm-up also starts at its minimum."""
     ends = [steps(30, 3, **{"optim.min_lr_ratio": least}) for least in (0, 0.5)]
     assert tree_of(*ends).begins == {}
     assert tree_of(*(each | {"optim.warmup_steps": 0} for each in ends)).begins == {"t1": ("t0", 28)}
 
 
-def test_what_may_differ_all_the_same() -> None:
+def test_keys_that_may_differ_between_trials_that_share_steps() -> None:
     free = {"checkpoint.every": 7, "track.every": 3, "strategy.name": "ddp", "launch.processes": 2}
     assert tree_of(steps(20, 3), steps(20, 3, **free)).begins == {"t1": ("t0", 20)}
     words = {"strategy.name": "ddp", "strategy.exact": False}

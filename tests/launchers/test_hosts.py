@@ -198,7 +198,7 @@ def test_the_host_of_rank_0_is_lost_for_good(two: Hosts, alone: str, note: Calla
 
 @pytest.mark.processes
 @pytest.mark.long
-def test_the_job_grows(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
+def test_late_machine_joins_a_running_job(two: Hosts, tmp_path: Path, alone: str, note: Callable[..., None]) -> None:
     hold(8, shared := write(tmp_path / "shared"))
     first = torchrun(two, 0, *QUICK, HELD, folder=shared, machines="1:2")
     until_step(shared, 8, first)

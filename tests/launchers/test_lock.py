@@ -223,7 +223,7 @@ def test_status_and_stop_read_the_lock(tmp_path: Path) -> None:
     assert gone.word == "gone"
 
 
-def test_a_start_that_was_killed_before_its_record_is_told(
+def test_start_killed_before_its_record_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hardware, "kills", lambda *_: (3, 3))

@@ -271,7 +271,7 @@ def gone(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tupl
     (0, 1, True, "the kernel killed 1 process of this machine because memory ran out; if it was one of them"),
 ])  # fmt: skip
 @pytest.mark.parametrize("cgroup", [V1, V2])
-def test_a_launcher_that_memory_took_too(
+def test_out_of_memory_kill_of_the_launcher_is_reported(
     cgroup: str, inside: int, machine: int, same: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compares the kernel's counters at the start with those now; counters of another cgroup do not count."""

@@ -15,7 +15,7 @@ FOUR = "launch.processes_per_gpu=4"
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_neighbours_share_one(device: str) -> None:
+def test_neighbouring_ranks_share_a_gpu(device: str) -> None:
     run = tiny(f"launch.device={device}", FOUR)
     assert [pick_device(run.launch, run.precision, rank, 8).index for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert processes_of(tiny("strategy.name=ddp", f"launch.device={device}", FOUR, "micro_batches=16")) == 8

@@ -158,7 +158,7 @@ def test_accelerate_with_one_process_is_a_job_of_one(monkeypatch: pytest.MonkeyP
     assert World(tiny()).size == 1
 
 
-def test_a_world_size_other_than_requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_world_size_differs_from_the_requested_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCKSTEP_WORLD_SIZE", "4")

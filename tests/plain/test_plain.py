@@ -73,7 +73,7 @@ def imports(file: Path) -> set[str]:
     return found
 
 
-def test_it_imports_nothing_of_lockstep() -> None:
+def test_plain_reference_imports_nothing_of_lockstep() -> None:
     assert FILES
     for file in FILES:
         for name in imports(file):
@@ -167,7 +167,7 @@ def test_ranks_train_what_plain_computes(strategy: str, tmp_path: Path) -> None:
     assert verified(run, 2) == (0, {"differences": [], "not_covered": None})
 
 
-def test_every_strategy_is_among_them() -> None:
+def test_plain_comparison_covers_every_strategy() -> None:
     assert {"single", "ddp", *(name.split()[0] for name in OTHERS)} == {*plugins.names("strategies")}
 
 
@@ -274,7 +274,7 @@ def test_the_same_rows_are_read(keys: dict[str, Any], tmp_path: Path) -> None:
     assert (found.differences, found.uncovered, len(found.steps)) == ([], None, 2)
 
 
-def test_a_label_of_rows_that_are_left_out_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_of_dropped_rows_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The only row with a label is dropped from train because validation has it too; the model still has a logit for
     the label."""
     draw = random.Random(7)
@@ -339,7 +339,7 @@ def test_a_stream_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", ["mean", pytest.param("net", marks=pytest.mark.slow)])
-def test_a_module_is_as_its_functions_say(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_equal_their_functions(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers items that draw random numbers, batch normalization, and a share of train as validation."""
     monkeypatch.syspath_prepend(tmp_path)
     code, functions = {"mean": (MEAN, ()), "net": (NET, NET_FUNCTIONS)}[kind]
@@ -352,7 +352,7 @@ def test_a_module_is_as_its_functions_say(kind: str, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])
-def test_what_a_model_adds_to_its_loss_is_added(coefficient: float) -> None:
+def test_auxiliary_losses_of_a_model_are_added(coefficient: float) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     routers = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": coefficient}

@@ -123,7 +123,7 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_a_family_that_was_stopped_without_reason_passes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_that_were_refused_wrongly_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(*ONE, f"model.type={family}", f"model.config={json.dumps(FAMILIES[family])}", "data.max_length=16")
     task, strategy, found = looked_at(run)
     assert found == []
@@ -306,7 +306,7 @@ def test_tokens_that_are_others_are_named() -> None:
     assert "The tokens of example" in cause(sides, strategy)
 
 
-def test_half_precision_hides_little(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_comparison_still_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nothing can be computed in float32, the tolerance is the effect of bfloat16 on the plain path."""
     monkeypatch.setattr(plain_check, "takes_float32", lambda *_: False)
     run = tiny(*ONE, "precision=bf16")
@@ -411,7 +411,7 @@ def test_a_module_is_compared_with_its_own_functions(
 
 
 @pytest.mark.parametrize(("twice", "total"), [(1.0, 3.0), (2.0, 1.0), (2**0.5, None)])
-def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
+def test_divisor_of_a_loss_shows_when_an_item_occurs_twice(
     twice: float, total: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an item twice, a mean of 1 over 3 targets becomes 3, a sum of 1 becomes 1; any other loss is not
@@ -429,7 +429,7 @@ def test_what_a_loss_is_divided_by_shows_in_an_item_twice(
 # -- no side effects ---------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_plain_check_leaves_no_state(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", *ONE, "model.checkpoint_activations=true")
     task, strategy = build(run, World(run))
 
@@ -615,7 +615,7 @@ def started(world: World, run: Run, broken: bool) -> tuple[str, bool]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "pipeline"])
-def test_every_rank_hears_of_it(strategy: str) -> None:
+def test_every_rank_learns_of_the_difference(strategy: str) -> None:
     run = tiny(f"strategy.name={strategy}", "launch.processes=2")
     found = run_on(2, started, run, False, joined=False)
     assert found == [found[0]] * 2

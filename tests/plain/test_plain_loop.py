@@ -145,7 +145,7 @@ def test_losses_norms_and_rates_are_those_of_the_loop(folder: Path, plain: Any) 
     assert all(ours["grad_norm"] > CLIP for ours in steps)  # control: the gradient is clipped
 
 
-def test_what_is_evaluated_and_exported_is_the_average(folder: Path, plain: Any) -> None:
+def test_average_is_evaluated_and_exported(folder: Path, plain: Any) -> None:
     scores = {line["step"]: line["loss"] for line in lines(folder, "validation")}
     assert scores == pytest.approx(plain[1], rel=1e-4)
     exported = load_file(folder / "out/export/model.safetensors")

@@ -160,7 +160,7 @@ def test_a_small_gradient_beside_a_large_loss_is_compared(
 
 
 @pytest.mark.parametrize("odd", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf)])
-def test_what_is_not_finite_agrees_with_nothing_and_measures_nothing(odd: tuple[float, float]) -> None:
+def test_nonfinite_values_never_agree_and_set_no_tolerance(odd: tuple[float, float]) -> None:
     step = against_plain._compare_step(record(*odd), record(*odd), [record(*odd)], 0, "fp32")
     assert step.differs
     assert against_plain._lines(step, record(*odd), record(*odd))[-1] == f"  likely: {causes.NOT_FINITE}"
@@ -208,8 +208,6 @@ def test_a_score_that_one_side_lacks_differs(
         (record(1, 1, 1, 2), causes.UPDATE),
     ],
 )
-def test_the_first_thing_that_differs_names_the_cause(
-    monkeypatch: pytest.MonkeyPatch, ours: train.TrainedStep, cause: str
-) -> None:
+def test_first_difference_names_the_cause(monkeypatch: pytest.MonkeyPatch, ours: train.TrainedStep, cause: str) -> None:
     *_, last = compared(monkeypatch, "adamw", "fp32", ours, 0.0)
     assert last.startswith(f"  likely: {cause}")

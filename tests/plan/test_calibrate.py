@@ -116,7 +116,7 @@ def test_remaining_time_is_attributed_to_waiting_for_messages(monkeypatch: pytes
     assert estimate(Job.of(allreduce, 2), of["ddp"], found, feed).seconds["waiting"] == 0
 
 
-def test_what_overlaps_is_a_mixture_where_the_rest_of_the_step_is() -> None:
+def test_overlap_is_fitted_as_a_mixture_with_the_rest_of_the_step() -> None:
     ops = [("forward", 0, 10**6, 25.0), ("backward", 0, 10**6, 80.0)]  # that took 0.5 and 0.8 s
     found = calibrate.device_of(tiny(), [{1: measured(1)}], {"single": [simulated(ops=ops)]})
     for first, seconds in (("forward+backward", 10 * 1.3 / 105), ("backward", 10 * 0.8 / 80)):

@@ -101,7 +101,7 @@ def test_equal_runs_have_no_difference(right: Path, tmp_path: Path, capfd: pytes
     assert "the same bits in all 9 common steps" in said
 
 
-def test_a_line_of_a_machine_that_computed_wrongly(
+def test_fingerprint_of_a_machine_that_computed_wrongly(
     right: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing that can be computed here explains it: said so, and whose line is right."""

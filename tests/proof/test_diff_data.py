@@ -42,7 +42,9 @@ def test_a_planted_mistake_is_located(kind: str, tmp_path: Path, capfd: pytest.C
     assert f"micro-batch {MICRO_BATCH}: gradient of {WEIGHT}" in said.partition("first differing value:")[2]
 
 
-def test_other_weights_of_sources_are_other_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_different_source_weights_are_reported_as_different_rows(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Two mixtures are equal up to step 3, when both change a source's weight, to different values."""
     data = mixture(tmp_path)
     first = of("sources", tmp_path)

@@ -111,13 +111,13 @@ def test_the_short_last_step_of_the_epoch_is_compared(alone: Path) -> None:
         (2, 9, [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_a_step_computes_with_weights_that_another_has_changed(warmup: int, steps: int, numbers: list[int]) -> None:
+def test_compared_steps_include_one_after_an_update(warmup: int, steps: int, numbers: list[int]) -> None:
     """A warm-up of two steps begins with the learning rate 0. There are 6 steps, and 5 in an epoch."""
     optimizer = tiny(f"optim.warmup_steps={warmup}").optim
     assert recording.numbers_of(optimizer, 6, 5, steps) == numbers
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_verify_of_a_run_file_as_a_command(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(TINY | {"launch": {"device": "cpu", "processes": 2}}))
     command = [*LOCKSTEP, "verify", "job.yaml", "--steps", "3", "strategy.name=ddp"]
 

@@ -30,7 +30,7 @@ def given(name: str) -> list[str]:
     return [words for instruction, words in instructions() if instruction == name]
 
 
-def test_every_instruction_is_one() -> None:
+def test_dockerfile_has_known_instructions_only() -> None:
     known = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "ENTRYPOINT", "CMD"}
     assert {name for name, _ in instructions()} <= known
     assert [name for name, _ in instructions()].index("FROM") == 1  # after the argument it uses
@@ -55,7 +55,7 @@ def test_extras_exist() -> None:
         assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
 
 
-def test_what_is_copied_is_there_and_let_through() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     let_through = {line[1:] for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split() if line[0] == "!"}
     for words in given("COPY"):
         *sources, _ = shlex.split(words)
@@ -91,7 +91,7 @@ def test_signals_reach_python() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
-def test_what_is_copied_suffices_to_install(tmp_path: Path) -> None:
+def test_copied_files_suffice_to_install(tmp_path: Path) -> None:
     """The package builds from the files that COPY brings alone, including its non-code files."""
     pytest.importorskip("setuptools")
     for words in given("COPY"):

@@ -27,7 +27,7 @@ def test_every_example_is_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(WANTED))
-def test_an_example_ends_well_and_says_so(name: str, tmp_path: Path, cache: Path) -> None:
+def test_examples_succeed_and_print_their_result(name: str, tmp_path: Path, cache: Path) -> None:
     done = subprocess.run(
         ["python", ROOT / "examples" / name],
         cwd=tmp_path,

@@ -140,7 +140,7 @@ def file_of(module: str) -> str | None:
     return next((name for name in names if (ROOT / name).exists()), None)
 
 
-def test_the_house_is_seen_at_a_glance() -> None:
+def test_packages_and_top_level_modules_are_those_listed() -> None:
     inside = [p for p in ROOT.iterdir() if p.name != "__pycache__"]
     assert sorted(p.name for p in inside if p.is_dir()) == sorted(ROOMS)
     assert sorted(p.stem for p in inside if p.suffix == ".py") == [
@@ -283,7 +283,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def test_what_engines_keep_private_is_used_in_adapters_only() -> None:
+def test_private_names_of_engines_are_used_in_adapters_only() -> None:
     for file in (f for f in FILES if not f.startswith(ADAPTERS)):
         known = OTHERS.get(file, "nothing")
         assert [name for name in facts(ROOT / file).private if not name.startswith(known)] == [], file
@@ -361,7 +361,7 @@ NAMES_COMPARED = (
 )
 
 
-def test_a_name_becomes_a_class_in_one_place_and_others_ask_the_class() -> None:
+def test_plug_in_names_are_resolved_in_one_place() -> None:
     """`task.cuts_blocks` instead of a comparison with `language_modeling`, `job.task` instead of `plugins.find`."""
     finding = [file for file in FILES if facts(ROOT / file).finds]
     assert [file for file in finding if not file.startswith(PLUGIN_HOSTS)] == []
@@ -383,7 +383,7 @@ SUBMITTING = ("config/", "launchers/", "commands/", "cli.py")
 ELASTIC = ("launchers/processes/elastic", "launchers/processes/surviving_ranks.py")  # runs on machines that train
 
 
-def test_what_a_submitting_machine_needs_imports_no_torch_at_the_top() -> None:
+def test_modules_for_submission_import_no_torch_at_the_top() -> None:
     needed = [ROOT / file for file in FILES if file.startswith(SUBMITTING) and not file.startswith(ELASTIC)]
     needed += PACKAGE_FILES["lockstep_clouds"]
     heavy = ("torch", "transformers", "datasets")

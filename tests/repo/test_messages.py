@@ -166,7 +166,7 @@ def test_a_code_is_at_the_end_of_the_first_line() -> None:
     assert codes(str(error)) == ["LS1000"]
 
 
-def test_a_message_around_another_one_has_the_code_it_is_given() -> None:
+def test_wrapping_message_has_its_own_code() -> None:
     inner = coded("LS1000", "no such key")
     assert coded("LS1000", f"run.yaml: {inner}") == "run.yaml: no such key [LS1000]"
     assert coded("LS2000", f"run.yaml: {inner}") == "run.yaml: no such key [LS2000]"

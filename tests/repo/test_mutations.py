@@ -18,14 +18,14 @@ import mutations  # noqa: E402
 FAULTS = mutations.faults()
 
 
-def test_there_are_many_in_all_rooms_that_decide_results() -> None:
+def test_planted_faults_cover_all_deciding_packages() -> None:
     assert len(FAULTS) >= 60
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     rooms = {fault.file.partition("/")[0] for fault in FAULTS}
     assert rooms == {"checkpoint", "config", "data", "distributed", "strategies", "tasks", "training"}
 
 
-def test_each_can_be_planted_where_it_belongs() -> None:
+def test_each_planted_fault_applies_to_its_file() -> None:
     wrong = []
     for fault in FAULTS:
         text = (SOURCE / fault.file).read_text(encoding="utf-8")

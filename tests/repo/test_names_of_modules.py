@@ -90,7 +90,7 @@ def test_names_that_are_imported_from_lockstep_are_there() -> None:
     assert gone == []
 
 
-def test_each_way_of_naming_what_is_gone_is_seen() -> None:
+def test_references_to_missing_names_are_detected() -> None:
     source = """
 from lockstep.config import run
 from lockstep.config.run import Run, Gone

@@ -35,7 +35,7 @@ def project(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_all_have_one_version_and_want_each_other_in_it() -> None:
+def test_distributions_share_one_version_and_require_it() -> None:
     core = project(ROOT)
     assert core["version"] == __version__
     assert f"{GROUND}=={__version__}" in core["dependencies"]
@@ -146,7 +146,7 @@ def test_entry_points_are_what_pyproject_says_and_can_be_loaded(name: str) -> No
                 assert each not in plugins.built_in(kind)
 
 
-def test_what_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_plug_ins_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every name that a distribution of this repository provides has a line in `EXTRAS`."""
     for name, folder in PACKAGES.items():
         for kind, group in plugins.GROUPS.items():

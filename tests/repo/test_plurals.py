@@ -24,7 +24,7 @@ CRUTCH = re.compile(
         *(("auto", "process", "auto processes"), ("1", "time", "1 time")),
     ],
 )
-def test_a_number_has_its_noun(count: float | str, noun: str, text: str) -> None:
+def test_quantities_have_singular_or_plural_nouns(count: float | str, noun: str, text: str) -> None:
     assert quantity(count, noun) == text
 
 

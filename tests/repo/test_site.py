@@ -108,7 +108,7 @@ def test_the_newest_version_is_latest(tmp_path: Path) -> None:
     assert "provider: mike, default: latest" in (ROOT / "mkdocs.yml").read_text()
 
 
-def test_a_version_without_its_folder_goes(tmp_path: Path) -> None:
+def test_versions_without_a_folder_are_removed(tmp_path: Path) -> None:
     site = tmp_path / "site"
     publish.add_version(built(tmp_path / "html"), site, "0.3.0")
     (site / "0.3").rename(tmp_path / "gone")

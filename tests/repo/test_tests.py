@@ -68,7 +68,7 @@ def test_marks_are_written_where_the_tests_are() -> None:
 
 
 @pytest.mark.processes
-def test_what_a_person_has_set_does_not_reach_the_tests() -> None:
+def test_variables_of_the_users_environment_do_not_reach_the_tests() -> None:
     """Variables of the user's environment are removed: WANDB_MODE once changed the result of a test."""
     code = "import json, os; from support import surroundings as s; s.close(); print(json.dumps(dict(os.environ)))"
     theirs = dict.fromkeys(("WANDB_MODE", "HF_HOME", "NO_COLOR", "RANK", "GIT_DIR", "LC_ALL", "PYTHONHASHSEED"), "1")

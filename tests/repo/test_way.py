@@ -48,7 +48,7 @@ os._exit(0)
 OF_THE_END = ("lockstep.track.report.", "lockstep.strategies.", "lockstep.training.step_record")
 
 
-def test_what_a_run_needs_is_imported_before_it_trains(tmp_path: Path) -> None:
+def test_all_modules_are_imported_before_training(tmp_path: Path) -> None:
     """A package that is upgraded while a run trains must not change what the run ends with."""
     words = ["data.limit=200", "strategy.name=single"]
     ended = subprocess.run([sys.executable, "-c", AFTER, *words], cwd=tmp_path, capture_output=True, text=True)

@@ -71,11 +71,11 @@ def counts() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("rule", LIMITS)
-def test_no_more_of_it_than_there_was(rule: str) -> None:
+def test_counts_of_discouraged_words_do_not_grow(rule: str) -> None:
     assert counts()[rule] <= LIMITS[rule]
 
 
-def test_what_is_counted_is_seen() -> None:
+def test_counted_names_are_detected() -> None:
     file = Nodes(
         "def _told(found):\n    'The same, of others.'\n    x.found = 1\n    for found in (found := x): pass\n"
     )

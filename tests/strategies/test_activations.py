@@ -222,7 +222,7 @@ def test_running_statistics_are_refused() -> None:
         blocks.prepare(tiny(AGAIN).model, model)
 
 
-def test_it_is_refused_before_a_process_starts(
+def test_unsupported_request_is_refused_before_a_process_starts(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -177,7 +177,7 @@ class Own(nn.Module):
         self.lstm = nn.LSTM(2, 2)
 
 
-def test_own_modules() -> None:
+def test_biases_and_norms_of_own_modules() -> None:
     exempt = {
         "tokens.norm.weight", "tokens.norm.bias", "bias_detector.0.0.weight", "bias_detector.0.0.bias",
         "detector.bias.encoder.bias", "rnn.bias", "shift.bias", "lstm.bias_ih_l0", "lstm.bias_hh_l0",

@@ -95,7 +95,7 @@ def test_the_lengths_need_the_fewest_tokens(seed: int) -> None:
         assert fewest(micro_batches, longest, len(lengths) + 1) > fixed_lengths.PAYS * needed
 
 
-def test_another_length_must_pay() -> None:
+def test_another_length_is_added_only_if_it_saves_tokens() -> None:
     assert fixed_lengths.choose([(8, 63)] * 99 + [(1, 8)], 63) == [63]
     assert fixed_lengths.choose([(8, 63)] * 9 + [(8, 10)] * 9, 63) == [16, 63]
 

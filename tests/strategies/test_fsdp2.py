@@ -166,7 +166,7 @@ def written(world: World, run: Run) -> tuple[int, int]:
 
 
 @pytest.mark.processes
-def test_only_the_first_rank_ever_holds_the_whole_model() -> None:
+def test_only_rank_0_holds_the_whole_model() -> None:
     """Other ranks hold a quarter of the model, plus one weight being sent, or two until a thread frees one. The
     system's page count once read 0.71, because freed memory was kept from before the build: benchmarks/log.md,
     "Memory"."""

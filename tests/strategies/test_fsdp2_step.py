@@ -167,7 +167,7 @@ def test_unsupported_options_are_refused(options: dict, said: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_weight_that_is_one_number_counts_once_in_the_norm(ranks: int) -> None:
+def test_scalar_weight_counts_once_in_the_norm(ranks: int) -> None:
     """A scalar weight, which every rank holds, counts once in the norm, as do the rows that only one rank holds."""
     matrix, number = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(3.0)
     model = nn.ParameterDict({"matrix": nn.Parameter(matrix), "number": nn.Parameter(number)})

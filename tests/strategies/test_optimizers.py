@@ -175,7 +175,7 @@ def test_every_optimizer_has_the_bits_of_single(folder: Path, name: str, ranks: 
         ("hf_trainer", 2),
     ],
 )
-def test_a_few_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
+def test_some_optimizers_have_the_bits_of_single(folder: Path, name: str, ranks: int) -> None:
     """These strategies share the updates of `ddp` and `fsdp2`, which run all cases, so they run only a few."""
     alone, found = of(folder, "single", 1, None, True), of(folder, name, ranks, "single", True)
     assert [{k: v for k, v in found[case].items() if k != "gone on"} for case in alone] == list(alone.values())

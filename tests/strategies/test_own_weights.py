@@ -122,7 +122,7 @@ def test_a_parameter_list_that_every_forward_uses_trains(words: list[str], cache
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("kind", "name"), [("rarely", "scales.1"), ("rarely outside", "parts.1.weight")])
-def test_a_use_that_the_plan_missed_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
+def test_unplanned_weight_use_ends_with_one_message(kind: str, name: str, words: list[str], cache: Path) -> None:
     """One row of 80 uses another list entry, or reads another weight. Ranks must end with one message; gloo once ended
     in SIGABRT."""
     needs("deepspeed")
@@ -156,7 +156,7 @@ class Turns(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["ba", "a", "b", "aab", "abb", ""])
-def test_a_rank_ends_before_it_gathers_what_is_not_next(order: str) -> None:
+def test_gathering_out_of_order_ends_the_rank(order: str) -> None:
     model, x = Turns(), torch.zeros(1, 2)
     names = layers.call_order(model, lambda: model(x))
     assert names == ["a", "b", "scales.0"]
@@ -183,7 +183,7 @@ def _in_deepspeeds_dictionaries(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", ["entry", "outside"])
-def test_a_rank_ends_before_it_reads_a_weight_that_is_not_next(change: str) -> None:
+def test_reading_a_weight_out_of_order_ends_the_rank(change: str) -> None:
     model, x = Turns(), torch.zeros(1, 2)
     names = layers.call_order(model, lambda: model(x))
     _in_deepspeeds_dictionaries(model)

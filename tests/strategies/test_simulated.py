@@ -55,7 +55,7 @@ def test_simulated_ranks_have_the_bits_of_one(name: str, here: Path) -> None:
 
 @pytest.mark.parametrize("name", ["allreduce", "fsdp2 by step"])
 @pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
-def test_both_exchanges_have_the_bits_of_one(name: str, exchange: str, here: Path) -> None:
+def test_both_all_reduces_have_the_bits_of_one_process(name: str, exchange: str, here: Path) -> None:
     """Three ranks on one host, with either all-reduce."""
     assert hashes(here, 8, 3, 3, *STRATEGIES[name], f"strategy.all_reduce={exchange}") == alone(here, 8)
 

@@ -319,7 +319,7 @@ def test_models_that_cannot_be_split_are_refused(strategy: dict, values: dict, s
         resolve_strategy(tiny(strategy={"name": "ddp"} | strategy, **{"model": FAMILIES["gpt2"]} | values), 2)
 
 
-def test_a_family_that_computes_something_else_in_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_whose_parts_compute_something_else_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family plan that omits a product is refused: the layer after it would get partial inputs."""
     wrong = tensor_plans.FamilyPlan({**tensor_plans._GPT2.products}, {}, tensor_plans._GPT2.counts)  # q, k, v in one
     monkeypatch.setitem(tensor_plans._PLANS, "gpt2", wrong)

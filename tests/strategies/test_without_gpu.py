@@ -159,14 +159,12 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return {name: json.loads((folder / f"{i}.json").read_text()) for i, name in enumerate([*cases, "planted"])}
 
 
-def test_every_strategy_is_there() -> None:
+def test_cases_cover_every_strategy() -> None:
     assert {case.name for case in CASES.values()} == set(plugins.names("strategies"))
 
 
 @pytest.mark.parametrize("name", [long(name) if name in LONG else name for name in CASES])
-def test_a_step_mixes_no_devices_and_the_host_waits_for_none_of_it(
-    name: str, answers: dict[str, dict[str, Any]]
-) -> None:
+def test_step_mixes_no_devices_and_never_waits_for_the_device(name: str, answers: dict[str, dict[str, Any]]) -> None:
     found = answers[name]
     assert "error" not in found, found["error"]
     assert found["operations"] > 100 * STEPS

@@ -110,7 +110,9 @@ def test_the_same_bits_under_every_strategy(kind: str, name: str, ranks: int, fo
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_exports(kind: str, export: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_adapter_exports(
+    kind: str, export: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(
         folder,
         kind,

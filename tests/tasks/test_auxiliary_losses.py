@@ -48,7 +48,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("family", "head", "config", "given", "instead"), REFUSED)
-def test_a_term_is_refused_by_the_entry_that_asks_for_it(
+def test_auxiliary_losses_are_refused_with_their_config_entry(
     family: str, head: str, config: dict[str, Any], given: str, instead: str
 ) -> None:
     with pytest.raises(RunError) as caught:
@@ -72,7 +72,7 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("family", "head", "config"), TAKEN)
-def test_a_model_whose_loss_is_the_cross_entropy_is_taken(family: str, head: str, config: dict[str, Any]) -> None:
+def test_models_with_plain_cross_entropy_are_accepted(family: str, head: str, config: dict[str, Any]) -> None:
     run = run_of(family, config)
     with torch.random.fork_rng([]):
         small = small_models.smaller(model_configs.load_config(run.model), head)
@@ -102,7 +102,7 @@ def test_mixtrals_router_loss_is_the_refused_term() -> None:
     assert not config_checks.agree(pairs)
 
 
-def test_a_term_of_no_known_name_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_loss_terms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later transformers may add a term in training only."""
     forward = transformers.LlamaForCausalLM.forward
 

@@ -23,7 +23,7 @@ def draws_in_forward(model: Any) -> bool:
     return not torch.equal(before, torch.get_rng_state())
 
 
-def test_a_forward_draws_nothing() -> None:
+def test_forward_draws_no_random_numbers() -> None:
     config = AutoConfig.for_model("big_bird", vocab_size=40, **SMALL)
     torch.manual_seed(0)
     theirs = AutoModelForSequenceClassification.from_config(config)

@@ -104,7 +104,7 @@ def test_loss_and_gradients_are_those_of_all_logits(family: str, smoothing: floa
 
 
 @pytest.mark.parametrize("family", ["gpt2", "marian"])
-def test_bf16_is_as_near_as_bf16_is(family: str) -> None:
+def test_bf16_is_not_further_from_float32_than_plain_bf16(family: str) -> None:
     """Both are compared with float32: the loss in chunks is not further from it."""
     model = model_of(family)
     inputs, targets = batch_of(model)
@@ -147,7 +147,7 @@ def test_no_more_logits_than_a_chunk_has() -> None:
         assert seen.numel == most
 
 
-def test_what_is_ignored_does_not_go_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_targets_do_not_go_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     linear = chunked_loss.linear
     monkeypatch.setattr(chunked_loss, "linear", lambda x, *rest: (rows.append(len(x)), linear(x, *rest))[1])
@@ -243,7 +243,7 @@ class Added(GPT2LMHeadModel):
 
 
 @pytest.mark.parametrize("kind", [Doubled, Added])
-def test_a_model_that_makes_something_else_of_its_logits_is_refused(kind: Any) -> None:
+def test_models_that_change_their_logits_are_refused(kind: Any) -> None:
     model = kind(AutoConfig.for_model("gpt2", vocab_size=VOCABULARY, **GPT2))
     with raises("LS3097", "gpt2") as caught:
         chunked_loss.install(model, 4)
@@ -286,7 +286,7 @@ def test_refused_before_a_process_starts(overrides: tuple[str, ...], said: tuple
         ("translation", "bart", "{}", False),
     ],
 )
-def test_what_follows_the_head_is_looked_at_before_a_process_starts(
+def test_layers_after_the_head_are_checked_before_a_process_starts(
     kind: str, family: str, config: str, refused: bool, tmp_path: Path
 ) -> None:
     run = make(tmp_path, kind, "task.loss_chunk=8", f"model.type={family}", f"model.config={config}")
@@ -299,7 +299,7 @@ def test_what_follows_the_head_is_looked_at_before_a_process_starts(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "all", "liger", "true"])
-def test_what_is_no_number_of_tokens_is_refused(value: str, tmp_path: Path) -> None:
+def test_invalid_chunk_sizes_are_refused(value: str, tmp_path: Path) -> None:
     with raises("LS1002", "task.loss_chunk"):
         make(tmp_path, "prompts", f"task.loss_chunk={value}")
 

@@ -104,7 +104,7 @@ DERIVED = [
 
 
 @pytest.mark.parametrize(("family", "entries", "derived"), DERIVED)
-def test_what_a_family_derives_from_entries_follows(
+def test_derived_config_entries_follow_the_given_ones(
     family: str, entries: dict[str, Any], derived: dict[str, Any]
 ) -> None:
     kind: Any = CONFIG_MAPPING[family]
@@ -162,7 +162,7 @@ def test_an_entry_that_the_class_changes_is_named() -> None:
     assert said == ["model.config.num_hidden_layers: the config of hrm_text changes 2 to 16"]
 
 
-def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_are_not_judged_if_no_small_model_can_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: Any) -> Any:
         raise ValueError("no such model")
 
@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_tried_says_nothing(monkeypatch: pytest.MonkeyPat
     assert config_checks.acts(run_of("gpt2", GPT2 | {"resid_pdrop": 0.1}).model, "causal", "resid_pdrop", 0.1)
 
 
-def test_plan_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_notes_entries_without_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.config.summary_first_dropout=0.3", "data.limit=60", f"output={tmp_path / 'out'}"]
     assert main(["plan", *words]) == 0
     assert "model.config.summary_first_dropout has no effect on this gpt2" in " ".join(capsys.readouterr().out.split())

@@ -87,7 +87,7 @@ def test_each_turn_is_learned_as_it_is_written_when_it_is_the_last(tok: Any) -> 
     assert learned(tok, thought, each=True)[1][1] == ["<think> y </think> d\n"]  # also where nothing is rewritten
 
 
-def test_what_a_template_asks_with_has_to_begin_the_turn(tok: Any) -> None:
+def test_generation_prompt_must_begin_the_turn(tok: Any) -> None:
     how: dict[str, Any] = {"template": THINKING, "arguments": {"quick": True}, "each": True}
     with raises("LS2044", "1", "<think>"):
         learned(tok, said("a", "b"), **how)
@@ -127,7 +127,9 @@ def test_tools_calls_and_several_turns_in_a_row(tok: Any) -> None:
         (said("a", "b"), {"tools": "t", "offered": "[1]"}, "LS2047", "column 't'"),
     ],
 )
-def test_what_cannot_be_written_is_refused(tok: Any, messages: list, how: dict, code: str, value: str) -> None:
+def test_conversations_that_a_template_cannot_render_are_refused(
+    tok: Any, messages: list, how: dict, code: str, value: str
+) -> None:
     with raises(code, value):
         learned(tok, messages, how.pop("offered", None), **how)
 
@@ -168,7 +170,7 @@ THOUGHTS = [
 ]
 
 
-def test_of_a_template_that_rewrites_each_turn_is_an_example(tmp_path: Path) -> None:
+def test_per_turn_examples_allow_templates_that_rewrite_earlier_turns(tmp_path: Path) -> None:
     with raises("LS2045", "row 0", "1"):
         task_of(chats(tmp_path, THOUGHTS, chat_template=THINKING))
     task = task_of(chats(tmp_path, THOUGHTS, chat_template=THINKING, turns="per_turn"))

@@ -57,7 +57,7 @@ def test_rows_without_a_target_have_no_gradient(reduction: str) -> None:
     assert not gradient.any()
 
 
-def test_what_is_not_finite_is_so_for_torch_as_well() -> None:
+def test_nonfinite_losses_equal_those_of_torch() -> None:
     logits, targets = drawn(4099)
     logits[3, 5], logits[4, 6], logits[8] = float("nan"), float("-inf"), float("inf")
     (loss, gradient), (torchs, right) = both(logits, targets, "none")

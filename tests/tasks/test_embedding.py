@@ -79,7 +79,7 @@ def test_the_loss_is_the_formula(negative: str, negatives: int | None, tmp_path:
     assert task.count_targets(task.splits["train"], np.arange(5)) == int((batch.targets >= 0).sum()) == 5
 
 
-def test_a_text_is_no_negative_of_itself(tmp_path: Path) -> None:
+def test_equal_texts_are_not_negatives(tmp_path: Path) -> None:
     """A text in two rows, and another text of the same anchor, are not negatives."""
     told = [("a", "x"), ("b", "x"), ("a", "y"), ("c", "z"), ("d", "c")]
     for split in ("train", "validation"):
@@ -120,7 +120,7 @@ def test_a_blank_micro_batch_has_no_loss_and_no_gradient(task_keys: str, tmp_pat
 
 
 @pytest.mark.parametrize("rows", [22, 21, 9, 4, 2, 1])
-def test_rows_meet_by_chance_and_none_is_alone(rows: int, tmp_path: Path) -> None:
+def test_rows_are_grouped_at_random_and_none_is_alone(rows: int, tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", PAIRS))  # 22 rows a step, 8 micro-batches
     groups = task.split_micro_batches(task.splits["train"], np.arange(rows))
     assert len(groups) == 8

@@ -106,7 +106,7 @@ def test_labels_are_learned_by_the_output_of_their_name(tmp_path: Path) -> None:
     assert {(token, int(code)) for token, code in zip(first, columns.flat("label"), strict=True)} == {(2, 2), (3, 1)}
 
 
-def test_a_head_is_kept_for_some_of_its_labels(tmp_path: Path) -> None:
+def test_head_is_kept_if_data_has_some_of_its_labels(tmp_path: Path) -> None:
     source(tmp_path, MODEL)
     run = run_on(tmp_path, texts("negative", "positive"))
     task: Any = prepared(run)
@@ -212,7 +212,7 @@ def test_another_problem_type_is_noted(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_held_out_does_not_depend_on_the_order(tmp_path: Path) -> None:
+def test_held_out_rows_do_not_depend_on_the_label_order(tmp_path: Path) -> None:
     def held_out(order: list[str]) -> list[list[int]]:
         source(tmp_path, order)
         columns = prepared(run_on(tmp_path, texts(*MODEL))).splits["validation"]

@@ -39,7 +39,7 @@ def test_the_function_is_the_same_and_so_are_its_shapes(bias: bool) -> None:
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_where_it_pays() -> None:
+def test_heads_are_padded_on_gpus_in_half_precision() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert head_padding.missing_rows(50257, torch.bfloat16, gpu) == 47
     assert head_padding.missing_rows(50257, torch.float16, gpu) == 47

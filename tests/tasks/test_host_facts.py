@@ -103,7 +103,7 @@ def test_places_of_real_tokens(mask: str) -> None:
         assert every.ends.dtype == tokens.ends.dtype
 
 
-def test_facts_go_with_copies_and_with_nothing_else() -> None:
+def test_mask_facts_are_kept_by_copies_only() -> None:
     ids, targets = torch.arange(12).view(3, 4), torch.tensor([[1, IGNORED, 2, 3]] * 3)
     inputs = {"input_ids": ids, "attention_mask": torch.tensor(MASKS["right"]), TARGETS: targets}
     micro = MicroBatch(0, inputs, targets)

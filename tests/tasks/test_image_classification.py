@@ -166,7 +166,7 @@ def test_parquet_holds_the_same_images(kind: str, folders: Path, tmp_path: Path)
         (["task.focal_gamma=1"], "LS3279"),
     ],
 )
-def test_what_does_not_go_with_images_is_refused(
+def test_options_that_do_not_apply_to_images_are_refused(
     overrides: list[str], says: str, folders: Path, tmp_path: Path
 ) -> None:
     def checked() -> None:
@@ -181,7 +181,7 @@ DEIT = {"type": "deit", "config": VIT["config"]}
 SQUARE = {"height": 32, "width": 32}
 
 
-def test_a_family_of_several_classes_is_built_from_scratch(folders: Path, tmp_path: Path) -> None:
+def test_family_with_several_model_classes_is_built_from_scratch(folders: Path, tmp_path: Path) -> None:
     """transformers has two image classifiers of DeiT, and looks through the names in its config."""
     task = {"name": "image_classification", "processor": {"size": SQUARE, "crop_size": SQUARE}}
     run = job(folders, tmp_path / "out", model=DEIT, task=task)

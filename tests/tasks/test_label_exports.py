@@ -191,7 +191,7 @@ def test_predict_tells_numbers(outputs: dict, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().out.rstrip().endswith("  the dog runs .")
 
 
-def test_transformers_pipeline_reads_them_as_they_are(outputs: dict[str, Path]) -> None:
+def test_transformers_pipeline_reads_exports_unchanged(outputs: dict[str, Path]) -> None:
     text = "the dog sees a cat ."
     for kind in KINDS:
         ask = pipeline("text-classification", model=str(outputs[kind] / "export"), top_k=None)

@@ -84,7 +84,7 @@ def test_weights_and_losses_make_other_models(alone: dict) -> None:
 
 
 @pytest.mark.processes
-def test_all_rows_are_given_once_and_in_order(alone: dict) -> None:
+def test_metrics_get_all_rows_once_and_in_order(alone: dict) -> None:
     """`in_order` weighs each row by its place; it is the same at any number of ranks (above), and right (below)."""
     for kind, found in alone.items():
         assert found["scores"]["rows"] == found["scores"]["examples"] == 31, kind

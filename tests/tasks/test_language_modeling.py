@@ -72,7 +72,7 @@ def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.
             assert found.words[part].sum() == (len(text.split()) if length else 0)
 
 
-def test_what_is_space_is_what_python_says() -> None:
+def test_white_space_equals_that_of_python() -> None:
     assert lm_documents._SPACES.tolist() == [chr(code).isspace() for code in range(len(lm_documents._SPACES))]
     assert not any(chr(code).isspace() for code in range(len(lm_documents._SPACES) - 1, 0x110000))
 
@@ -197,7 +197,7 @@ def text_run(folder: Path, *overrides: str, **task: Any) -> Run:
 
 
 @pytest.mark.parametrize(("length", "noted"), [(24, False), (128, False), (300, True)])
-def test_a_length_that_cuts_nothing_is_noted(length: int, noted: bool, tmp_path: Path) -> None:
+def test_max_length_without_effect_is_noted(length: int, noted: bool, tmp_path: Path) -> None:
     run = make(tmp_path, "packed", f"data.max_length={length}")  # of blocks of 24
     notes = remarks(Job.of(run).with_data())
     assert any("data.max_length: 300 has no effect" in note and "(24)" in note for note in notes) == noted
@@ -211,7 +211,7 @@ def test_a_text_file_is_cut_at_its_end(tmp_path: Path) -> None:
     assert task.tokenizer.decode(whole, skip_special_tokens=True) == text[int(len(text) * 0.9) :]
 
 
-def test_a_line_can_be_a_text(tmp_path: Path) -> None:
+def test_each_line_can_be_a_text(tmp_path: Path) -> None:
     task = task_of(text_run(tmp_path, document="line", packing=False, block_size=48))
     assert task.prepared.facts["texts"] == {"train": 180, "validation": 20}
     first = task.splits["train"].ragged("input_ids").row(0)

@@ -127,7 +127,7 @@ def test_words_are_masked_whole_or_not_at_all(tokenizer: str, tmp_path: Path) ->
     assert not torch.equal(batch.targets, task.collate_at(columns, np.arange(30), 0, 1).targets)
 
 
-def test_blocks_are_full_and_texts_alone_are_not(tmp_path: Path) -> None:
+def test_packed_blocks_are_full_and_unpacked_texts_are_not(tmp_path: Path) -> None:
     packed, apart = (task_of(make(tmp_path, "masked", f"task.packing={p}")) for p in ("true", "false"))
     assert set(packed.splits["train"].lengths[:-1].tolist()) == {32}
     begin = apart.tokenizer.cls_token_id
@@ -185,7 +185,7 @@ def test_bad_input_is_refused_with_one_message(case: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.processes
-def test_an_export_trains_further_and_fills_in_masks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_export_can_be_trained_further_and_fills_masks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = ("launch.processes=1", "strategy.name=single", "steps=30", "micro_batches=2", "evaluate.every=15")
     run = make(tmp_path, "masked", *one, count=200)
     path = tmp_path / "run.yaml"

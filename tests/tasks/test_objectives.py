@@ -114,7 +114,7 @@ def test_a_step_is_divided_once_for_any_micro_batches(case: str, cut: list[int])
 
 
 @pytest.mark.parametrize("case", LOSSES)
-def test_what_divides_a_step_is_known_before_it_is_computed(case: str) -> None:
+def test_divisor_of_a_step_follows_from_labels_alone(case: str) -> None:
     """From the labels alone, without a micro-batch: by it the loss of a step is torch's mean."""
     kind, options, wanted = LOSSES[case]
     objective, (logits, targets) = made(**options), drawn(kind)
@@ -143,7 +143,7 @@ def test_sums_of_weights_are_exact() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one", "several"])
-def test_a_certain_answer_has_a_finite_focal_gradient(kind: str) -> None:
+def test_focal_gradient_is_finite_for_certain_predictions(kind: str) -> None:
     objective = made(loss="focal", focal_gamma=0.5, multi_label=kind == "several")
     _, targets = drawn(kind)
     logits = torch.full((40, 4), -200.0).masked_fill(functional.one_hot(torch.arange(40) % 4, 4).bool(), 200.0)

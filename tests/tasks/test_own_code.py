@@ -139,7 +139,7 @@ def test_zero_has_one_set_of_statistics() -> None:
     assert first["untouched"]
 
 
-def test_a_step_counts_as_one_batch() -> None:
+def test_batch_statistics_count_a_step_as_one_batch() -> None:
     """The mean of what micro-batches of unequal size make of the statistics, weighted by examples; blank ones left
     out."""
     from lockstep.data.batch import IGNORED
@@ -163,7 +163,7 @@ def test_a_step_counts_as_one_batch() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_buffers_that_cannot_be_brought_together_are_refused(name: str) -> None:
+def test_buffers_that_cannot_be_merged_are_refused(name: str) -> None:
     run = tiny(f"strategy.name={name}", task={"name": "test_own_code.Counting"})
     with pytest.raises(AssertionError, match=r"RunError: strategy\.name: training changes count of the model"):
         run_on(2, trained, run)

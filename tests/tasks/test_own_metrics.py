@@ -186,7 +186,7 @@ def test_each_kind_of_entity_has_its_scores(alone: dict, tables: dict) -> None:
 
 
 @pytest.mark.parametrize("kind", ["preference", "reward"])
-def test_margins_go_from_the_least_to_the_greatest(kind: str, alone: dict, tables: dict) -> None:
+def test_margins_are_sorted(kind: str, alone: dict, tables: dict) -> None:
     (plot,) = tables[kind]["plots"]
     line = plot["lines"]["margin"]
     assert line == sorted(line)
@@ -196,7 +196,7 @@ def test_margins_go_from_the_least_to_the_greatest(kind: str, alone: dict, table
     assert own_metrics.in_order("margins", "margin", np.array([1.0, np.nan])) == {}
 
 
-def test_what_one_function_changes_the_next_one_does_not_see(folder: Path) -> None:
+def test_metric_functions_get_separate_copies(folder: Path) -> None:
     run = run_of(
         folder,
         "token_classification",
@@ -229,7 +229,9 @@ def test_rows_of_several_sources_are_those_of_the_split(folder: Path) -> None:
     assert found["own_chrf"] == pytest.approx(found["chrf"])
 
 
-def test_what_has_no_predictions_says_so(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_refused_for_tasks_without_predictions(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     of_chunks = run_of(folder, "packed", "task.loss_chunk=8")
     own = job(tmp_path, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()"), "metrics=[support.own_scores.rewards]")

@@ -27,7 +27,7 @@ from support.places import ROOT
         ("((outputs - answers) ** 2).sum(-1)", "each", 1),
     ],
 )
-def test_what_a_loss_is_is_found_out(loss: str, kind: str, each: int, module_folder: Path) -> None:
+def test_reduction_of_a_loss_is_inferred(loss: str, kind: str, each: int, module_folder: Path) -> None:
     found = found_of(job(module_folder, TOY.replace("LOSS", loss)))
     assert (found["loss"], found["each"]) == (kind, each)
     assert found["doubts"] == []
@@ -69,7 +69,7 @@ def test_batch_norm_of_a_lone_item_is_refused(keys: tuple[str, ...], refused: st
         resolve(run, Machine(), 1)
 
 
-def test_a_loss_that_would_have_to_be_trained_is_refused(module_folder: Path) -> None:
+def test_losses_with_parameters_are_refused(module_folder: Path) -> None:
     """Nothing would train it, and the numbers would look like training."""
     code = TOY.replace("LOSS", "0")
     trained = code + "\n\nloss = torch.nn.Bilinear(2, 2, 1)\n"
@@ -115,7 +115,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("metrics", METRICS)
-def test_what_a_metric_is_is_found_out(metrics: str, module_folder: Path) -> None:
+def test_reduction_of_a_metric_is_inferred(metrics: str, module_folder: Path) -> None:
     code = TOY.replace("LOSS", "outputs.sum()") + f"\n\ndef metrics(outputs, answers):\n    return {metrics}\n"
     run, wanted = job(module_folder, code, functions=("metrics",)), METRICS[metrics]
     if isinstance(wanted, dict):
@@ -126,7 +126,7 @@ def test_what_a_metric_is_is_found_out(metrics: str, module_folder: Path) -> Non
     assert wanted in str(caught.value)
 
 
-def test_a_loss_of_other_lengths_needs_to_know_its_targets(module_folder: Path) -> None:
+def test_loss_over_ragged_items_needs_target_counts(module_folder: Path) -> None:
     code = RAGGED.replace("REDUCTION", "mean")
     with raises("LS3234", "task.targets"):
         found_of(job(module_folder, code, functions=("collate",)))
@@ -220,7 +220,7 @@ BY_WEIGHT = "nn.functional.cross_entropy(outputs[:, 0], batch[:, 0] % 2, weight=
     [(SMOOTH, RAGGED_ITEMS), (SMOOTH, FILLED_ITEMS), (BY_WEIGHT, FILLED_ITEMS)],
     ids=["ragged", "filled", "class weights"],
 )
-def test_a_mean_over_kept_targets_is_no_mean_over_examples(
+def test_mean_over_kept_targets_is_distinguished_from_mean_over_examples(
     build: str, loss: str, items: str, module_folder: Path
 ) -> None:
     """A mean over kept targets is recognized, even if the untrained model has equal losses for all targets."""
@@ -248,7 +248,7 @@ def test_a_mean_over_kept_targets_is_no_mean_over_examples(
     ],
     ids=["classes", "recurrent", "probabilities", "overflows"],
 )
-def test_a_mean_over_examples_stays_one(loss: str, build: str, module_folder: Path) -> None:
+def test_mean_over_examples_is_recognized(loss: str, build: str, module_folder: Path) -> None:
     more = "\n\nclass First(nn.Module):\n    def forward(self, both):\n        return both[0]\n"
     more += "\n\nclass Cube(nn.Module):\n    def forward(self, x):\n        return x**3 / 2\n"
     code = (KEPT + more).replace("BUILD", build).replace("DATA", FILLED_ITEMS).replace("LOSS", loss)

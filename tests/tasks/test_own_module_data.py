@@ -81,7 +81,7 @@ def test_a_hugging_face_data_set_gives_tensors(module_folder: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_an_item_draws_hangs_on_seed_step_and_place_alone(module_folder: Path) -> None:
+def test_random_draws_of_an_item_depend_only_on_seed_step_and_position(module_folder: Path) -> None:
     task = task_of(job(module_folder, NET, functions=NET_FUNCTIONS))
     columns = task.splits["train"]
 

@@ -13,7 +13,7 @@ EXAMPLES = sorted(path.stem for path in (ROOT / "runs/own").glob("*.yaml"))
 LINES = dict.fromkeys(EXAMPLES, 60) | {"translation": 105}  # with the number words
 
 
-def test_they_are_short() -> None:
+def test_examples_of_own_modules_are_short() -> None:
     assert EXAMPLES == ["characters", "images", "linear", "translation"]
     for name in EXAMPLES:
         assert len((ROOT / f"runs/own/{name}.py").read_text().splitlines()) <= LINES[name], name

@@ -62,7 +62,7 @@ def test_names_of_what_a_module_holds(tmp_path: Path, monkeypatch: pytest.Monkey
         import_path.name_of(lambda: None, "model")
 
 
-def test_a_name_that_a_session_defines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_defined_in_an_interactive_session_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = type(sys)("__main__")
     exec("def build(): ...", vars(session))
     monkeypatch.setitem(sys.modules, "__main__", session)

@@ -59,7 +59,7 @@ def test_ddp_on_three_and_fsdp2_on_two_have_the_bits_of_one(module_folder: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("override", ["precision=bf16", "batch_size=4", "data.group_by_length=2"])
-def test_the_same_with(override: str, module_folder: Path) -> None:
+def test_own_module_has_the_same_bits_with_bf16_and_padding_micro_batches(override: str, module_folder: Path) -> None:
     """bf16; steps of an epoch's end with fewer examples than micro-batches, where ranks run blank ones."""
     words = (override, "steps=16") if override == "batch_size=4" else (override,)
     alone = trained(module_folder, NET, "single", 1, *words)

@@ -44,7 +44,7 @@ def of(model: str, strategy: str, ranks: int, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("model", ["Base", "Remembers", slow("AcrossRanks"), slow("OwnDice")])
-def test_what_a_module_does_beside_is_named(model: str, tmp_path: Path) -> None:
+def test_side_effects_of_a_module_are_named(model: str, tmp_path: Path) -> None:
     alone, ours = of(model, "single", 1, tmp_path), of(model, "ddp", 2, tmp_path)
     mine = recording.read(ours)
     said = findings(mine, compare_recordings(ours, alone))

@@ -103,7 +103,7 @@ def test_the_same_numbers_as_with_padding(
 
 
 @pytest.mark.parametrize("family", ["bert", "llama", "marian"])
-def test_bf16_is_as_near_as_bf16_is(family: str) -> None:
+def test_bf16_is_not_further_from_float32_than_plain_bf16(family: str) -> None:
     inputs, real = inputs_of(family, LENGTHS["unlike"])
     with torch.autocast("cpu", torch.bfloat16):
         wanted, found = (made(family, way)(**inputs).logits[real].float() for way in (None, unpadded.NAME))
@@ -127,7 +127,7 @@ def test_padding_on_the_left_and_texts_of_nothing() -> None:
     assert torch.equal(laid[:2][mask[:2].bool()], plain[:2][mask[:2].bool()])
 
 
-def test_what_is_written_is_written_with_a_cache() -> None:
+def test_generation_with_a_cache_equals_plain_transformers() -> None:
     """The generated text equals that of plain transformers, for prompts of any length."""
     ids, mask = batch((11, 4, 7), 0)
     how = Decoding(6, 1, None)
@@ -142,7 +142,7 @@ def test_what_is_written_is_written_with_a_cache() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_that_can(family: str) -> None:
+def test_families_that_run_without_padding(family: str) -> None:
     assert padding.unsupported_reason(run_of(family), FAMILIES[family][0]) is None
 
 
@@ -161,7 +161,7 @@ def test_families_that_can(family: str) -> None:
         ("lfm2", "causal", GROUPED | {"num_hidden_layers": 4, "layer_types": ["full_attention", "conv"] * 2}, "layers"),
     ],
 )
-def test_families_that_cannot(family: str, head: str, config: dict[str, Any], why: str) -> None:
+def test_families_that_need_padding(family: str, head: str, config: dict[str, Any], why: str) -> None:
     run = tiny(model={"type": family, "config": config})
     assert why in str(padding.unsupported_reason(run, head))
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(made_by(run, head)) for block in stack)
@@ -180,7 +180,7 @@ def made_by(run: Run, head: str) -> nn.Module:
     return models.build(run, head, Tokens(), empty=True)
 
 
-def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_mix_texts_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: attention that sees its neighbours' texts."""
 
     def leaking(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def test_layers_that_look_across_are_found_out(monkeypatch: pytest.MonkeyPatch) 
     ("key", "why"),
     [("data.padding=batch", "data.padding is batch"), ("model.attention=eager", "model.attention: eager")],
 )
-def test_what_a_run_file_says(key: str, why: str) -> None:
+def test_run_file_options_that_need_padding_are_explained(key: str, why: str) -> None:
     assert why in str(padding.unsupported_reason(tiny(key), "classification"))
     model = made_by(tiny(key), "classification")
     assert not any(block._forward_pre_hooks for stack in unpadded.stacks(model) for block in stack)
@@ -210,7 +210,7 @@ def test_a_wrong_value_names_the_key() -> None:
         tiny("data.padding=longest")
 
 
-def test_a_family_that_is_padded_says_so(tmp_path: Path) -> None:
+def test_families_that_need_padding_are_reported(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
     task = make_task(Job.of(run).with_data())
     told = model_stats.padding(task)["padding"]
@@ -301,7 +301,7 @@ def test_texts_that_share_a_block_are_read_apart(tmp_path: Path, way: str) -> No
     assert not torch.allclose(model(**micro.inputs).logits[:, -1].detach(), logits[:, -1])  # the control
 
 
-def test_texts_apart_are_for_packed_texts_and_families_that_can(tmp_path: Path) -> None:
+def test_attend_across_documents_needs_packing_and_a_family_without_padding(tmp_path: Path) -> None:
     with raises("LS3053"):
         reading(tmp_path, "task.packing=false", "task.attend_across_documents=false")
     with raises("LS3055") as caught:

@@ -100,7 +100,7 @@ def test_every_task_answers_in_data(kind: str, outputs: dict[str, Path]) -> None
         assert [each[answer] for each in found] == [each[answer] for each in alone]  # a batch changes no word
 
 
-def test_a_file_of_conversations_is_answered(
+def test_predict_reads_a_file_of_conversations(
     outputs: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Each up to where the last answer begins: an answer that is there is left out, and a text is what a user says."""
@@ -161,7 +161,7 @@ def test_evaluate_and_predict_override_keys(outputs: dict, capfd: pytest.Capture
     assert mentions(capfd.readouterr().err, "LS1000", "'beams'")
 
 
-def test_predict_wants_a_text(outputs: dict, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_predict_without_a_text_is_refused(outputs: dict, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert main(["predict", str(outputs["documents"])]) == 2
     assert mentions(capfd.readouterr().err, "LS5070")

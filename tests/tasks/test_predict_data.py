@@ -193,7 +193,9 @@ def test_a_run_begins_from_an_output_or_a_checkpoint(place: str, output: Path, t
     assert begun_from(output / place, tmp_path, *nothing) == 0  # it is finished: found out anew from the same source
 
 
-def test_what_has_no_model_is_refused(output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_predict_refuses_a_folder_without_an_export(
+    output: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     copy = Path(shutil.copytree(output, tmp_path / "copy", symlinks=True))
     shutil.rmtree(copy / "export")
     assert begun_from(copy, tmp_path) == 2

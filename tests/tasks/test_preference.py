@@ -255,7 +255,7 @@ def test_conversations_in_every_shape_are_the_same_tokens(row: dict, keys: list[
     assert task.tokenizer.decode(targets, skip_special_tokens=True).lstrip() == "sees a cat\n"
 
 
-def test_what_is_cut_is_counted(tmp_path: Path) -> None:
+def test_truncated_pairs_are_counted(tmp_path: Path) -> None:
     task = prepared(tmp_path, [PAIR, PAIR | {"chosen": "sees a cat " * 30}])
     notes = warnings(task.prepared.facts)
     assert [text for text in notes if "1 of 2 train pairs" in text and "data.max_length" in text]

@@ -115,7 +115,7 @@ def test_a_local_folder_is_fine_tuned_and_exported(kind: str, tmp_path: Path, jo
     assert (export / "model.safetensors").read_bytes() != before
 
 
-def test_what_a_family_freezes_stays_frozen_when_it_is_pretrained(tmp_path: Path) -> None:
+def test_weights_frozen_by_the_family_stay_frozen_with_pretrained_weights(tmp_path: Path) -> None:
     """The computed positions of Marian, which are in no export: `from_pretrained` lets go of them."""
     sizes = {"d_model": 16, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 32}
     sizes |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}

@@ -81,7 +81,7 @@ def alone(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.extras
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", TARGETS)
-def test_what_is_kept_in_4_bits(kind: str, alone: dict, folder: Path) -> None:
+def test_layer_matrices_are_stored_in_4_bits(kind: str, alone: dict, folder: Path) -> None:
     found = alone[kind]
     low = {name for name, dtype in found["dtypes"].items() if dtype == torch.uint8}
     assert low
@@ -240,7 +240,7 @@ def _library(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
 
 
 @pytest.mark.parametrize(("overrides", "code", "value"), REFUSED)
-def test_what_does_not_go_together_is_refused(
+def test_options_incompatible_with_quantization_are_refused(
     overrides: list[str], code: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _library(monkeypatch, there=True)
@@ -255,7 +255,7 @@ def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
         resolve_strategy(tiny(model=MODEL), 1)
 
 
-def test_a_kind_that_there_is_not_is_refused() -> None:
+def test_unknown_quantization_is_refused() -> None:
     with raises("LS1002", "model.quantization"):
         tiny(model=MODEL | {"quantization": "int3"})
 

@@ -122,7 +122,7 @@ def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: 
     models.check_arithmetic(a_run(family, entries, "precision=bf16", "model.dtype=bfloat16"), heads.CLASSIFICATION)
 
 
-def test_what_precision_decides_is_refused_for_data_from_the_cache(tmp_path: Path) -> None:
+def test_precision_checks_apply_to_cached_data(tmp_path: Path) -> None:
     """Their key holds no precision: what prepared them is not called again."""
     run = tiny("task.name=classification", model={"type": "deberta", "config": LAYERS}, output=str(tmp_path))
     resolve(run, Machine(), 1)

@@ -80,7 +80,7 @@ def test_whole_entities_match_seqevals_schemes(name: str) -> None:
         assert entities([read[tag] for tag in tags]) == {(e.start, e.end, e.tag) for e in found}
 
 
-def test_a_letter_of_no_scheme_is_refused_beside_those_of_one() -> None:
+def test_tags_of_unknown_schemes_are_refused() -> None:
     with raises("LS3360", "'X-P'"):
         parts(["B-P", "I-P", "X-P", "O"])
 
@@ -89,7 +89,7 @@ def task_of(run: Run) -> TokenClassification:
     return TokenClassification(run).opened(Job.of(run).with_data().data)
 
 
-def test_a_word_s_first_token_has_its_tag(tmp_path: Path) -> None:
+def test_first_token_of_a_word_has_its_tag(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "token_classification", "tokenizer.vocab_size=290"))  # words fall into micro-batches
     columns = task.splits["train"]
     lines = (tmp_path / "token_classification" / "train.jsonl").read_text().splitlines()

@@ -145,7 +145,7 @@ def test_a_recreated_optimizer_is_named(tmp_path: Path) -> None:
     assert "after 4 steps the optimizer is recreated here" in result.cause
 
 
-def test_a_tied_weight_of_one_side_is_named(tmp_path: Path) -> None:
+def test_weight_tied_in_one_model_only_is_named(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()

@@ -208,7 +208,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.processes
-def test_on_two_processes_the_rank_at_fault_is_named_and_the_right_ones_are_not_accused(tmp_path: Path) -> None:
+def test_faulty_rank_of_two_is_named_and_correct_ones_are_not(tmp_path: Path) -> None:
     """DistributedDataParallel and Accelerate, each with accumulation: right, and with a fault on rank 1."""
     ways = "both" if importlib.util.find_spec("accelerate") else "plain"
     (tmp_path / "train.py").write_text(RANKS)

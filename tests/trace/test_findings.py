@@ -300,9 +300,7 @@ def test_a_trainer_does_not_divide_a_loss_of_the_script(tmp_path: Path, own: boo
     ("ends", "whole", "size", "level"),
     [(1, 1, 32, "wrong"), (0, 1, 32, "suspicious"), (1, 0, 32, "suspicious"), (1, 1, 64, "suspicious")],
 )
-def test_a_pass_that_ends_after_each_worker_has_yielded_all_is_a_finding(
-    ends: int, whole: int, size: int, level: str
-) -> None:
+def test_workers_that_each_yield_the_whole_data_set_are_a_finding(ends: int, whole: int, size: int, level: str) -> None:
     """In orders of their own. The controls: a stream without end, a worker that yields a few rows more, and a stream
     that is to yield all rows twice."""
     rank = Rank({"rank": 0, "world": 1}, Path())

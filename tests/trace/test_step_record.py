@@ -101,7 +101,7 @@ def test_the_first_difference_is_the_first_in_the_order_of_computation() -> None
     ]
 
 
-def test_what_a_micro_batch_computes_comes_before_the_sum_of_the_losses() -> None:
+def test_micro_batch_values_are_compared_before_the_loss_sum() -> None:
     """The sum of the losses comes last, because its order of summation may differ without changing a weight."""
     results = {"loss": 0.25, "grad_norm": 2.5, "hash": "0"}
     assert [d.kind for d in record_differences(record(), record(**results))] == ["norm", "loss sum"]

@@ -614,7 +614,7 @@ def test_scores_of_known_evaluators_are_recorded(name: str, tmp_path: Path, monk
     assert record["scores"] == {"eval_accuracy": 0.5, "count": 7.0}
 
 
-def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
+def test_divisors_are_named_if_they_are_integers() -> None:
     assert causes._divided(200, 16, 200 / 141) == (200, 141)
     assert causes._divided(200, 16, 184 / 141) == (184, 141)  # the next token: one target of each example is none
     assert causes._divided(200, 16, 1.2345) is None
@@ -623,9 +623,7 @@ def test_a_divisor_is_named_where_it_is_a_whole_number() -> None:
 
 
 @pytest.mark.parametrize(("targets", "ranks", "named"), [(None, 2, True), (None, 1, False), ([8], 2, False)])
-def test_a_mean_of_means_is_named_where_targets_are_not_counted(
-    targets: list[int] | None, ranks: int, named: bool
-) -> None:
+def test_mean_of_means_is_named_without_target_counts(targets: list[int] | None, ranks: int, named: bool) -> None:
     def losses(count: int, value: float) -> Losses:
         return Losses(((value,),) * count, ((16 // count,),) * count)
 
@@ -668,7 +666,7 @@ def test_gradients_that_are_not_zeroed_are_a_finding_and_two_optimizers_are_not(
     assert {f.code for f in findings(trace)} == ({"not-zeroed"} if zero == "never" else set())
 
 
-def test_a_step_inside_of_a_wrappers_step_is_one_step_with_the_moments_of_the_inner_optimizer(tmp_path: Path) -> None:
+def test_nested_optimizer_steps_count_once_with_the_inner_moments(tmp_path: Path) -> None:
     """As in ZeroRedundancyOptimizer, where torch calls hooks for both. The control is a scaler's skipped step."""
     model = nn.Linear(6, 1)
     inner = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -206,7 +206,7 @@ def test_a_column_that_trainer_removes_and_a_loss_names_is_to_look_at(tmp_path: 
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_library_whose_import_begins_the_trace_is_watched_when_it_ends(
+def test_library_that_triggers_the_trace_is_patched_after_its_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     """`from transformers import Trainer` in a script's first line, for one: torch is imported while Trainer is not."""

@@ -44,7 +44,7 @@ def story(told: Console) -> None:
     told.table("results", ["", "test"], [["accuracy", "0.9"]])
 
 
-def test_on_a_terminal_the_bar_has_all_that_one_wants_to_know() -> None:
+def test_progress_bar_has_step_loss_speed_and_time() -> None:
     told, out = console(terminal=True)
     training(told)
     lines = screen(out.getvalue())
@@ -58,7 +58,7 @@ def test_on_a_terminal_the_bar_has_all_that_one_wants_to_know() -> None:
 
 
 @pytest.mark.parametrize(("width", "shown"), [(200, "loss, a, b, f1"), (62, "loss, a, f1"), (50, "loss")])
-def test_an_evaluation_is_a_line_of_a_terminal_and_whole_in_the_log(tmp_path: Path, width: int, shown: str) -> None:
+def test_evaluation_is_one_terminal_line_and_complete_in_the_log(tmp_path: Path, width: int, shown: str) -> None:
     told, out = console(terminal=True, width=width)
     told._log = tmp_path / "log.txt"
     told.start(9, 0, best=Best("f1"))
@@ -152,7 +152,7 @@ def test_a_rate_of_0_at_the_first_step_is_called_warm_up(step: int, rate: str) -
     assert rate in out.getvalue()
 
 
-def test_what_the_closing_table_has_is_in_the_log_alone(tmp_path: Path) -> None:
+def test_closing_details_are_in_the_log_only(tmp_path: Path) -> None:
     told, out = console(terminal=False)
     told._log = tmp_path / "log.txt"
     told.log(9, "test", {"loss": 0.5}, closing=True)

@@ -51,14 +51,14 @@ def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch: p
 
 
 @pytest.mark.parametrize("options", [{"voice": "quiet"}, {"loud": False}])
-def test_who_is_silent_stays_so(options: dict[str, Any]) -> None:
+def test_silent_consoles_show_no_progress(options: dict[str, Any]) -> None:
     told, out = console(terminal=True, **options)
     with told.busy(lambda: "importing torch"):
         pass
     assert out.getvalue() == ""
 
 
-def test_a_line_comes_before_anything_is_imported_that_takes_long(
+def test_first_line_is_printed_before_slow_imports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     said: list[str] = []

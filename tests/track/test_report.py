@@ -87,7 +87,7 @@ def test_the_page_has_hosts_versions_and_commit(tmp_path: Path) -> None:
         assert text in said, text
 
 
-def test_words_of_others_are_text_and_not_markup(tmp_path: Path) -> None:
+def test_untrusted_text_is_escaped_in_pages(tmp_path: Path) -> None:
     bad = "<script>alert(1)</script>"
     folder = folder_of(tmp_path / "run", name=bad)
     (folder / "samples.jsonl").write_text(json.dumps({"step": 40, "samples": [{"text": bad, "label": '"&'}]}) + "\n")
@@ -148,7 +148,7 @@ def test_more_ranks_than_fit_are_cut_to_those_that_work_longest(tmp_path: Path) 
 # -- several runs ----------------------------------------------------------------------------------------------------
 
 
-def test_a_comparison_tells_what_differs(tmp_path: Path) -> None:
+def test_comparison_page_lists_the_differences(tmp_path: Path) -> None:
     folders = [folder_of(tmp_path / "a", 1e-3), folder_of(tmp_path / "b", 2e-3), folder_of(tmp_path / "c", 1e-3)]
     page = write_comparison(folders, tmp_path / "pages" / "all.html")
     said = text_of(page)
@@ -185,7 +185,7 @@ def test_the_report_command_writes_a_page_each_and_one_for_all(tmp_path: Path, c
         (["a", "--to", "x.html"], "--to: writes a comparison, which needs two"),
     ],
 )
-def test_what_cannot_be_compared(words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture) -> None:
+def test_runs_that_cannot_be_compared(words: list[str], says: str, here: Path, capsys: pytest.CaptureFixture) -> None:
     folder_of(here / "a")
     assert main(["report", *words]) == 2
     assert says in capsys.readouterr().err
@@ -207,7 +207,7 @@ def test_a_long_series_is_thinned_and_keeps_its_extremes() -> None:
     ("values", "says"),
     [([0.001, 1.0, 1000.0], "logarithmic"), ([1.0, 2.0], None), ([3.0, 3.0], None), ([0.0, 0.0], None), ([5.0], None)],
 )
-def test_scales(values: list[float], says: str | None) -> None:
+def test_charts_choose_linear_or_logarithmic_scales(values: list[float], says: str | None) -> None:
     chart = charts.lines("x", {"a": [(float(i), v) for i, v in enumerate(values)]})
     assert ("logarithmic" in chart) == (says is not None)
     places = [float(y) for y in re.findall(r'cy="([-.\d]+)"', chart)]
@@ -215,13 +215,13 @@ def test_scales(values: list[float], says: str | None) -> None:
     assert all(-0.1 <= y <= charts.HEIGHT + 0.1 for y in places)
 
 
-def test_a_series_keeps_its_colour_where_others_have_no_points() -> None:
+def test_series_keeps_its_colour_if_others_are_empty() -> None:
     points = [(0.0, 1.0), (1.0, 2.0)]
     assert 'class="line c1"' in charts.lines("x", {"a": [], "b": points})
     assert 'class="line c0"' not in charts.lines("x", {"a": [], "b": points})
 
 
-def test_what_doubles_is_evenly_apart() -> None:
+def test_doubling_axis_spaces_powers_of_two_evenly() -> None:
     place = charts.Axes(8, 128, 0.0, 1.0, False, doubling=True)
     ways = [place.across(count) for count in (8, 16, 32, 64, 128)]
     assert [b - a for a, b in pairwise(ways)] == pytest.approx([ways[1] - ways[0]] * 4)
@@ -229,7 +229,7 @@ def test_what_doubles_is_evenly_apart() -> None:
     assert all(f">{count}</text>" in chart for count in ("8", "64", "1,024"))
 
 
-def test_no_points_no_chart() -> None:
+def test_empty_series_have_no_chart() -> None:
     assert charts.lines("x", {"a": []}) == ""
 
 
@@ -237,7 +237,7 @@ def test_no_points_no_chart() -> None:
     ("value", "text"),
     [(12345, "12,345"), (0.12345, "0.1235"), (5e-5, "5e-5"), (1234.5, "1,234"), (0.0, "0"), ("a", "a")],
 )
-def test_numbers(value: object, text: str) -> None:
+def test_format_of_chart_numbers(value: object, text: str) -> None:
     assert charts.number(value) == text
 
 
@@ -285,7 +285,7 @@ def test_the_journal_holds_every_rank_and_outlives_half_a_line(tmp_path: Path) -
 
 @pytest.mark.processes
 @linux
-def test_what_an_untouched_run_tells(untouched: Path) -> None:
+def test_history_of_an_uninterrupted_run(untouched: Path) -> None:
     history = read(untouched / "out")
     assert history.state == "finished"
     assert sum(line["steps"] for line in history.ranks) == STEPS

@@ -62,7 +62,7 @@ def test_all_charts_of_a_page_have_the_same_steps(tmp_path: Path) -> None:
     assert {(below(chart)[0], below(chart)[-1]) for chart in drawn} == {("0", "40")}
 
 
-def test_colours_belong_to_what_is_drawn(tmp_path: Path) -> None:
+def test_curves_have_one_colour_per_split(tmp_path: Path) -> None:
     loss, accuracy, *_ = panels.curves(read(folder_of(tmp_path / "run")))
     assert 'class="line c0"' in loss
     assert 'class="line c1"' in loss
@@ -86,7 +86,7 @@ def test_a_single_evaluation_is_drawn(tmp_path: Path) -> None:
     assert accuracy.count('class="dot c1"') == 1
 
 
-def test_a_line_without_any_work_is_drawn(tmp_path: Path) -> None:
+def test_timing_line_without_work_is_drawn(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "out")
     line = {"time": 1010.0, "step": 0, "steps": 3, "ranks": 3, "seconds": {"other": [0.1, 0.1, 0.1]}}
     lines = (folder / "ranks.jsonl").read_text()
@@ -103,7 +103,7 @@ def test_smoothing_keeps_a_line_and_calms_noise() -> None:
     assert max(calm) - min(calm) < 0.1
 
 
-def test_what_is_smoothed_is_also_drawn_as_it_is() -> None:
+def test_smoothed_curves_are_also_drawn_unsmoothed() -> None:
     points = [(float(i), float(i % 2)) for i in range(40)]
     chart = lines("loss", {"train": points}, ChartStyle(smooth=("train",)))
     assert chart.count('class="line faint c0"') == chart.count('class="line c0"') == 1
@@ -247,7 +247,7 @@ def test_a_live_page_says_how_far_it_is_and_loads_itself(tmp_path: Path) -> None
     assert "<progress" not in page.read_text()
 
 
-def test_it_is_written_until_the_run_has_ended(
+def test_live_page_is_written_until_the_run_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """This process stands for a training one: it ends while the command sleeps for the second time."""
@@ -272,7 +272,7 @@ def test_it_is_written_until_the_run_has_ended(
     assert not list(folder.glob(".*.partial"))
 
 
-def test_an_interrupt_leaves_a_page_that_rests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_report_leaves_a_static_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path / "run")
     (folder / "run.yaml").write_text(
         "{name: made, data: {source: builtin/emotion}, model: {type: gpt2}, tokenizer: {train: bpe}}"
@@ -300,7 +300,7 @@ CUT = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.c
 
 @pytest.mark.processes
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium")
-def test_in_a_browser(tmp_path: Path) -> None:
+def test_report_page_in_a_browser(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run")
     labels = ["sadness", "joy", "love", "anger", "fear", "surprise"]
     table = {"labels": labels, "counts": [[100 + i * j for j in range(6)] for i in range(6)]}

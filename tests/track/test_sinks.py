@@ -83,7 +83,7 @@ def test_trackers_and_the_files_beside_them(tmp_path: Path, capsys: pytest.Captu
         assert bad.encode() not in events
 
 
-def test_what_is_cut_is_struck_before() -> None:
+def test_secrets_are_redacted_before_truncation() -> None:
     for length in range(200, 320):
         caught = ConnectionError("x" * length + " http://me:hunter2hunter2@host/")
         assert "hunter" not in reason(caught)
@@ -231,7 +231,7 @@ def test_no_way_into_run_yaml_by_a_sweep(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_a_run_writes_of_data_with_secrets_and_escapes(tmp_path: Path, job: CommandJob) -> None:
+def test_outputs_of_data_with_secrets_and_escapes(tmp_path: Path, job: CommandJob) -> None:
     text, label = TOLD.replace("\ud800", ""), f"joy \x1b[2J {TOKEN}"
     rows = [{"text": f"{i} {text}", "label": label if i % 2 else "b"} for i in range(80)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

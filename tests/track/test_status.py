@@ -52,7 +52,7 @@ def status_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict:
 @linux
 @pytest.mark.usefixtures("nobody_is_left")
 @pytest.mark.parametrize("how", ["local, 1", "local, 2", "torchrun"])
-def test_a_run_in_another_terminal(
+def test_status_of_a_run_in_another_terminal(
     how: str, tmp_path: Path, cache: Path, untouched: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, strategy={"name": "support.waiting_strategy.Held"})
@@ -120,7 +120,7 @@ def test_a_killed_run_is_not_shown_as_running(
 
 
 @pytest.mark.processes
-def test_what_a_failed_run_leaves(tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_a_failed_run(tmp_path: Path, job: CommandJob, capsys: pytest.CaptureFixture[str]) -> None:
     job.write(strategy={"name": "support.waiting_strategy.None"})
     process = job.start("strategy.name=single")
     status, _, err = ended(process)
@@ -154,7 +154,7 @@ def test_an_unreadable_job_record_is_ignored_and_kept(text: str, tmp_path: Path)
 
 
 @pytest.mark.processes
-def test_a_number_that_was_given_to_another_process() -> None:
+def test_reused_process_numbers_are_recognized() -> None:
     this = Process.this()
     assert this.alive() is True
     assert Process(this.host, this.pid, "yesterday").alive() is False
@@ -207,14 +207,14 @@ def test_lines_that_come_while_one_reads(tmp_path: Path) -> None:
     assert list(job_record.lines_of(path, True, live, every_s=0)) == ["one", "two", "half", "three", "four"]
 
 
-def test_outcomes() -> None:
+def test_states_by_exit_status() -> None:
     assert job_record.outcome(None) == State("gone")
     assert job_record.outcome(2) == State("failed", "", 2)
     assert not job_record.outcome(75).live
 
 
 @pytest.mark.processes
-def test_what_killed_writers_left_is_swept_up_and_what_others_write_is_not(tmp_path: Path) -> None:
+def test_partial_files_of_killed_writers_alone_are_removed(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     here = socket.gethostname()
@@ -323,7 +323,7 @@ def test_advice_on_a_run_that_is_done_without_its_last_checkpoint(tmp_path: Path
     assert said.endswith("trains from the start")
 
 
-def test_a_run_whose_records_end_early_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_known_if_records_end_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a disk that filled up during training, metrics.jsonl ends early; launch.json needs no more room."""
     (tmp_path / "run.yaml").write_text(tiny(f"output={tmp_path}", "track.every=1").dump())
     (tmp_path / "metrics.jsonl").write_text('{"step": 12, "split": "train", "loss": 1.5}\n')

@@ -27,7 +27,7 @@ TEXT = "caf\xe9 \u27f6 joy \u2026 \u2590\U0001f600\u2588"
 ASCII = "caf\\xe9 -> joy ... \\u2590\\U0001f600@"
 
 
-def test_what_an_encoding_lacks_looks_like_it_or_is_an_escape() -> None:
+def test_characters_missing_in_an_encoding_are_replaced_or_escaped() -> None:
     assert TEXT.encode("ascii", streams.ERRORS).decode() == ASCII
     assert TEXT.encode("iso-8859-1", streams.ERRORS).decode("iso-8859-1") == ASCII.replace("\\xe9", "\xe9")
     assert TEXT.encode("cp037", streams.ERRORS).decode("cp037") == ASCII.replace("\\xe9", "\xe9")  # no ASCII below it
@@ -68,7 +68,7 @@ def safe(number: int) -> tuple[io.TextIOWrapper, streams._SafeFile]:
     return io.TextIOWrapper(io.BufferedWriter(file), encoding="utf-8"), file
 
 
-def test_a_reader_that_is_gone_is_kept_for_whoever_asks() -> None:
+def test_closed_reader_is_remembered() -> None:
     read, write = os.pipe()
     os.close(read)
     stream, file = safe(write)
@@ -105,7 +105,7 @@ def test_a_full_disk_is_no_error_and_later_lines_are_tried(monkeypatch: pytest.M
         os.close(number)
 
 
-def test_a_pipe_that_does_not_block_gets_all() -> None:
+def test_non_blocking_pipe_receives_everything() -> None:
     """Node and ssh leave terminals and pipes non-blocking: Python then raises BlockingIOError, and drops its buffer."""
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -127,7 +127,7 @@ def test_a_full_disk_costs_metrics_nothing(tmp_path: Path) -> None:
     assert found == [{"step": step, "split": "train", **numbers(step)} for step in range(1, 5)]
 
 
-def test_what_is_not_finite_is_no_number_in_json(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_null_in_json(tmp_path: Path) -> None:
     trackers = Trackers(tiny(f"output={tmp_path}"), 0, {}, print, print)
     trackers.log(1, "train", {"loss": math.nan, "grad_norm": math.inf})
     trackers.close("done")
@@ -180,7 +180,7 @@ def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(
     assert list((tmp_path / "theirs").iterdir()) == [theirs]
 
 
-def test_a_sink_is_given_again_what_a_kill_made_it_lose(tmp_path: Path) -> None:
+def test_points_lost_in_a_kill_are_logged_again(tmp_path: Path) -> None:
     """W&B's file of an offline run lacks the last steps before a kill; metrics.jsonl has them."""
 
     class Sink(Tracker):

@@ -132,7 +132,7 @@ READ = {"tensorboard": in_tensorboard, "wandb": in_wandb, "mlflow": in_mlflow, "
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_logged_is_in_the_tracker_s_own_store(name: str, tmp_path: Path) -> None:
+def test_logged_numbers_are_in_the_trackers_store(name: str, tmp_path: Path) -> None:
     there(name)
     ((ids, said, warned),) = run_on(1, logged, name, tmp_path)
     assert warned == []

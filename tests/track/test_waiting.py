@@ -51,7 +51,7 @@ def on_a_terminal(*words: str) -> tuple[str, int]:
 
 
 @pytest.mark.processes
-def test_it_moves_and_vanishes() -> None:
+def test_command_note_moves_and_vanishes() -> None:
     text, status = on_a_terminal()
     assert status == 0
     assert text.count("evaluation, 3 of 20 batches 0:0") > 2

@@ -75,7 +75,7 @@ def without_a_checkpoint(done: rank_kills.Job, folder: Path, strikes: list[tuple
         long("StruckAcceleratedZero", ("strategy.options.deepspeed.zero_stage=3",)),
     ],
 )
-def test_all_go_back_to_the_last_copy(
+def test_all_ranks_return_to_the_last_copy(
     strategy: str, words: tuple[str, ...], tmp_path: Path, cache: Path, untouched: Path
 ) -> None:
     """One of three ranks fails within a step, and rank 0 after a replacement joined."""

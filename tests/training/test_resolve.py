@@ -56,7 +56,7 @@ def world(size: int, rank: int = 0, joining: bool = False) -> Any:
     return SimpleNamespace(size=size, rank=rank, joining=joining, device=SimpleNamespace(type="cpu"))
 
 
-def test_a_rank_repeats_no_decision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_do_not_repeat_decisions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     job = of()
     calls: list[int] = []
 

@@ -102,7 +102,7 @@ def test_one_process_finds_a_gradient_that_does_not_repeat() -> None:
 
 
 @pytest.mark.processes
-def test_a_witness_that_is_wrong_is_named() -> None:
+def test_wrong_recomputation_by_another_rank_is_named() -> None:
     def owner(run: Run, step: int) -> int:
         return next(r for r in range(3) if drawn(Job.of(run), step) in range(r * 8 // 3, (r + 1) * 8 // 3))
 

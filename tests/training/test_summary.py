@@ -98,7 +98,7 @@ def test_a_better_step_is_named_with_what_would_export_it() -> None:
     assert "accuracy 0.75" in found["better"]
 
 
-def test_a_better_step_whose_checkpoint_exists_is_not_trained_again(tmp_path: Path) -> None:
+def test_better_step_with_a_checkpoint_is_not_trained_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-000034").mkdir(parents=True)
     job, scores = Job.of(tiny(output=str(tmp_path))), {"validation": {"loss": 4.29}}
     found = better_step(job, best_of(None, at34=1.55, at1020=4.29), 1020, scores)

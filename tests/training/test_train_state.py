@@ -50,7 +50,7 @@ def test_hooks_run_again_after_an_update_of_this_job_only() -> None:
     assert not state.pending
 
 
-def test_a_line_is_taken_once_and_stays_for_hooks_that_run_again() -> None:
+def test_log_line_is_read_once_and_kept_for_repeated_hooks() -> None:
     state = state_of(run_of())
     advance(state)
     assert not state.line  # step 8
