@@ -182,6 +182,11 @@ def test_chatml_becomes_a_template(here: Path, capsys: pytest.CaptureFixture[str
         rendered = Template(template).render(messages=talk, add_generation_prompt=True)
         answer = "<|im_start|>assistant\n"
         assert rendered == f"<|im_start|>user\na<|im_end|>\n{answer}b<|im_end|>\n{answer}"
+    assert "no special tokens of the tokenizer" in " ".join(capsys.readouterr().out.split())
+    moved("ax.yaml", axolotl, "task.chat_template=mine", "optim.warmup_steps=3")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "special tokens" not in said  # nothing about keys that the command line replaces
+    assert "rounds its warm-up" not in said
     (here / "moved.yaml").unlink()
     other = axolotl.replace("chatml", "llama3")
     assert "chat_template: llama3" in refused("ax.yaml", other, capsys)

@@ -97,8 +97,8 @@ class Run(Section):
     batch_size: Positive = Field(128, description="examples per optimizer step, over all processes")
     micro_batches: Positive = Field(
         MICRO_BATCHES,
-        description="number of micro-batches per step; defines the arithmetic at any number of processes; default: "
-        "8, or batch_size if that is less",
+        description="pieces of a step, which the processes share; another number gives other bits; default: 8, or "
+        "batch_size if that is less",
     )
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast; fp16 scales the loss, for GPUs without bf16"

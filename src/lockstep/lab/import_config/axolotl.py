@@ -101,10 +101,11 @@ def _chatml(draft: RunDraft, name: str, value: Any) -> None:
     if value == "chatml" and (draft.keys.get("task.messages") or draft.keys.get("task.conversations")):
         draft.set("task.chat_template", CHATML, f"{name} chatml")
         draft.gaps[:] = [gap for gap in draft.gaps if gap.name != f"{name}: chatml"]
-        draft.notes.append(
-            f"{name} chatml: a tokenizer that has <|im_start|> and <|im_end|> not as special tokens cuts them into "
-            "several; the original adds them if its file says so"
-        )
+        if not draft.is_given("task.chat_template"):
+            draft.notes.append(
+                f"{name} chatml: if <|im_start|> and <|im_end|> are no special tokens of the tokenizer, it splits them "
+                "into several tokens; to add them, save a tokenizer with them and give tokenizer.source"
+            )
 
 
 def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
@@ -127,6 +128,8 @@ def _warm_up(ratio: float | None, kind: str | None, draft: RunDraft) -> None:
         draft.keys.pop("optim.warmup_fraction", None)
         return
     draft.set("optim.warmup_fraction", share, origin)
+    if draft.is_given("optim.warmup_fraction") or draft.is_given("optim.warmup_steps"):
+        return
     draft.notes.append(
         "axolotl rounds its warm-up down, optim.warmup_fraction is rounded up: the warm-up may be one step longer"
     )

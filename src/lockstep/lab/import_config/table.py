@@ -365,8 +365,8 @@ def quantized(draft: RunDraft, kind: Any, nested: Any, origin: str) -> None:
         draft.drop(origin, kind, "model.quantization is nf4 or fp4", True, ("model.quantization",))
         return
     draft.set("model.quantization", kind, origin)
-    if nested:
-        draft.notes.append("scales of the 4-bit weights stay in float32 (no double quantization)")
+    if nested and not draft.is_given("model.quantization"):
+        draft.notes.append("lockstep keeps the scales of 4-bit weights in float32 (no double quantization)")
 
 
 def numbers(draft: RunDraft, theirs: Mapping[str, Any], names: Mapping[str, str]) -> None:
