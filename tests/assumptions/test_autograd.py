@@ -273,7 +273,7 @@ def test_a_layer_norm_in_bfloat16_depends_on_threads() -> None:
 
 
 @rests_on_it("src/lockstep/strategies/engines/blocks.py")
-def test_a_recomputation_runs_in_a_context_of_its_own() -> None:
+def test_recomputation_runs_in_its_own_context() -> None:
     """checkpoint(use_reentrant=False) calls context_fn once, before it runs the function within the first context. The
     second context surrounds the recomputation in backward, and is exited also if torch stops the recomputation early by
     an internal exception."""

@@ -162,7 +162,7 @@ def test_create_repo_leaves_an_existing_repository_unchanged() -> None:
 
 
 @rests_on_it("src/lockstep/checkpoint/hub_push.py")
-def test_one_call_is_one_commit() -> None:
+def test_create_commit_makes_one_commit() -> None:
     """create_commit makes one commit of all additions and deletions, and returns its hash as `oid`."""
     writing = seen()["writing"]
     assert writing["commits"] == seen()["commits of new"]

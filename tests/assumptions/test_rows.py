@@ -418,7 +418,7 @@ def test_renaming_and_adding_columns() -> None:
 @rests_on_it(
     "src/lockstep/data/row_files.py", "src/lockstep/data/labels.py", "src/lockstep/tasks/image_classification.py"
 )
-def test_a_cast_keeps_numbers_or_raises() -> None:
+def test_casts_keep_numbers_or_raise() -> None:
     """cast raises ArrowInvalid for integers out of range, fractions as integers, and integers beyond 2**53 as floats.
     Nulls and empty lists can be cast to every type. A struct's missing fields become null. cast_column keeps whole
     floats as int64; 1.0 as a string becomes "1"."""

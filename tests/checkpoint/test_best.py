@@ -185,7 +185,7 @@ def test_the_best_is_exported_and_training_ends_early(early: Path, capfd: pytest
     assert json.loads(capfd.readouterr().out)["facts"]["finished"]
 
 
-def test_a_killed_run_ends_alike(early: Path, tmp_path: Path) -> None:
+def test_killed_run_ends_with_the_same_files(early: Path, tmp_path: Path) -> None:
     folder = half_done(early, tmp_path)
     assert trained(folder) == 0
     assert end_of(folder / "out") == end_of(early / "out")

@@ -131,7 +131,7 @@ def test_sizes_that_the_weights_do_not_have_are_one_message(output: Path, capfd:
         assert "above" not in error
 
 
-def test_a_sound_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_healthy_export_is_used_and_read_once(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     honest = export_hashes.sha256_of
 

@@ -154,7 +154,7 @@ def test_the_dry_run_allocates_the_buffer_and_leaves_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("then", ["continue", "stop"])
-def test_without_memory_for_it_on_failure_says_what_happens(
+def test_on_failure_applies_if_a_checkpoint_does_not_fit_into_memory(
     then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Job(run_in(tmp_path / "out", f"checkpoint.on_failure={then}"))

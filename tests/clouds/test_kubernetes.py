@@ -183,7 +183,7 @@ def test_bad_input_is_one_message(
     assert "hf_xxx" not in said
 
 
-def test_data_that_no_pod_sees(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_outside_mounted_volumes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "texts").mkdir()
     assert main(["plan", "run.yaml", "data.source=texts"]) == 2
     assert mentions(capsys.readouterr().err, "LS7243")
@@ -324,7 +324,7 @@ def test_waiting_for_a_kubernetes_job_shows_its_log(
         ((1, "", "The connection to the server localhost:8080 was refused"), "kubectl reaches no cluster"),
     ],
 )
-def test_a_cluster_that_says_no(
+def test_cluster_refuses_the_job(
     answer: tuple[int, str, str], message: str, cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster.answer(**{"can-i": answer})

@@ -97,7 +97,7 @@ def test_arguments_of_an_estimator_become_keys_of_launch() -> None:
     assert "disable_profiler" not in told
 
 
-def test_the_configs_of_a_model_trainer_do_so_too() -> None:
+def test_configs_of_sagemakers_model_trainer_are_read() -> None:
     found = moved(NEWER_ONE)
     assert launch(found) == {
         "name": "sagemaker",

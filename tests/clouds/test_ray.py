@@ -43,7 +43,7 @@ def test_too_many_workers() -> None:
         plan(workers=9)
 
 
-def test_the_run_file_says_ray() -> None:
+def test_run_file_launches_with_ray() -> None:
     assert "ray" in plugins.names("launchers")
     assert "ray_train" not in plugins.names("launchers")
     assert plugins.find("launchers", "ray") is Ray

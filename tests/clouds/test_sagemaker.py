@@ -343,7 +343,7 @@ def test_stop_asks_aws(cloud: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             Sagemaker().stop(run_of().folder, record)
 
 
-def test_verify_stays_here(cloud: Any) -> None:
+def test_verify_is_not_submitted_to_sagemaker(cloud: Any) -> None:
     run = run_of()
     with raises("LS7383", "launch.name=local"):
         Sagemaker().start(Sagemaker().plan(run), ("lockstep.proof.recording.record", "5"))

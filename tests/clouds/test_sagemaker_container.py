@@ -26,7 +26,7 @@ def test_hosts_in_order_of_their_numbers(tmp_path: Path) -> None:
     assert (found.mine, found.interface) == ("algo-2", "eth0")
 
 
-def test_hosts_as_the_toolkit_tells_them(tmp_path: Path) -> None:
+def test_hosts_from_the_sagemaker_toolkit(tmp_path: Path) -> None:
     told = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-1", "SM_NETWORK_INTERFACE_NAME": "eth1"}
     assert Hosts.read(tmp_path, told) == Hosts(("algo-1", "algo-2"), "algo-1", "eth1")
 

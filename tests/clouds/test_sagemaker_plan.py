@@ -98,7 +98,7 @@ def test_instances_that_are_accepted(launch: dict[str, Any]) -> None:
     request(run_of(**launch))
 
 
-def test_the_oldest_versions_are_those_of_the_package() -> None:
+def test_the_oldest_versions_equal_those_of_the_package() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     torch = next(line for line in package["dependencies"] if re.match(r"torch\b", line))
     wanted = {"PyTorch": torch, "Python": package["requires-python"]}
@@ -133,7 +133,7 @@ def test_the_gpus_of_an_instance(instance: str, gpus: int | None) -> None:
         ({"instance": "ml.g5.12xlarge", "device": "cpu"}, 1),
     ],
 )
-def test_the_instance_says_how_many_processes_there_are(launch: dict[str, Any], each: int) -> None:
+def test_instance_type_determines_the_number_of_processes(launch: dict[str, Any], each: int) -> None:
     run = run_of(**{"device": "auto", "processes": "auto", "machines": 2} | launch)
     plan = Sagemaker().plan(run)
     assert plan.processes == 2 * each

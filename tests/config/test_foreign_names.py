@@ -104,7 +104,7 @@ def test_exact_names_anywhere_come_before_any_guess(override: str, wanted: str) 
         assert wanted in said(override)
 
 
-def test_a_hyphen_and_capitals_are_forgiven_in_the_search(tmp_path: Path) -> None:
+def test_key_suggestions_ignore_hyphens_and_capitals(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data: builtin/emotion\nmodel: {type: gpt2}\nLearning-Rate: 1\n")
     with raises("LS1000", "'optim.learning_rate'", "run.yaml", "line 3"):

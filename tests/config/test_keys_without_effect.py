@@ -57,7 +57,7 @@ def notes(run: Run) -> list[str]:
     return remarks(Job.of(run).with_data())
 
 
-def test_a_share_for_validation_of_data_that_bring_one_is_noted(tmp_path: Path) -> None:
+def test_validation_fraction_is_noted_if_the_data_has_a_validation_split(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "data.validation_fraction=0.3")
     assert any("data.validation_fraction: 0.3 has no effect" in note for note in notes(run))
     cut = make(tmp_path, "packed", "data.validation_fraction=0.3", f"data.train={tmp_path}/packed/train.jsonl")

@@ -286,7 +286,7 @@ def test_a_read_only_file_system_is_reported(tmp_path: Path, monkeypatch: pytest
             check_output(run.folder)
 
 
-def test_paths_of_an_outputs_run_file_are_those_of_its_training(
+def test_paths_of_an_outputs_run_file_equal_those_of_its_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are relative to the folder in which training was started, wherever a later command is given."""

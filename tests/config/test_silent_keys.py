@@ -38,7 +38,7 @@ def test_every_task_has_a_kind() -> None:
     assert {*plugins.names("tasks")} == {*TASKS_OF.values()}
 
 
-def test_every_key_was_tried_beside_every_kind_of_task() -> None:
+def test_every_key_was_tried_with_every_kind_of_task() -> None:
     missing = [(kind, key) for kind in KINDS for key in keys_of(kind) if (kind, key) not in recorded()]
     assert not missing, AGAIN
     assert len(recorded()) > 1500

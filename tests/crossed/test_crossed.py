@@ -48,7 +48,7 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
     assert (verdict.outcome, verdict.promise) == ("finding", promise), verdict.seen
 
 
-def test_the_plainest_run_is_as_promised() -> None:
+def test_minimal_run_keeps_the_promise() -> None:
     """Control: without an injected fault, the plainest run keeps all promises."""
     verdict = judged(draw.plainest({"task": "classification"}) | {"warmup": 2})
     assert (verdict.outcome, verdict.bits, verdict.plain) == ("promised", True, "5 steps"), verdict.seen

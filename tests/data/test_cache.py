@@ -67,7 +67,7 @@ def no_seal(path: Path) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["found", "from the same tokens"])
 @pytest.mark.parametrize("harm", [zeros_from_a_byte_on, cut_between_batches, another_token, half, Path.unlink, no_seal])
-def test_damaged_tokens_are_made_again(harm: Callable, again: bool, own_cache: Path, tmp_path: Path) -> None:
+def test_damaged_tokens_are_recreated(harm: Callable, again: bool, own_cache: Path, tmp_path: Path) -> None:
     run = make(tmp_path, "documents")
     first = prepared(run)
     wanted = held(first)
@@ -94,7 +94,7 @@ def test_cached_tokens_of_every_task_are_checked(kind: str, own_cache: Path, tmp
     assert held(prepared(run)) == wanted
 
 
-def test_a_damaged_tokenizer_is_made_again(own_cache: Path) -> None:
+def test_a_damaged_tokenizer_is_recreated(own_cache: Path) -> None:
     run = tiny()
     first = prepared(run)
     path = Path(first.tokenizer) / "tokenizer.json"
@@ -156,7 +156,7 @@ def test_a_large_file_is_read_whole_once_and_then_in_part(own_cache: Path, monke
 
 
 @pytest.mark.parametrize(("number", "remedy"), [(errno.ENOSPC, "free space"), (errno.EFBIG, "ulimit -f")])
-def test_a_cache_that_cannot_be_written_says_what_to_do(number: int, remedy: str, own_cache: Path) -> None:
+def test_unwritable_cache_is_reported_with_a_remedy(number: int, remedy: str, own_cache: Path) -> None:
     def full(aside: Path) -> None:
         aside.write_bytes(b"half of it")
         raise OSError(number, os.strerror(number))

@@ -468,7 +468,7 @@ def test_tags_that_are_numbers_are_in_their_order(tmp_path: Path) -> None:
         labels([0, 1.5])
 
 
-def test_paths_lead_into_columns_with_optional_keys(tmp_path: Path) -> None:
+def test_paths_into_columns_with_optional_keys(tmp_path: Path) -> None:
     """Such columns are stored as JSON, in which paths once failed: "there is no 'body'"."""
     some = [{"doc": {"body": sentence(i)} | ({"by": {"name": "ab"[i // 4 % 2]}} if i % 2 else {})} for i in range(48)]
     labelled = [row | {"label": "xy"[i // 2 % 2]} for i, row in enumerate(some)]

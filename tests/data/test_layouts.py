@@ -65,7 +65,7 @@ def test_hub_keys_are_refused_for_local_data(tmp_path: Path) -> None:
     assert mentions(refused(source="builtin/emotion", revision="v2"), "LS2255", "data.revision", "builtin/emotion")
 
 
-def test_the_word_number_sign_is_no_comment_within_a_sentence(tmp_path: Path) -> None:
+def test_number_sign_within_a_sentence_starts_no_comment(tmp_path: Path) -> None:
     """In CoNLL-U, comments come before sentences."""
     text = "# text = it costs # 5\nit PRP\ncosts VBZ\n# SYM\n5 CD\n\n# newpar\nthe DT\nend NN\n"
     rows = read(train=str(write(tmp_path / "a.conll", text)), layout="conll")["train"]

@@ -160,7 +160,7 @@ def test_invalid_sources_are_named(given: str, told: str) -> None:
     assert f"data.sources: {told}" in str(caught.value)
 
 
-def test_keys_of_sources_are_refused_beside_them() -> None:
+def test_keys_of_a_source_are_refused_outside_data_sources() -> None:
     with raises("LS1130"):
         tiny("data.source=null", "data.sources=[a.jsonl]", "data.filter={a: 1}")
     with raises("LS1130"):

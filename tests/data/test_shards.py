@@ -140,7 +140,7 @@ def test_an_error_in_a_worker_process_is_reported_unchanged(own_cache: Path, sma
             prepared(run)
 
 
-def test_no_column_is_read_whole(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_are_never_read_as_a_whole(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as a list nor by iterating over rows: `datasets` returns at most a part's rows at once."""
     import datasets
 

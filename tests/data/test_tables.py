@@ -311,7 +311,7 @@ def test_init_does_not_read_a_table_as_one_column(
 # -- everywhere that tables are read ---------------------------------------------------------------------------------
 
 
-def test_predict_and_mixtures_read_tables_alike(here: Path) -> None:
+def test_predict_and_mixtures_read_tables_equally(here: Path) -> None:
     from lockstep.training import predicting
 
     write(here / "a.csv", ";")

@@ -46,9 +46,7 @@ def folder(tmp_path: Path) -> Path:
         ({"name": "translation", "source": "second", "target": "text", "bleu": False}, "t5"),
     ],
 )
-def test_a_tokenizer_that_knows_nothing_of_the_texts_is_refused(
-    task: dict[str, Any], source: str, folder: Path
-) -> None:
+def test_tokenizer_with_unknown_tokens_only_is_refused(task: dict[str, Any], source: str, folder: Path) -> None:
     with raises("LS2441", "'[UNK]'", "tokenizer", "train"):
         notes_of(run_on(folder, labelled(unknown(24)), model=source, **task))
 

@@ -363,7 +363,7 @@ print(json.dumps(path))
 
 
 @pytest.mark.processes
-def test_convolutions_are_those_of_torch_and_the_number_of_threads_changes_no_bit(
+def test_convolutions_equal_those_of_torch_and_the_number_of_threads_changes_no_bit(
     answers: dict[str, Any], tmp_path: Path
 ) -> None:
     said(python(f"import torch\npath = {str(tmp_path / 'judge')!r}" + CONVOLUTIONS))

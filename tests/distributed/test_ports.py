@@ -303,7 +303,7 @@ def test_one_machine_s_store_listens_on_the_loopback_alone() -> None:
 
 
 @linux
-def test_several_machines_meet_on_the_address_that_was_given() -> None:
+def test_several_machines_connect_at_the_given_address() -> None:
     own = network.route_to(network.OUTSIDE) if len(network.interfaces()) > 1 else "127.0.0.1"
     store = stores.open_store(own, 0, own != "127.0.0.1", 5)
     written = socket.inet_aton(own)[::-1].hex().upper()

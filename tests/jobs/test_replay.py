@@ -57,7 +57,7 @@ def as_untouched(folder: Path, cache: Path, untouched: Path) -> None:
     assert files(folder) == files(untouched)
 
 
-def test_ctrl_c_a_killed_rank_and_all_killed_in_a_row(tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_ctrl_c_then_a_killed_rank_then_all_killed(tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     process = start(TRAIN, tmp_path, cache)
     until(lambda: step_of(tmp_path) >= 5, "a step", process)
@@ -97,7 +97,7 @@ def test_killed_in_the_export_and_twice_started_again(
 
 
 @pytest.mark.parametrize("torn", [True, False])
-def test_a_finished_run_s_record_is_made_again(torn: bool, tmp_path: Path, cache: Path, untouched: Path) -> None:
+def test_a_finished_run_s_record_is_recreated(torn: bool, tmp_path: Path, cache: Path, untouched: Path) -> None:
     write(tmp_path)
     shutil.copytree(untouched / "out", tmp_path / "out", symlinks=True)
     path = tmp_path / "out" / "launch.json"

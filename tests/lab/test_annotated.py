@@ -205,7 +205,7 @@ def test_written_run_files_train(here: Path, cache: Path) -> None:
 # -- what the files hold ---------------------------------------------------------------------------------------------
 
 
-def test_questions_are_those_of_the_file(here: Path) -> None:
+def test_questions_equal_those_of_the_file(here: Path) -> None:
     put(squad())(here / "a.json")
     put(squad("v2.0"))(here / "b.json.gz")
     held = json.loads(squad())["data"][0]["paragraphs"]
@@ -222,7 +222,7 @@ def test_questions_are_those_of_the_file(here: Path) -> None:
     assert mentions(refused(source="d.json", layout="squad"), "LS2005")
 
 
-def test_sentences_are_those_of_the_file(here: Path) -> None:
+def test_sentences_equal_those_of_the_file(here: Path) -> None:
     for name in ("a.conll", "ner/train.txt", "wnut.tsv", "a.conllu"):
         CASES[name][0](here / name)
         found = rows(source=name, layout="conll")

@@ -22,7 +22,7 @@ from support.places import TESTS_PATH
 
 
 @pytest.mark.processes
-def test_a_job_that_cannot_run_is_a_line_and_the_others_run(tmp_path: Path, cache: Path) -> None:
+def test_failed_job_is_one_line_and_other_jobs_run(tmp_path: Path, cache: Path) -> None:
     write(tmp_path)
     words = ["run.yaml", "--strategies", "allreduce", "support.misbehaving.Crashing", "--processes", "1", "9"]
     words += ["--steps", "3", "--skip", "1", "--rounds", "1"]

@@ -46,14 +46,14 @@ def test_doctor_reports_machine_and_packages(quick: None, tmp_path: Path, capfd:
 
 
 @pytest.mark.processes
-def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
+def test_torch_is_probed_in_a_separate_process() -> None:
     found = machine_info.torch_facts(200)
     assert found["version"] == machine_info.version("torch")
     assert "gloo" in found["backends"]
     assert found["one_core_gflops"]["fp32"] > 0
 
 
-def test_no_process_asks_torch_for_gpus_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_queried_for_gpus_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_info, "torch_facts", lambda seconds: {"devices": [{}] * int(seconds)})
     monkeypatch.setattr(machine_info, "_has_gpu_driver", lambda: True)
     assert len(machine_info.gpu_facts(3)["devices"]) == 3
@@ -105,7 +105,7 @@ def test_tokens_are_seen_and_not_shown(
         ("print('not JSON')", "JSONDecodeError"),
     ],
 )
-def test_a_torch_that_hangs_or_dies_is_a_line(code: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_or_crashing_torch_is_one_line(code: str, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_info, "_TORCH", code)
     seconds = 0.5 if "sleep" in code else 60
     found = machine_info.bounded(lambda: machine_info.torch_facts(seconds), seconds + 5)
@@ -114,7 +114,7 @@ def test_a_torch_that_hangs_or_dies_is_a_line(code: str, wanted: str, monkeypatc
 
 @pytest.mark.processes
 @pytest.mark.parametrize("section", ["machine", "memory", "packages", "network", "file_system", "tokens", "caches"])
-def test_a_failed_probe_is_a_problem_and_the_others_continue(
+def test_failed_probe_is_a_problem_and_other_probes_continue(
     section: str, quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
@@ -130,7 +130,7 @@ def test_a_failed_probe_is_a_problem_and_the_others_continue(
     assert f"problem: {name}" in capfd.readouterr().out
 
 
-def test_a_probe_that_hangs_is_left_behind() -> None:
+def test_hanging_probe_is_abandoned() -> None:
     go, ended = threading.Event(), threading.Event()
 
     def hangs() -> dict[str, Any]:
@@ -166,7 +166,7 @@ def alike(world: World, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-def test_ranks_of_one_machine_are_alike(tmp_path: Path) -> None:
+def test_ranks_of_one_machine_have_equal_settings(tmp_path: Path) -> None:
     found = run_on(3, alike, str(tmp_path))
     assert found[0] == found[1] == found[2]
     assert found[0]["size"] == 3
@@ -244,7 +244,7 @@ def test_under_a_launcher_a_different_version_is_status_1(tmp_path: Path, cache:
 
 
 @pytest.mark.processes
-def test_ranks_that_do_not_meet(
+def test_ranks_that_cannot_connect(
     quick: None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -286,7 +286,7 @@ def test_doctor_verdict(changed: dict[str, Any], wanted: str) -> None:
     assert wanted in doctor.verdict(found)
 
 
-def test_a_machine_on_which_ranks_cannot_meet_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_on_which_ranks_cannot_connect_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine_info.several_processes() == {"several": "yes"}
     monkeypatch.setattr(machine_info, "LOOPBACK", "192.0.2.1")  # no address of any machine
     problem = doctor.problems({"processes": machine_info.several_processes()})[0]

@@ -104,7 +104,7 @@ def shown(*events: Event) -> event_stream.Bar:
     return bar
 
 
-def test_the_bar_says_how_far_it_is_and_how_good() -> None:
+def test_progress_bar_shows_step_and_metric() -> None:
     assert repr(shown()) == f"[{'.' * 30}] preparing"
     bar = shown(
         Event("start", 0, 200),

@@ -87,9 +87,7 @@ def turns_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: dict[str, An
     return bench, ran
 
 
-def test_the_first_contender_of_each_job_comes_before_the_second_of_any(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_first_contenders_of_all_jobs_run_before_second_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     bench, ran = turns_of(monkeypatch, tmp_path, {"seconds": [1.0], "first_s": 2.0, "whole_s": 3.0, "held_gb": None})
     assert ran == ["a", "b"] * 4
     assert {row["rounds"] for row in bench.rows("a card")} == {2}

@@ -131,7 +131,7 @@ def test_existing_file_is_not_overwritten(here: Path, capfd: pytest.CaptureFixtu
     assert sorted(p.name for p in here.iterdir()) == ["data", "run.yaml"]
 
 
-def test_keys_that_are_given_are_in_the_file(here: Path) -> None:
+def test_given_keys_are_in_the_written_file(here: Path) -> None:
     jsonl(here / "data", EMOTION)
     words = ["--data", "data", "steps=7", "optim.learning_rate=1e-4", "model.config.n_layer=1", "seed=3"]
     run = written(*words, path="feelings.yaml")

@@ -64,7 +64,7 @@ def test_a_column_of_splits(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     check_arithmetic(here / "run.yaml")
 
 
-def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
+def test_column_with_values_other_than_splits_is_noted_and_not_used(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train"] * 7 + ["dev", "test", "holdout"]
@@ -93,7 +93,7 @@ def test_a_column_that_says_more_than_splits_is_noted_and_not_used(
         ),
     ],
 )
-def test_rows_that_are_not_like_the_others_are_named(
+def test_deviating_rows_are_named(
     name: str, content: bytes, told: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (here / name).write_bytes(content)

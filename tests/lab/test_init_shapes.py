@@ -351,7 +351,7 @@ def test_a_question_of_yes_and_no() -> None:
     assert questions.Prompter(None, Console(False)).sure("?", True)
 
 
-def test_rows_are_looked_at_from_beginning_to_end(here: Path) -> None:
+def test_rows_are_checked_from_beginning_to_end(here: Path) -> None:
     rows = [{"text": f"t {i}", "kind": "a" if i < 3000 else "b"} for i in range(6000)]
     (here / "sorted.jsonl").write_text("\n".join(map(json.dumps, rows)))
     found = columns.look(load(None, {}, {"data": {"source": "sorted.jsonl"}, "model": {"type": "gpt2"}}).data)

@@ -102,7 +102,7 @@ def test_the_examples_load(called: str, here: Path) -> None:
     assert load("run.yaml", []).data.source
 
 
-def test_systems_have_an_example_of_ours() -> None:
+def test_every_foreign_system_has_an_example_run_file() -> None:
     assert len(OURS) == 5
     for called, examples in {"Trainer": 2, "axolotl": 2, "SageMaker": 2, "torchtune": 1, "AutoTrain": 1}.items():
         assert section(called).count("```yaml\n# lockstep, ") == 1

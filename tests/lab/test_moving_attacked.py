@@ -102,7 +102,7 @@ def test_values_that_are_changed_in_place_or_set_by_a_class_are_unknown(tmp_path
         assert not unknown(text), text
 
 
-def test_heads_decorators_and_second_functions_are_statements_too(
+def test_function_headers_decorators_and_redefinitions_are_checked_as_statements(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loss, before = "            accelerator.backward(loss)\n", "model.train()\n"
@@ -296,7 +296,7 @@ def test_statements_inside_calls_are_read_and_named() -> None:
     assert in_loop(changed((LOOP, f"{recorded}{LOOP}"))) == in_loop(SCRIPT)
 
 
-def test_functions_that_train_or_make_the_data_are_looked_at() -> None:
+def test_functions_that_train_or_build_data_are_checked() -> None:
     of_x = "x = torch.randn(n, 4)\n    return TensorDataset(x, x.sin().sum(-1))"
     made = f"from torch.utils.data import TensorDataset\ndef make(n):\n    {of_x}\n\n\ndef main"
     data = changed(("Points(600)", "make(600)"), ("def main", made), text=DDP)
@@ -377,7 +377,7 @@ LOST_IN_LOOPS |= {
 }
 
 
-def test_settings_of_a_loop_that_were_lost_in_silence() -> None:
+def test_settings_of_a_loop_that_were_dropped_silently() -> None:
     usual = set(in_loop(STEPPED).splitlines())
     for pair, part in LOST_IN_LOOPS.items():
         lines = set(in_loop(changed(pair, text=STEPPED)).splitlines())
@@ -415,7 +415,7 @@ LOST_IN_TRAINERS = {  # lines of a subclass, or what is changed -> a part of the
 }
 
 
-def test_settings_of_a_trainer_that_were_lost_in_silence() -> None:
+def test_settings_of_a_trainer_that_were_dropped_silently() -> None:
     text = TRAINER.replace("ARGUMENTS", "")
     usual = set(in_loop(text).splitlines())
 
@@ -480,7 +480,7 @@ def test_resuming_from_an_own_snapshot_is_noted() -> None:
         assert "load_state_dict(saved" in in_loop(changed(other, text=text)), other
 
 
-def test_a_network_that_a_module_of_lightning_is_created_with_is_looked_at() -> None:
+def test_networks_passed_to_a_lightning_module_are_checked() -> None:
     net = 'AutoModelForSequenceClassification.from_pretrained("acme/encoder")'
     text = changed(("self, lr", "self, net, lr"), (f"self.model = {net}", "self.model = net"), text=LIT)
     text = changed(("trainer.fit(Lit(", f"net = {net}\nNEXT\ntrainer.fit(Lit(net, "), text=text)
@@ -511,7 +511,7 @@ def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
     assert len(in_loop(changed(("    def training", plain), text=LIT)).splitlines()) == len(usual.splitlines())
 
 
-def test_columns_that_trl_takes_by_name_are_those_of_the_data_and_options_of_its_model_are_read() -> None:
+def test_columns_that_trl_takes_by_name_and_options_of_its_model_are_read() -> None:
     def drafted(*pairs: tuple[str, str]) -> RunDraft:
         draft = RunDraft()
         import_config.script(Script(Path("train.py"), changed(*pairs, text=DPO))).move(draft, 1)

@@ -143,7 +143,7 @@ TURNS = [{"role": "user", "content": "a question"}, {"role": "assistant", "conte
         ({"prompt": "a", "completion": "b"}, "assistant_only_loss=True", "", "TRL applies it only to conversations"),
     ],
 )
-def test_which_tokens_trl_learns(
+def test_tokens_that_trl_trains_on(
     row: dict, more: str, key: str, why: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(40)))
@@ -162,7 +162,7 @@ def test_unknown_columns_are_the_only_gap(here: Path, capsys: pytest.CaptureFixt
     assert "conversations alone" not in said
 
 
-def test_a_loader_that_is_made_again_behind_its_loop_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loader_recreated_after_its_loop_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = LOOP.replace("SET", "")
     other = text + "    loader = DataLoader(data, batch_size=8, shuffle=True)\n"
     assert "loader = DataLoader(data, batch_size=8" in refused("train.py", other, capsys)

@@ -231,7 +231,7 @@ def test_further_statements_of_methods_are_refused(
     assert says in said.partition("would be lost:")[2]
 
 
-def test_lines_are_those_of_the_script(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_equal_those_of_the_script(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = METHODS.replace("loss.backward()", "loss = loss + penalty(self.model)\n        loss.backward()")
     number = next(n for n, line in enumerate(text.splitlines(), 1) if "penalty" in line)
     assert f"line {number}: loss = loss + penalty(self.model)" in refused("train.py", text, capsys)

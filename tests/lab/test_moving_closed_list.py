@@ -93,7 +93,7 @@ def test_statements_that_can_change_no_training_are_on_the_list() -> None:
         assert not _deciding(changed((SETS, f"{code}\n{SETS}"), text=TEXT)), code
 
 
-def test_a_context_of_the_script_around_the_training_is_looked_at() -> None:
+def test_contexts_around_training_are_checked() -> None:
     timer = (
         "class Timer:\n    def __enter__(self):\n        CODE\n    def __exit__(self, *more):\n        print('end')\n"
     )
@@ -141,7 +141,7 @@ OBJECTS = {  # what is changed -> a part of the gap
 }
 
 
-def test_objects_of_a_trainer_are_those_of_its_libraries() -> None:
+def test_objects_of_a_trainer_equal_those_of_its_libraries() -> None:
     for pairs, part in OBJECTS.items():
         text = changed(*zip(pairs[::2], pairs[1::2], strict=True), text=TEXT)
         assert any(part in line for line in _deciding(text)), (pairs, _deciding(text))

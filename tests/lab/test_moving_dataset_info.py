@@ -103,7 +103,7 @@ def factory(here: Path, entry: dict[str, Any], stage: str = "sft") -> str:
         (TALKS | {"columns": None}, {"messages": "conversations"}),
     ],
 )
-def test_tags_of_dataset_info_that_are_read_here(entry: dict[str, Any], columns: dict[str, str], here: Path) -> None:
+def test_supported_tags_of_dataset_info_are_read(entry: dict[str, Any], columns: dict[str, str], here: Path) -> None:
     run = moved("lf.yaml", factory(here, entry))
     assert {key: run.task.options[key] for key in columns} == columns
 

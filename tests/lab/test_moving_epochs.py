@@ -53,7 +53,7 @@ def accumulating(condition: str) -> str:
 EVERY, LAST = "(i + 1) % 4 == 0", "(i + 1) % 4 == 0 or i == len(train) - 1"
 
 
-def test_open_and_closed_parts_are_listed_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_open_and_closed_gaps_are_listed_separately(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Parts of a loop that the run file does not carry are on the terminal and in the file, whether keys of the
     command line replace them or not."""
     text = of_rows(PLAIN).replace(LOADER, LOADER.replace(")", ", drop_last=True)"))

@@ -196,7 +196,7 @@ def test_the_style_of_run_glue_no_trainer(here: Path, capsys: pytest.CaptureFixt
     assert "divided by" not in shown
 
 
-def test_a_break_that_ends_training_early_stays() -> None:
+def test_early_break_is_kept() -> None:
     def is_left(change: tuple[str, str], **options: object) -> bool:
         assert change[0] in GLUE
         return "break" in ast.unparse(taken(Script(Path("own.py"), GLUE.replace(*change), options)).tree)

@@ -81,7 +81,7 @@ def test_models_without_padding_or_token_types_need_no_such_input(here: Path) ->
     assert moved("acc.py", text).task.options["packing"] is True
 
 
-def test_a_column_by_its_new_name_is_that_of_the_data(here: Path) -> None:
+def test_renamed_column_is_traced_to_the_data(here: Path) -> None:
     text = TRAINER.replace("ARGUMENTS", USUAL).replace('"small")', '"small").rename_column("body", "review")')
     assert moved("train.py", text).task.options["text"] == "body"
 

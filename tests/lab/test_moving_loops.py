@@ -474,7 +474,7 @@ def test_rewards_and_pairs_of_llama_factory(here: Path, capsys: pytest.CaptureFi
     assert "quantization_bit: 8" in refused("lf.yaml", usual + "stage: pt\nquantization_bit: 8\n", capsys)
 
 
-def test_the_input_column_of_alpaca_is_not_lost_in_silence(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alpaca_input_column_is_not_dropped_silently(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.jsonl").write_text('{"instruction": "add", "input": "1 2", "output": "3"}\n' * 40)
     text = QLORA.replace(
         'load_dataset("acme/notes", split="train")', 'load_dataset("json", data_files="a.jsonl")["train"]'
@@ -498,7 +498,7 @@ def test_run_files_that_plan_would_refuse_are_not_written(here: Path, capsys: py
     assert moved("config.yaml", text, "--partial").precision == "fp16"
 
 
-def test_sentences_of_alpaca_are_to_be_written_by_hand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_alpaca_prompt_sentences_must_be_written_by_hand(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "base_model: a/b\ndatasets: [{path: c/d, type: alpaca}]\n"
     sentences = r"appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n[### Input:\n{input}\n\n]"
     mentions(refused("axolotl.yaml", text, capsys), "LS8209", sentences, "task.prompt=COLUMN")

@@ -98,7 +98,7 @@ PLAIN = (
 NAMED = "model(batch['input_ids'], batch['attention_mask'], labels=batch['labels']).loss"
 
 
-def test_the_loss_that_the_model_would_compute_is_read_in_other_words() -> None:
+def test_equivalent_forms_of_the_models_loss_are_read() -> None:
     def lines(*pairs: tuple[str, str]) -> set[str]:
         return {re.sub(r"line \d+", "line", each) for each in in_loop(changed(*pairs)).splitlines()}
 

@@ -27,7 +27,7 @@ from support.moving_scripts import DPO, QLORA, STOPPING, TRAINER, USUAL, moved, 
         {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 6, "optim": "sgd", "save_steps": 20},
     ],
 )
-def test_a_trainers_settings_are_those_of_training_arguments(given: dict[str, Any], here: Path) -> None:
+def test_a_trainers_settings_equal_those_of_training_arguments(given: dict[str, Any], here: Path) -> None:
     """The settings are compared with transformers' TrainingArguments, and with the rates of the optimizer and schedule
     that it creates."""
     import torch

@@ -128,7 +128,7 @@ VALUES = {  # what is changed -> the length that is read; None: it is not known
 }
 
 
-def test_parameters_have_the_values_of_the_only_way_in_which_their_function_is_called() -> None:
+def test_parameters_have_the_values_of_their_functions_only_call() -> None:
     function = "def tokens(rows):\n    return tokenizer(rows['text'], truncation=True, max_length=most)\n"
     text = TEXT.replace('lambda rows: tokenizer(rows["text"], truncation=True, max_length=64)', "tokens")
     text = text.replace("data = data.map", f"{function}data = data.map")

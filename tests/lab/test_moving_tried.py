@@ -99,7 +99,7 @@ OTHER_TEXTS = {  # a change of a function of texts -> the function
 }
 
 
-def test_texts_and_labels_are_those_of_the_columns(tmp_path: Path) -> None:
+def test_texts_and_labels_equal_those_of_the_columns(tmp_path: Path) -> None:
     def differing(text: str) -> list[str]:
         script = Script(tmp_path / "train.py", text)
         both = {"text": Column("first"), "text_pair": Column("second")}

@@ -117,14 +117,16 @@ def test_plan_summarizes_steps_and_work(run_file: Path, capsys: pytest.CaptureFi
         (["strategy=pipeline", "strategy.options={stages: 2}"], (2, 2, 4)),
     ],
 )
-def test_bytes_of_a_parameter_are_those_of_the_docs(words: list[str], held: tuple[float, ...], run_file: Path) -> None:
+def test_bytes_per_parameter_equal_the_documented_ones(
+    words: list[str], held: tuple[float, ...], run_file: Path
+) -> None:
     """The docs are docs/reference/strategies.md, for four processes; tests/strategies/test_memory.py measures the
     bytes."""
     run = load("run.yaml", words)
     assert tuple((job := Job.of(run, 4)).strategy.memory.bytes_held(job).values()) == held
 
 
-def test_plan_says_how_fsdp2_gathers_here(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_how_fsdp2_gathers(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in ([], "; gather: step, by the memory of this machine;"), (["strategy.exact=false"], ""):
         assert main(["plan", "run.yaml", "strategy=fsdp2", *words]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory"))
@@ -235,7 +237,7 @@ def test_report_of_no_run_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("adamw", 8, 8), ("muon", 4.5, 7.5), ("adafactor", 0.1, 2)])
-def test_the_optimizers_bytes_are_those_of_its_state(name: str, least: float, most: float) -> None:
+def test_the_optimizers_bytes_equal_those_of_its_state(name: str, least: float, most: float) -> None:
     """Muon keeps 4 bytes per parameter for a matrix of the layers and 8 for the rest; Adafactor keeps a number per row
     and one per column."""
     run = tiny(f"optim={name}", "model.config.n_embd=64")

@@ -142,7 +142,7 @@ def test_a_child_writes_no_colours(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.processes
-def test_a_child_says_why_it_failed(tmp_path: Path) -> None:
+def test_child_process_reports_why_it_failed(tmp_path: Path) -> None:
     child = Child("lockstep.cli.main", ["train", str(tmp_path / "nothing.yaml")], tmp_path, "job")
     assert child.wait(100)
     assert child.status == 2

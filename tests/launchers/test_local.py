@@ -35,7 +35,7 @@ def test_ranks_on_a_cpu_keep_no_small_blocks(
     assert os.environ.get(NAME) == theirs  # other child processes do not get the variable
 
 
-def test_a_rank_that_cannot_read_its_job_says_why(
+def test_rank_that_cannot_read_its_job_reports_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def load(text: str) -> Any:

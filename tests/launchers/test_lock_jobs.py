@@ -123,7 +123,7 @@ def test_output_replaced_by_a_link_during_training_is_no_success(tmp_path: Path,
     assert [path.name for path in theirs.iterdir()] == ["letter.txt"]
 
 
-def test_a_finished_run_whose_other_files_are_gone_says_so(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
+def test_missing_files_of_a_finished_run_are_reported(tmp_path: Path, job: CommandJob, untouched: Path) -> None:
     """The output folder was moved away at the last moment: a new folder holds the last checkpoint and the export."""
     shutil.copytree(untouched, tmp_path, dirs_exist_ok=True)
     for name in ("run.yaml", "launch.json", "metrics.jsonl", "report.html"):

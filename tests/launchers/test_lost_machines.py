@@ -237,7 +237,7 @@ def test_a_machine_that_lost_its_rank_at_the_end_waits_for_the_others(store: Any
     assert not first._machines.live()
 
 
-def test_a_machine_that_leaves_learns_that_rank_0_has_not_ended(store: Any, clock: Clock) -> None:
+def test_leaving_machine_is_told_that_rank_0_has_not_ended(store: Any, clock: Clock) -> None:
     job, told = Job(store, 2), list[str]()
     first, second = job.machines
     second.processes[0].exitcode = 0

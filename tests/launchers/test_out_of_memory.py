@@ -142,7 +142,7 @@ def test_free_memory_is_the_minimum_over_machine_and_cgroups(cgroup: str, inside
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_nothing_is_concluded_for_a_process_with_its_own_limit(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_with_its_own_memory_limit_gets_no_conclusion(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     monkeypatch.setattr(hardware, "available_memory", lambda: 4000)
     monkeypatch.setattr(resource, "getrlimit", lambda asked: limits[asked])

@@ -74,7 +74,7 @@ def test_a_machine_without_heartbeats_is_not_awaited(threads: ThreadPoolExecutor
 
 
 @pytest.mark.slow
-def test_a_waiting_machine_learns_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
+def test_waiting_machine_is_told_how_the_job_ended(threads: ThreadPoolExecutor) -> None:
     first, second, joined, go = waiting(LONG, threads)
     first.end(0)
     over = threads.submit(first.shutdown)

@@ -310,7 +310,7 @@ def test_node_lists(text: str, names: list[str]) -> None:
     assert srun.hosts(text) == names
 
 
-def test_a_node_is_known_by_its_name_where_no_program_of_slurm_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_is_identified_by_hostname_without_slurm_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*anything: Any, **named: Any) -> None:
         raise FileNotFoundError("no such host, no such program")
 

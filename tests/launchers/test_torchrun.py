@@ -279,7 +279,7 @@ def test_a_machine_with_another_run_is_not_admitted() -> None:
     assert third.ended() is None
 
 
-def test_two_machines_meet_in_an_order_and_leave_together() -> None:
+def test_two_machines_join_in_order_and_leave_together() -> None:
     limits = Limits(20, 1, 60)
     first = ElasticRendezvous("127.0.0.1", 0, 2, 2, Node("a", "127.0.0.1", 1, holds=True), limits)
     second = ElasticRendezvous("127.0.0.1", first.port, 2, 2, Node("b", "127.0.0.1", 2, place=0), limits)

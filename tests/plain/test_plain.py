@@ -226,7 +226,7 @@ LIBRARIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.extras] * (k in LIBRARIES)) for k in SCORED])
-def test_scores_are_those_of_the_fields_libraries(
+def test_scores_equal_those_of_the_fields_libraries(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The libraries are scikit-learn, seqeval, sacrebleu and SQuAD's script, applied to outputs of the plain path."""
@@ -450,7 +450,7 @@ FAULTS = {
 }
 
 
-def test_a_difference_is_measured_by_more_draws_before_it_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_confirmed_by_more_draws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a chaotic model with hashed attention, a single perturbation of last bits may by chance have little effect."""
     asked = []
 

@@ -108,7 +108,7 @@ def blamed(run: Run) -> str:
         slow(("model.freeze=[transformer.wte.*]",)),
     ],
 )
-def test_a_sound_classifier_passes(overrides: tuple[str, ...]) -> None:
+def test_a_healthy_classifier_passes(overrides: tuple[str, ...]) -> None:
     assert looked_at(tiny(*ONE, *overrides))[2] == []
 
 
@@ -143,7 +143,7 @@ def test_families_that_were_refused_wrongly_pass(family: str, monkeypatch: pytes
         slow("prompts", ("model.checkpoint_activations=true", "task.loss_chunk=7")),
     ],
 )
-def test_a_sound_language_model_passes_and_so_does_its_export(
+def test_a_healthy_language_model_passes_and_so_does_its_export(
     kind: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     run = make(tmp_path, kind, *ONE, *overrides)
@@ -157,7 +157,7 @@ def test_a_sound_language_model_passes_and_so_does_its_export(
 @pytest.mark.parametrize(
     "overrides", [(), *map(slow, [("model.dtype=float32",), ("model.quantization=nf4",), ("precision=bf16",)])]
 )
-def test_a_sound_adapter_passes(overrides: tuple[str, ...], source: Path) -> None:
+def test_a_healthy_adapter_passes(overrides: tuple[str, ...], source: Path) -> None:
     if "model.quantization=nf4" in overrides:
         pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     assert looked_at(on(source, *overrides))[2] == []
@@ -213,13 +213,13 @@ def scaled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-def test_layers_that_are_computed_again_otherwise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recomputed_layers_with_other_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     again = blocks._again
     monkeypatch.setattr(blocks, "_again", lambda block, forward, *a, **k: again(block, scaled(forward), *a, **k))
     assert "model.checkpoint_activations" in blamed(tiny(*ONE, "model.checkpoint_activations=true"))
 
 
-def test_compiled_layers_that_compute_otherwise_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_with_other_results_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "in_training", lambda block, forward: scaled(forward))
     assert "model.compile" in blamed(tiny(*ONE, "model.compile=true"))
 
@@ -255,7 +255,7 @@ def test_a_model_that_changed_since_it_was_built_is_found() -> None:
     assert "after it was built" in cause(sides, strategy)
 
 
-def test_4_bits_that_are_computed_otherwise_are_found(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
+def test_wrong_4_bit_products_are_detected(monkeypatch: pytest.MonkeyPatch, source: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     forward = quantized._forward
     monkeypatch.setattr(quantized, "_forward", lambda layer, x: forward(layer, x) * 1.001)
@@ -297,7 +297,7 @@ def test_a_gradient_of_the_other_sign_is_found(monkeypatch: pytest.MonkeyPatch) 
     assert "along the weight" in plain_differences(sides, strategy)[0].what
 
 
-def test_tokens_that_are_others_are_named() -> None:
+def test_different_tokens_are_named() -> None:
     short, run = (tiny(*ONE, f"data.max_length={most}") for most in (8, 32))
     task, strategy = build(short, World(short))
     whole = type(task)(run).opened(task.prepared)  # as a stale cache entry would
@@ -480,7 +480,7 @@ def exported(run: Run, folder: Path) -> tuple[Task, export_check.Evaluated, Path
 @pytest.mark.parametrize(
     "overrides", [(), *map(slow, [("precision=bf16",), ("task.label_smoothing=0.1",), ("average.ema=0.9",)])]
 )
-def test_a_sound_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_healthy_export_passes(overrides: tuple[str, ...], tmp_path: Path) -> None:
     run = tiny(*ONE, *overrides)
     task, found, folder = exported(run, tmp_path)
     compared = export_check.compare_export(task, found, folder, torch.device("cpu"))
@@ -506,7 +506,7 @@ def test_an_export_that_a_container_has_no_memory_for_is_not_loaded(
 
 
 @pytest.mark.parametrize("export", ["merged", "adapter"])
-def test_a_sound_adapter_is_exported(export: str, source: Path, tmp_path: Path) -> None:
+def test_a_healthy_adapter_is_exported(export: str, source: Path, tmp_path: Path) -> None:
     run = on(source, f"model.adapter.export={export}")
     task, found, folder = exported(run, tmp_path)
     compared = export_check.compare_export(task, found, folder, torch.device("cpu"))

@@ -82,14 +82,14 @@ def test_marked_targets_are_transformers_own(tok: Any, turns: list[tuple[str, st
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
-def test_per_turn_each_example_learns_its_own_turn(tok: Any, template: str, end: str) -> None:
+def test_per_turn_examples_train_their_own_turn(tok: Any, template: str, end: str) -> None:
     some = examples(tok, template, {"messages": conversation(TALK)}, turns="per_turn")
     assert [learned(tok, example) for example in some] == [f"two{end}", f"four{end}"]
 
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 @pytest.mark.parametrize("name", ["preference", "reward"])
-def test_a_pair_learns_the_last_turn(tok: Any, name: str, template: str, end: str) -> None:
+def test_pairs_train_the_last_turn(tok: Any, name: str, template: str, end: str) -> None:
     """The answer is everything that the template writes after the prompt, or the part that it marks there."""
     keys = {"name": name, "prompt": "prompt", "chosen": "chosen", "rejected": "rejected", "conversations": True}
     row = {"prompt": conversation(TALK[:3]), "chosen": conversation(TALK[3:]), "rejected": "no"}

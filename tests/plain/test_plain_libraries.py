@@ -49,7 +49,7 @@ def test_all_linear_leaves_a_head_whole_and_trained() -> None:
         assert not any("classifier" in name and "lora" in name for name in trained)
 
 
-def test_a_tied_adapter_is_that_of_the_run() -> None:
+def test_plain_trains_the_tied_adapter_of_the_run() -> None:
     """With ensure_weight_tying, peft adapts the head by the embedding's adapter: plain trains what a run trains, and
     merges nothing (`tests/assumptions/test_peft.py`)."""
     adapter = {"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True, "init_lora_weights": False, "r": 2}

@@ -137,7 +137,7 @@ def lines(folder: Path, split: str) -> list[dict[str, Any]]:
     return [line for line in found if line["split"] == split]
 
 
-def test_losses_norms_and_rates_are_those_of_the_loop(folder: Path, plain: Any) -> None:
+def test_losses_norms_and_rates_equal_those_of_the_loop(folder: Path, plain: Any) -> None:
     steps = lines(folder, "train")
     assert len(steps) == STEPS
     for ours, theirs in zip(steps, plain[0], strict=True):

@@ -163,7 +163,7 @@ def test_a_link_has_the_rate_of_its_messages() -> None:
     assert link.seconds(0, 0) == 0
 
 
-def test_links_are_those_of_the_nearest_number_of_ranks() -> None:
+def test_link_rates_of_the_nearest_number_of_ranks_are_used() -> None:
     found = device()
     assert [found.inside(n).latency_s for n in (1, 2, 3, 4, 64)] == [2e-4, 2e-4, 4e-4, 4e-4, 4e-4]
     of = simulated(sent=[("reduction", "allgather_base", (0, 1, 2, 3), 4 * 10**6, None, 1.0)])

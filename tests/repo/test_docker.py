@@ -75,7 +75,7 @@ def test_the_index_of_torch_is_an_argument(index: str, expected: list[str]) -> N
     assert words == ["install", "--no-cache-dir", *expected, *([index] if index else []), "torch==2.13.0"]
 
 
-def test_the_user_is_that_of_the_pods() -> None:
+def test_container_user_equals_that_of_the_pods() -> None:
     launch = {"name": "kubernetes", "image": "i", "pvc": "c", "processes": 1}
     run = load(None, [], {"data": {"source": "a/b"}, "model": {"source": "c/d"}, "launch": launch})
     context = pod(run, Kubernetes.options(run.launch), "lockstep")["securityContext"]

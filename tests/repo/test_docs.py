@@ -112,7 +112,7 @@ def test_readme_can_be_read_in_a_minute_or_two() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
 
 
-def test_pages_stand_by_purpose() -> None:
+def test_pages_are_sorted_by_purpose() -> None:
     rooms = {"tutorials", "how-to", "reference", "explanation"}
     assert {page.relative_to(DOCS).parts[0] for page in DOCS.rglob("*.md")} <= {"index.md", *rooms}
 

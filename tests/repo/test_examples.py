@@ -39,7 +39,7 @@ def test_examples_succeed_and_print_their_result(name: str, tmp_path: Path, cach
     assert WANTED[name] in done.stdout
 
 
-def test_notebooks_are_those_of_the_scripts() -> None:
+def test_notebooks_equal_those_of_the_scripts() -> None:
     notebooks = script("notebooks")
     made = {path.with_suffix(".ipynb").name: notebooks.notebook(path) for path in notebooks.scripts()}
     assert made == {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.ipynb")}, (

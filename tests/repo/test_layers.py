@@ -163,7 +163,7 @@ def test_a_file_imports_from_its_own_room_and_those_below() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_distribution_beside_it_imports_the_core_by_its_public_modules(package: str) -> None:
+def test_other_distributions_import_public_modules_of_the_core(package: str) -> None:
     assert PACKAGE_FILES[package]
     for file in PACKAGE_FILES[package]:
         names = [name for name, _ in facts(file).imports if name.partition(".")[0] == "lockstep"]
@@ -176,7 +176,7 @@ def test_a_distribution_beside_it_imports_the_core_by_its_public_modules(package
             assert facts(file).private == [], file
 
 
-def test_the_core_imports_no_distribution_beside_it() -> None:
+def test_core_imports_no_other_distribution() -> None:
     """It finds the other distributions by their entry points, like anyone's plug-ins."""
     names = [(file, name) for file in FILES for name, _ in facts(ROOT / file).imports]
     assert len(names) > 1000

@@ -162,7 +162,7 @@ def test_missing_plug_ins_are_named_with_their_package(monkeypatch: pytest.Monke
     assert str(caught.value).startswith('kubernetes needs lockstep-clouds: pip install "lockstep-train[clouds]"')
 
 
-def test_a_script_of_an_estimator_says_what_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimator_script_is_refused_with_the_package_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entries", lambda kind: {})
     text = "from sagemaker.pytorch import PyTorch\nPyTorch(role=1)"
     with pytest.raises(RunError) as caught:

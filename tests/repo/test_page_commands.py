@@ -28,7 +28,7 @@ def test_commands_keys_and_files_that_a_page_names_are_there(page: Path) -> None
     assert {where: texts for where, texts in found.items() if texts} == {}
 
 
-def test_every_command_is_run_or_its_page_says_why_not() -> None:
+def test_every_documented_command_is_run_or_has_a_reason_not_to() -> None:
     assert [where for page in PAGES for where in unmarked(page)] == []
 
 

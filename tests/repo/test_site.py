@@ -52,7 +52,7 @@ def built(folder: Path) -> Path:
     return folder
 
 
-def test_each_code_gets_a_page_of_its_own(tmp_path: Path) -> None:
+def test_each_code_has_its_own_page(tmp_path: Path) -> None:
     html = built(tmp_path / "html")
     publish.write_code_pages(html, CODES)
     page = (html / "reference/messages/LS1001/index.html").read_text()
@@ -133,7 +133,7 @@ def test_a_code_page_has_the_remedy_keys_and_words() -> None:
     assert [place for place in places if not (ROOT / place).exists() and place not in written] == []
 
 
-def test_the_codes_that_users_meet_most_are_explained() -> None:
+def test_most_frequent_codes_are_explained() -> None:
     """Each has a reason, an example and a fix, in 40 to 90 words, because longer texts are not read."""
     codes = {message.code for message in messages.read()}
     explained = messages.explained()

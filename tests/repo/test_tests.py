@@ -42,7 +42,7 @@ def test_nothing_imports_a_file_of_tests() -> None:
     assert {str(file.relative_to(ROOT)): names for file, names in importing.items() if names} == {}
 
 
-def test_the_control_such_an_import_is_seen(tmp_path: Path) -> None:
+def test_the_control_forbidden_import_is_detected(tmp_path: Path) -> None:
     file = tmp_path / "test_a.py"
     file.write_text("def f():\n    from test_b import c\n    import data.test_d\n")
     assert {name for name in imported(file) if is_a_test(name)} == {"test_b", "data.test_d"}

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 EDGE = re.compile(r'\["(\S+)<br>(\w+)"\] (==>|-->) \w+\["(\S+)<br>(\w+)"\]')
 
 
-def test_the_way_to_the_first_step_can_be_read_downwards() -> None:
+def test_path_to_the_first_step_reads_downwards() -> None:
     command = [sys.executable, str(ROOT / "benchmarks/way.py")]
     picture = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     edges = EDGE.findall(picture)

@@ -139,7 +139,7 @@ def test_a_resume_may_switch_recomputation() -> None:
 # -- activation offloading to the host, tested without a GPU --------------------------------------------------
 
 
-def test_offloaded_activations_return_and_weights_stay() -> None:
+def test_offloaded_activations_are_restored_and_weights_stay_on_the_device() -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}

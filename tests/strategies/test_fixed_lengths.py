@@ -175,7 +175,7 @@ def test_auto_pads_no_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert run.model.compile_lengths is None
 
 
-def test_opening_lines_and_plan_tell_the_padding(tmp_path: Path) -> None:
+def test_opening_lines_and_plan_report_the_padding(tmp_path: Path) -> None:
     job = Job.of(texts(tmp_path, "documents", WHOLE), 1).with_data()
     job = job.having(resolve._compiled(job)[0])
     lengths = job.run.model.compile_lengths

@@ -136,7 +136,7 @@ def test_exact_stage_2_holds_no_whole_gradient_between_micro_batches() -> None:
     ("stage", "formula", "factor"),
     [(1, lambda n: 2 + 2 + 12 / n, 1.6), (2, lambda n: 2 + (2 + 12) / n, 16 / 9), (3, lambda n: (2 + 2 + 12) / n, 2.0)],
 )
-def test_with_bf16_weights_the_factors_are_those_of_the_paper(stage: int, formula: Any, factor: float) -> None:
+def test_with_bf16_weights_the_factors_equal_those_of_the_paper(stage: int, formula: Any, factor: float) -> None:
     """One rank takes 16 bytes per parameter; two ranks take 1.6, 1.78 and 2 times less."""
     section = BUCKETS["zero_optimization"] | (PREFETCH if stage == 3 else {})
     options = {"bf16": {"enabled": True}, "zero_optimization": section}

@@ -298,7 +298,7 @@ def evaluated_alone(*common: str) -> tuple[dict[str, float], dict[str, Tensor]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("ranks", "options"), [(2, ()), long(2, ("schedule=interleaved",)), (4, ("stages=2",))])
-def test_scores_and_gradients_are_those_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
+def test_scores_and_gradients_equal_those_of_one_process(ranks: int, options: tuple[str, ...]) -> None:
     for precision in ("fp32", "bf16"):
         common = (FOUR, f"precision={precision}", "evaluate.batch_size=8")
         piped = tiny("strategy.name=pipeline", *common, *(f"strategy.options.{o}" for o in options))

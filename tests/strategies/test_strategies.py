@@ -92,7 +92,7 @@ def asked_by(
         "test_dtypes_of_each_precision": [(name, most(name), ("steps", "precision=bf16"))],
         "test_the_engine_s_own_reduction_is_equal_to_rounding": [(name, ranks, ("steps", *ENGINES))],
         "test_the_state_is_complete": [(name, few, ("restored",))],
-        "test_all_ranks_evaluate_alike_and_rank_0_exports": [(name, few, ("judged",))],
+        "test_all_ranks_evaluate_equally_and_rank_0_exports": [(name, few, ("judged",))],
     }.get(test, [])
 
 
@@ -265,7 +265,7 @@ def judged(world: World, run: Run) -> tuple[dict[str, float], str | None]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_evaluate_alike_and_rank_0_exports(name: str, of: Answers) -> None:
+def test_all_ranks_evaluate_equally_and_rank_0_exports(name: str, of: Answers) -> None:
     (alone,) = of.every("single", 1, "judged")
     (scores, exported), *others = of.every(name, 1 if name == "single" else 2, "judged")
     assert all(other == (scores, None) for other in others)

@@ -61,7 +61,7 @@ def refusals(options: Any, *overrides: str) -> list[str]:
     return []
 
 
-def test_an_ordinary_config_needs_one_change_and_says_so() -> None:
+def test_usual_config_needs_one_change_which_is_reported() -> None:
     assert refusals(ORDINARY) == ["steps_per_print"]
     assert refusals(ORDINARY, "track.every=2000") == []
     assert remaining(ORDINARY) == {

@@ -167,7 +167,7 @@ def test_bad_adapters_are_refused_with_one_message(case: str, folder: Path) -> N
         assert part in str(caught.value)
 
 
-def test_without_peft_it_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_peft_is_named_with_its_install_command(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.tasks.models import adapters
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -139,7 +139,7 @@ def told(metrics: dict[str, list[float]], *names: str) -> list[float]:
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge"])
-def test_preferences_are_those_of_the_dpo_trainer(loss: str, folder: Path) -> None:
+def test_preferences_equal_those_of_the_dpo_trainer(loss: str, folder: Path) -> None:
     trl = pytest.importorskip("trl")
     task, reference, batch = ours(folder, "preference", f"task.loss={loss}", "task.beta=0.7")
     model = moved(reference)
@@ -172,7 +172,7 @@ def test_preferences_are_those_of_the_dpo_trainer(loss: str, folder: Path) -> No
     assert not close(apart, gradients(theirs))
 
 
-def test_smoothed_preferences_are_those_of_the_dpo_trainer(folder: Path) -> None:
+def test_smoothed_preferences_equal_those_of_the_dpo_trainer(folder: Path) -> None:
     """TRL smooths the labels of `aot`, which sorts the pairs of a batch and is DPO's loss where there is one."""
     trl = pytest.importorskip("trl")
     task, reference, batch = ours(folder, "preference", "task.label_smoothing=0.2", "task.beta=0.7")
@@ -197,7 +197,7 @@ def test_smoothed_preferences_are_those_of_the_dpo_trainer(folder: Path) -> None
     assert judged(other, model, other_batch)[0] != pytest.approx(float(wanted.detach()), rel=1e-3)
 
 
-def test_simpo_is_that_of_the_cpo_trainer(folder: Path) -> None:
+def test_simpo_equals_that_of_the_cpo_trainer(folder: Path) -> None:
     cpo = pytest.importorskip("trl.experimental.cpo")
     task, model, batch = ours(folder, "preference", "task.loss=simpo", "task.beta=2", "task.gamma=0.7")
     model = moved(model)
@@ -224,7 +224,7 @@ def test_simpo_is_that_of_the_cpo_trainer(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("center", [0.0, 0.01])
-def test_rewards_are_those_of_the_reward_trainer(center: float, folder: Path) -> None:
+def test_rewards_equal_those_of_the_reward_trainer(center: float, folder: Path) -> None:
     trl = pytest.importorskip("trl")
     task, model, batch = ours(folder, "reward", f"task.center={center}")
     model = moved(model)

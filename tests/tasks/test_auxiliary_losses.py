@@ -137,7 +137,7 @@ def test_the_task_sets_the_problem_type_of_a_classifier() -> None:
         models.check(run_of("bert", BERT | {"problem_type": "regression"}))
 
 
-def test_routers_that_add_nothing_do_not_stop_samples(tmp_path: Path) -> None:
+def test_routers_without_loss_do_not_stop_samples(tmp_path: Path) -> None:
     """Transformers computes the loss of routers while it writes, too, and fails where there is a cache."""
     run = make(tmp_path, "documents", "strategy.name=single")
     routed = {"type": "mixtral", "config": ROUTED | ASKED | {"router_aux_loss_coef": 0.0}}

@@ -40,7 +40,7 @@ def test_forward_draws_no_random_numbers() -> None:
 
 
 @pytest.mark.parametrize("family", ["big_bird", "bigbird_pegasus"])
-def test_texts_of_which_some_would_change_it_are_refused(family: str) -> None:
+def test_lengths_that_would_switch_big_birds_attention_are_refused(family: str) -> None:
     config = AutoConfig.for_model(family)
     models.check_block_sparse(config, 704, "data.max_length")
     with raises("LS3080", "704"):

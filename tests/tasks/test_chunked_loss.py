@@ -79,7 +79,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradients_are_those_of_all_logits(family: str, smoothing: float) -> None:
+def test_loss_and_gradients_equal_those_of_all_logits(family: str, smoothing: float) -> None:
     model = model_of(family)
     inputs, targets = batch_of(model)
     logits = model(**inputs).logits.flatten(0, 1)

@@ -95,7 +95,7 @@ def test_generation_prompt_must_begin_the_turn(tok: Any) -> None:
     assert parts == ["b\n"]  # what it is asked with is not learned
 
 
-def test_tools_calls_and_several_turns_in_a_row(tok: Any) -> None:
+def test_tools_tool_calls_and_consecutive_turns(tok: Any) -> None:
     """In a table, each message has the keys of all messages."""
     empty = {"content": None, "tool_calls": None, "name": None}
     call = {"name": "add", "arguments": {"a": 1, "b": None}}

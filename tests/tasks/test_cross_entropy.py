@@ -110,7 +110,7 @@ def most(ours: bool, logits: Tensor, targets: Tensor) -> float:
 
 
 @pytest.mark.parametrize(("dtype", "more"), [(torch.float32, 0.0), (torch.bfloat16, 0.5)])
-def test_one_matrix_is_made_and_not_three(dtype: torch.dtype, more: float) -> None:
+def test_one_matrix_is_allocated_instead_of_three(dtype: torch.dtype, more: float) -> None:
     logits, targets = drawn(50_257)
     assert 1.0 + more <= most(True, logits.to(dtype), targets) < 1.4 + more
     assert most(False, logits.to(dtype), targets) > 2.9  # the control

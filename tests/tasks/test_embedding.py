@@ -200,14 +200,14 @@ def test_scores_of_a_split_do_not_depend_on_its_batches(task_keys: str, tmp_path
         assert parts[name] == pytest.approx(whole[name], abs=1e-6)
 
 
-def test_a_large_split_is_looked_at_in_part(tmp_path: Path) -> None:
+def test_recall_searches_a_sample_of_a_large_split(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", "task={name: embedding, corpus: 4}"))
     assert task.slots == 4
     assert scores_in_batches(task, 4)["recall_at_5"] == 1.0
 
 
 @pytest.mark.extras
-def test_metrics_are_those_of_sentence_transformers_on_the_export(tmp_path: Path) -> None:
+def test_metrics_equal_those_of_sentence_transformers_on_the_export(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.evaluation import (
         EmbeddingSimilarityEvaluator,
@@ -245,7 +245,7 @@ def test_metrics_are_those_of_sentence_transformers_on_the_export(tmp_path: Path
 
 
 @pytest.mark.extras
-def test_the_loss_is_that_of_sentence_transformers(tmp_path: Path) -> None:
+def test_the_loss_equals_that_of_sentence_transformers(tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer.losses import CosineSimilarityLoss, MultipleNegativesRankingLoss
 
@@ -387,7 +387,7 @@ def test_pooling_looks_at_real_tokens_only() -> None:
 
 
 @pytest.mark.parametrize("how", list(pooling.MODES))
-def test_an_export_says_how_it_pools_and_is_trained_on_so(how: str, tmp_path: Path) -> None:
+def test_pooling_of_an_export_is_read_and_kept(how: str, tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "pairs", "task={name: embedding}", f"task.pooling={how}"))
     task.write(tmp_path, task.model().state_dict())
     assert pooling.of_folder(tmp_path) == how
@@ -399,7 +399,7 @@ def test_an_export_says_how_it_pools_and_is_trained_on_so(how: str, tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_training_brings_pairs_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_training_raises_similarity_of_pairs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     one = ("launch.processes=1", "strategy.name=single", "steps=40", "batch_size=32", "micro_batches=2")
     run = make(tmp_path, "pairs", PAIRS, *one, "evaluate.every=10", count=160)
     (tmp_path / "run.yaml").write_text(run.dump())

@@ -89,7 +89,7 @@ def test_the_models_order_decides(order: list[str], tmp_path: Path) -> None:
     assert values_of_labels(run.model_dump(mode="json"), texts(*MODEL)) == order  # and by the plain reference
 
 
-def test_the_same_order_is_not_talked_about(tmp_path: Path) -> None:
+def test_equal_orders_are_not_reported(tmp_path: Path) -> None:
     source(tmp_path, sorted(MODEL))
     task: Any = prepared(run_on(tmp_path, texts(*MODEL)))
     assert kept_head(task, tmp_path)

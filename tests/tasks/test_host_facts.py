@@ -37,7 +37,7 @@ def knowing(mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_masks_are_those_of_transformers(mask: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_equal_those_of_transformers(mask: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = torch.tensor(MASKS[mask]).bool()
     asked: list[str] = []
     for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
@@ -73,7 +73,7 @@ def test_the_control_facts_are_used() -> None:
 @pytest.mark.parametrize(
     "positions", [[[0, 1, 2, 3]], [[0, 1, 0, 1], [0, 1, 2, 3]], [[5, 6, 7, 8], [0, 1, 2, 3]], [[0]]]
 )
-def test_texts_of_rows_are_those_of_transformers(positions: list[list[int]]) -> None:
+def test_texts_of_rows_equal_those_of_transformers(positions: list[list[int]]) -> None:
     given = torch.tensor(positions)
     expected = masks._packed(given)
     found = masks.packed(host_facts.attach(given.clone(), TextsOfRows.of(given)))

@@ -109,7 +109,7 @@ def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def test_pixels_are_those_of_the_processor_as_one_call(folders: Path, tmp_path: Path) -> None:
+def test_pixels_equal_those_of_the_processor_as_one_call(folders: Path, tmp_path: Path) -> None:
     """Cut to size when the data are prepared, and normalised when a batch is made."""
     run = job(folders, tmp_path / "out")
     task = make_task(Job.of(run).with_data())
@@ -276,7 +276,7 @@ def test_crossed_with_strategies_precision_and_optimizers(overrides: str, folder
 
 
 @pytest.mark.processes
-def test_an_adapter_trains_the_head_besides(folders: Path, tmp_path: Path) -> None:
+def test_head_is_trained_together_with_an_adapter(folders: Path, tmp_path: Path) -> None:
     base = job(folders, tmp_path / "base", steps=1, evaluate={"every": 0}, checkpoint={"every": 0})
     before = trained(base)
     adapter = {"type": "lora", "r": 2, "target_modules": ["q_proj", "v_proj"]}

@@ -65,7 +65,7 @@ def logits_of(output: Path, rows: list[dict[str, Any]]) -> np.ndarray:
     return np.stack(found)
 
 
-def test_the_config_says_what_was_learned(outputs: dict[str, Path]) -> None:
+def test_exported_config_has_the_learned_labels(outputs: dict[str, Path]) -> None:
     told = {kind: config(output) for kind, output in outputs.items()}
     problems = {kind: each["problem_type"] for kind, each in told.items()}
     assert problems == {
@@ -83,7 +83,7 @@ def test_the_config_says_what_was_learned(outputs: dict[str, Path]) -> None:
 
 
 @pytest.mark.extras
-def test_several_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, Path]) -> None:
+def test_multi_label_scores_equal_those_of_scikit_learn_on_the_export(outputs: dict[str, Path]) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     output = outputs["lists"]
     for split in ("validation", "test"):
@@ -100,7 +100,7 @@ def test_several_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[s
 
 
 @pytest.mark.extras
-def test_two_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, Path]) -> None:
+def test_binary_scores_equal_those_of_scikit_learn_on_the_export(outputs: dict[str, Path]) -> None:
     theirs = pytest.importorskip("sklearn.metrics")
     output = outputs["two"]
     rows = rows_of(output, "test")
@@ -114,7 +114,7 @@ def test_two_labels_score_as_scikit_learn_says_of_the_export(outputs: dict[str, 
 
 
 @pytest.mark.extras
-def test_numbers_score_as_scipy_says_of_the_export(outputs: dict[str, Path]) -> None:
+def test_regression_scores_equal_those_of_scipy_on_the_export(outputs: dict[str, Path]) -> None:
     stats, theirs = pytest.importorskip("scipy.stats"), pytest.importorskip("sklearn.metrics")
     output = outputs["number"]
     rows = rows_of(output, "test")
@@ -179,7 +179,7 @@ def test_predict_gives_labels_by_the_threshold(outputs: dict[str, Path]) -> None
     assert all((answer["label"] == "long") == (answer["scores"]["long"] >= cut) for answer in of_two)
 
 
-def test_predict_tells_numbers(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
+def test_predict_returns_numbers(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", str(outputs["number"]), "the dog runs ."]) == 0
     value, text = capfd.readouterr().out.strip().split("  ")
     assert text == "the dog runs ."

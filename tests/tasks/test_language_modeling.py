@@ -54,7 +54,7 @@ def test_every_token_is_a_target_once(lengths: list[int], size: int, packed: boo
 
 
 @pytest.mark.parametrize("window", [3, 2**20])
-def test_bytes_and_words_are_those_of_the_text(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_and_words_equal_those_of_the_text(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For several texts, any division into tokens, without the white space between texts, and texts without a token."""
     monkeypatch.setattr(lm_documents, "_WINDOW", window)
     texts = ["a b", "  naïve  café\n\u0437\u0438\u043c\u0430 \u51ac 🎿 end ", "", "x", "\n\n", " y\u3000z\u2003"]
@@ -112,7 +112,7 @@ def judged(world: World, run: Run) -> dict[str, float]:
 
 
 @pytest.mark.processes
-def test_perplexities_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+def test_perplexities_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     run = make(tmp_path, "packed", "strategy.name=single")
     found = run_on(1, judged, run)[0]
     task = task_of(run)

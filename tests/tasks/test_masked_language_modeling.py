@@ -40,7 +40,7 @@ def drawn(step: int, rows: int = 400, width: int = 100) -> tuple[np.ndarray, np.
     return ids, *masking.masked(ids, picked, numbers, (7, step), known())
 
 
-def test_the_shares_are_those_of_bert() -> None:
+def test_the_shares_equal_those_of_bert() -> None:
     ids, read, targets = drawn(0)
     picked = targets != IGNORED
     assert (picked.sum(1) == round(0.15 * 98)).all()  # of each example, special tokens aside
@@ -58,7 +58,7 @@ def test_the_shares_are_those_of_bert() -> None:
     assert places.std() == pytest.approx(math.sqrt(0.15 * 0.85 / 400), rel=0.3)  # anywhere
 
 
-def test_masks_are_new_in_every_step_and_others_for_each_example() -> None:
+def test_masks_differ_between_steps_and_examples() -> None:
     _, _, first = drawn(0)
     _, _, second = drawn(1)
     assert not (first == second).all(1).any()
@@ -99,7 +99,7 @@ def test_an_example_of_special_tokens_alone_has_a_target() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [WORDPIECE, "tokenizer={train: bpe, vocab_size: 290}"])
-def test_words_are_masked_whole_or_not_at_all(tokenizer: str, tmp_path: Path) -> None:
+def test_whole_words_are_masked(tokenizer: str, tmp_path: Path) -> None:
     share = "task.mlm_probability=0.4"  # words of several tokens fit
     run = make(tmp_path, "masked", "task.whole_word_mask=true", "task.packing=false", share, tokenizer)
     task = task_of(run)

@@ -178,7 +178,7 @@ def test_buffers_that_stay_float32_are_not_other_weights(tmp_path: Path) -> None
     assert run_on(1, compared, run_of(tmp_path, "llama", adapter), False, joined=False) == [None]
 
 
-def test_the_file_has_a_head_of_its_own(tmp_path: Path) -> None:  # or all of the above would show nothing
+def test_written_file_has_its_own_header(tmp_path: Path) -> None:  # or all of the above would show nothing
     own_heads.save(tmp_path / "model", "gpt2")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     embedding = next(t for n, t in weights.items() if n.endswith("wte.weight"))

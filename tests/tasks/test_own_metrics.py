@@ -209,7 +209,7 @@ def test_metric_functions_get_separate_copies(folder: Path) -> None:
     strategy.close()
 
 
-def test_rows_of_several_sources_are_those_of_the_split(folder: Path) -> None:
+def test_rows_of_several_sources_equal_those_of_the_split(folder: Path) -> None:
     """Texts are read by row: those of the second source follow the first one's."""
     for place, name in enumerate(("one", "two")):
         (folder / name).mkdir()

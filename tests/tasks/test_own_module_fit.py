@@ -70,7 +70,7 @@ def test_functions_defined_in_an_interactive_session_are_refused(monkeypatch: py
         import_path.name_of(session.build, "model")
 
 
-def test_a_script_that_ends_the_program_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_that_exit_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "mine_ends.py").write_text("import sys\nif len(sys.argv) != 77:\n    sys.exit('usage: ...')\n")
     with raises("LS1095", "mine_ends.py", error=plugins.PluginError):

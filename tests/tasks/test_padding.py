@@ -244,7 +244,7 @@ def translating(tmp_path: Path, *overrides: str) -> Run:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_steps_without_dropout_are_those_of_padded_ones(tmp_path: Path, precision: str) -> None:
+def test_steps_without_dropout_equal_those_of_padded_ones(tmp_path: Path, precision: str) -> None:
     still = ["strategy.name=single", "model.config.dropout=0", f"precision={precision}"]
     runs = [translating(tmp_path, *still, f"data.padding={way}") for way in ("none", "batch")]
     (laid, *laid_numbers), (padded, *padded_numbers) = (two_steps(World(run), run) for run in runs)
@@ -280,7 +280,7 @@ def reading(tmp_path: Path, *overrides: str) -> Any:
 
 
 @pytest.mark.parametrize("way", ["none", "batch"])
-def test_texts_that_share_a_block_are_read_apart(tmp_path: Path, way: str) -> None:
+def test_texts_in_one_block_do_not_attend_to_each_other(tmp_path: Path, way: str) -> None:
     task = reading(tmp_path, "task.packing=true", "task.attend_across_documents=false", f"data.padding={way}")
     model, columns = task.model().eval(), task.splits["train"]
     rows = np.arange(min(4, len(columns)))

@@ -40,7 +40,7 @@ def found_in(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_scores_are_those_of_the_model_alone(output: Path) -> None:
+def test_scores_equal_those_of_the_model_alone(output: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(output / "export").eval()
     tokenizer = AutoTokenizer.from_pretrained(output / "export")
     found = list(predictions(output, TEXTS, []))

@@ -68,7 +68,7 @@ def formula(options: Any, sums: list[torch.Tensor], counts: list[int], first: li
 
 @pytest.mark.parametrize("keys", [["loss=dpo"], ["loss=dpo", "label_smoothing=0.2"], ["loss=ipo"], ["loss=hinge"],
                                   ["loss=simpo", "gamma=0.3"]], ids="_".join)  # fmt: skip
-def test_losses_are_those_of_the_papers(keys: list[str], folder: Path) -> None:
+def test_losses_equal_those_of_the_papers(keys: list[str], folder: Path) -> None:
     """The model differs from its reference; the expected losses are computed answer by answer, without padding."""
     run = make(folder, "preference", *ONE, *(f"task.{key}" for key in keys), "task.beta=0.7")
     task, strategy, world = built(run)
@@ -180,7 +180,7 @@ def test_a_resumed_run_keeps_its_reference(folder: Path, capfd: pytest.CaptureFi
     assert isinstance(json.loads(capfd.readouterr().out.splitlines()[-1])["written"], str)
 
 
-def test_a_reward_model_tells_answers_apart(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reward_model_ranks_answers(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make(folder, "reward", *ONE, "steps=40", "optim.learning_rate=5e-3")
     (folder / "reward.yaml").write_text(run.model_copy(update={"output": str(folder / "reward-out")}).dump())
     assert main(["train", str(folder / "reward.yaml")]) == 0
@@ -319,7 +319,7 @@ def test_lists_need_to_be_called_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_init_knows_pairs_of_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_init_recognizes_pairs_of_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "pairs.jsonl", [PAIR | {"prompt": f"the dog {n}"} for n in range(40)])
     file = tmp_path / "run.yaml"
     assert main(["init", str(file), "--data", str(tmp_path / "pairs.jsonl"), "--yes"]) == 0, capfd.readouterr()

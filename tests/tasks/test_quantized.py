@@ -153,7 +153,7 @@ def ends(model: Layers, low: torch.dtype | None) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.extras
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16])
-def test_layers_compute_with_what_their_4_bits_stand_for(kind: str, low: torch.dtype | None) -> None:
+def test_layers_compute_with_dequantized_4_bit_values(kind: str, low: torch.dtype | None) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the extra quantization")
     whole = Layers()
     run = tiny(model={"source": "somewhere", "adapter": {"r": 4}, "dtype": "float32", "quantization": kind})
@@ -249,7 +249,7 @@ def test_options_incompatible_with_quantization_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_without_the_library_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named_with_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     _library(monkeypatch, there=False)
     with raises("LS3171"):
         resolve_strategy(tiny(model=MODEL), 1)

@@ -53,7 +53,7 @@ def test_windows_cover_the_context_and_share_the_stride(tmp_path: Path) -> None:
     assert several > 5
 
 
-def test_the_default_stride_gives_way_to_a_short_window(tmp_path: Path) -> None:
+def test_default_stride_shrinks_with_a_short_window(tmp_path: Path) -> None:
     """max_length and stride are both 128 by default: every row was refused, with keys that nobody wrote."""
     run = make(tmp_path, "questions")
     options = run.task.model_copy(update={"stride": 128})
@@ -199,7 +199,7 @@ def test_bad_rows_are_refused(change: dict[str, Any], wanted: tuple[str, ...], t
         task_of(make(tmp_path, "questions"))
 
 
-def test_questions_without_an_answer_are_learned_where_they_may_be(tmp_path: Path) -> None:
+def test_unanswerable_questions_are_trained_if_allowed(tmp_path: Path) -> None:
     good = {"question": "where?", "context": "the dog runs", "answers": {"text": ["dog"], "answer_start": [4]}}
     none = {"question": "who?", "context": "the dog runs", "answers": {"text": [], "answer_start": []}}
     (tmp_path / "questions").mkdir()

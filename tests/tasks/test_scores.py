@@ -48,7 +48,7 @@ def test_the_threshold_has_the_best_f1_and_lies_between_scores(seed: int) -> Non
     assert 0 < chosen < 1
 
 
-def test_thresholds_of_scores_that_are_neighbours() -> None:
+def test_thresholds_between_adjacent_floats() -> None:
     """Half way between them rounds to the lower one, which must not be given the label."""
     low = 0.5
     high = float(np.nextafter(low, 1))

@@ -86,7 +86,9 @@ def test_a_base_that_would_be_random_is_refused(name: str, tmp_path: Path) -> No
 
 @pytest.mark.processes
 @pytest.mark.parametrize("strategy", ["single", "fsdp2"])
-def test_weights_that_change_beside_a_cache_are_refused(strategy: str, tmp_path: Path, job: CommandJob) -> None:
+def test_changed_weights_are_refused_although_the_data_is_cached(
+    strategy: str, tmp_path: Path, job: CommandJob
+) -> None:
     own_heads.save(tmp_path / "model", "bert", apart=False)
     run = run_of(tmp_path, "classification", f"strategy.name={strategy}", "launch.processes=1")
     (tmp_path / "run.yaml").write_text(run.dump())
@@ -184,7 +186,7 @@ def test_a_missing_head_for_labels_is_noted(tmp_path: Path) -> None:
             source_files.check_loaded(run.model, heads.CLASSIFICATION, model, info)
 
 
-def test_a_head_whose_base_has_another_name_is_refused_with_a_way(tmp_path: Path) -> None:
+def test_head_with_another_base_name_is_refused_with_a_remedy(tmp_path: Path) -> None:
     """transformers' Llama for question answering looks for `transformer.`, and finds nothing in `model.`."""
     own_heads.save(tmp_path / "model", "llama", apart=False)
     run = run_of(tmp_path)

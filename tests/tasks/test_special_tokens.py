@@ -107,7 +107,7 @@ def test_longformer_answers_with_three_separators_alone() -> None:
         ("deberta", {}, "without overflow"),
     ],
 )
-def test_a_family_is_refused_beside_autocast(family: str, entries: dict, error: str, precision: str) -> None:
+def test_families_are_refused_under_autocast(family: str, entries: dict, error: str, precision: str) -> None:
     """transformers' own layers fail under autocast."""
     entries = LAYERS | entries
     with raises("LS3143", family):

@@ -102,7 +102,7 @@ def test_streamed_splits_are_checked_too(tmp_path: Path) -> None:
     assert prepared(run_on(tmp_path, rows_with(), "data.stream=true")).splits
 
 
-def test_under_an_adapter_the_message_says_what_trains_new_rows(tmp_path: Path) -> None:
+def test_adapter_message_names_the_key_that_trains_new_rows(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     save(tmp_path / "model", "bert", NEW)
     with raises("LS3440", "model.adapter.modules_to_save"):

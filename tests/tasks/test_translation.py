@@ -60,7 +60,7 @@ def test_the_decoder_reads_shifted_targets(tmp_path: Path) -> None:
     assert torch.equal(read, shift_tokens_right(targets, task.tokenizer.pad_token_id, start))
 
 
-def test_lengths_are_those_of_source_and_target(tmp_path: Path) -> None:
+def test_lengths_equal_those_of_source_and_target(tmp_path: Path) -> None:
     columns = task_of(make(tmp_path, "translation")).splits["train"]
     source, target = (columns.ragged(name).lengths for name in ("input_ids", "target_ids"))
     assert (columns.lengths == source + target).all()
@@ -140,7 +140,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 @pytest.mark.processes
 @pytest.mark.parametrize(("name", "ranks"), [("ddp", 2), ("ddp", 3), ("fsdp2", 2), ("pipeline", 2), ("zero2", 2)])
 @pytest.mark.parametrize("beams", [1, 3])
-def test_every_rank_translates_its_part_and_scores_are_those_of_the_corpus(
+def test_ranks_share_translations_and_scores_are_corpus_scores(
     name: str, ranks: int, beams: int, tmp_path: Path, alone: Alone
 ) -> None:
     if name not in plugins.names("strategies") or (name in ("pipeline", "zero2") and beams > 1):

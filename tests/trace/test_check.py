@@ -55,7 +55,7 @@ def checked(case: Callable[[], object], folder: Path, steps: tuple[int, ...] = (
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.__name__)
-def test_a_fault_is_named_and_sound_lookalikes_are_not(
+def test_faults_are_named_and_healthy_lookalikes_are_not(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     rows = checked(lambda: case(wrong), tmp_path)
@@ -238,7 +238,7 @@ def test_faulty_rank_of_two_is_named_and_correct_ones_are_not(tmp_path: Path) ->
         assert "[check-seed] suspicious: step 1, rank 1" in done.stderr  # without --verbose, as --check asked for it
 
 
-def test_the_steps_of_a_check_are_given_by_the_library_as_well(tmp_path: Path) -> None:
+def test_steps_to_check_can_be_chosen_from_python(tmp_path: Path) -> None:
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lockstep_trace.traced(model, optimizer, tmp_path, check=[0, 2]):

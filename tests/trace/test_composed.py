@@ -27,7 +27,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("case", "code", "kind", "wrong"), ROWS)
-def test_a_fault_is_to_look_at_and_what_comes_close_is_not(
+def test_faults_are_worth_a_look_and_healthy_lookalikes_are_not(
     tmp_path: Path, case: Callable[[str], None], code: str, kind: str, wrong: bool
 ) -> None:
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_two_scripts_of_each_kind_are_to_look_at_and_those_that_come_close_are_not(kind: str) -> None:
+def test_two_scripts_of_each_kind_are_worth_a_look_and_healthy_lookalikes_are_not(kind: str) -> None:
     for i, text in enumerate(SOURCES[kind]):
         rows = {row for row, _ in _suspects(ast.parse(text), text)}
         assert rows == ({kind} if i < 2 else set()), text

@@ -81,7 +81,7 @@ def test_a_trace_replaces_an_older_one_in_its_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_files_of_other_ranks_and_of_a_restarted_run_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_ranks_and_of_a_restarted_run_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     beside = tmp_path / "rank-00001-elsewhere-7.jsonl"  # began before this rank
     beside.write_text('{"kind": "process", "rank": 1, "world": 2, "time": 0}\n')
     os.utime(beside, (1, 1))
@@ -119,7 +119,7 @@ def test_a_folder_that_is_given_is_used_in_a_script_that_imports_the_package(tmp
 
 
 @pytest.mark.processes
-def test_watch_ends_with_a_recording_that_no_command_made(tmp_path: Path) -> None:
+def test_watch_ends_with_a_recording_made_in_python(tmp_path: Path) -> None:
     steps_of(2, tmp_path)
     words = [sys.executable, "-m", "lockstep_trace", "watch", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
@@ -142,7 +142,7 @@ def test_the_plug_in_of_axolotl_gives_its_trainer_the_callback(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "lockstep_trace.axolotl")
 
 
-def test_without_lightning_its_callback_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lightning_callback_without_lightning_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep_trace import doors
 
     for name in doors.LIGHTNING:

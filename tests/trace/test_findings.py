@@ -51,7 +51,7 @@ CASES = [pytest.param(c, marks=pytest.mark.processes if c is a_stream_of_workers
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_fault_is_proved_and_sound_lookalikes_are_not_accused(
+def test_faults_are_proved_and_healthy_lookalikes_are_not_accused(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_a_fault_is_proved_and_sound_lookalikes_are_not_accused(
 
 @pytest.mark.parametrize("wrong", [True, False], ids=["wrong", "right"])
 @pytest.mark.parametrize("case", SUSPECTED, ids=lambda case: case.__name__)
-def test_a_fault_is_suspected_and_sound_lookalikes_are_not(
+def test_faults_are_suspected_and_healthy_lookalikes_are_not(
     tmp_path: Path, case: Callable[[bool], None], wrong: bool
 ) -> None:
     torch.manual_seed(0)
@@ -317,7 +317,7 @@ def test_workers_that_each_yield_the_whole_data_set_are_a_finding(ends: int, who
 
 
 @pytest.mark.parametrize(("rows", "codes"), [(([1, 7], [2, 7]), ["wrong"]), (([1, 7], [2, 8]), ["suspicious"])])
-def test_ranks_that_split_one_data_set_apart_are_a_finding(rows: tuple[list[int], list[int]], codes: list[str]) -> None:
+def test_different_splits_on_ranks_are_a_finding(rows: tuple[list[int], list[int]], codes: list[str]) -> None:
     """The controls: other data on each rank, and equal parts."""
     ranks = []
     for number, row in enumerate(rows):

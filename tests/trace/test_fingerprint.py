@@ -109,7 +109,7 @@ def test_fingerprints_of_shards_add_up_to_the_whole(dtype: torch.dtype, dim: int
     assert sum(other) & (1 << 64) - 1 != wanted[0] & (1 << 64) - 1
 
 
-def test_the_numbers_of_other_devices_are_those_of_a_cpu() -> None:
+def test_the_numbers_of_other_devices_equal_those_of_a_cpu() -> None:
     """Which measure all tensors together: the same fingerprints, sums and sketches to rounding, of whole tensors larger
     than a batch, of kinds of numbers, and of shards."""
     draw = torch.Generator().manual_seed(0)

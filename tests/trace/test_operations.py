@@ -547,7 +547,7 @@ def test_a_step_that_cannot_be_recorded_is_refused(options: list[str], code: str
     assert code in capsys.readouterr().err
 
 
-def test_traces_of_which_one_has_no_operations_or_of_another_step_are_not_compared(tmp_path: Path) -> None:
+def test_traces_without_operations_or_of_other_steps_are_not_compared(tmp_path: Path) -> None:
     for name, step in (("a", 0), ("b", 1)):
         train(tmp_path / name, step=step)
     assert "LS9182" in comparison_lines(read(tmp_path / "a"), read(tmp_path / "b"))[0]

@@ -92,7 +92,7 @@ def test_the_last_line_leaves_room_for_the_echo_of_ctrl_c(width: int) -> None:
     assert all(len(line) + len("^C") <= width for line in screen(out.getvalue()) if "/s" in line or "GB" in line)
 
 
-def test_the_bar_says_what_is_going_on() -> None:
+def test_progress_bar_shows_the_activity() -> None:
     told, out = console(terminal=True)
     told.start(400, 0, lambda: "evaluation, batch 12")
     assert re.match(r"evaluation +0/400 ", screen(out.getvalue())[0])
@@ -145,7 +145,7 @@ def test_a_run_of_a_minute_takes_a_few_plain_lines(
 
 
 @pytest.mark.parametrize(("step", "rate"), [(1, "rate 0 (warm-up)  "), (10, "rate 0.00e+00  ")])
-def test_a_rate_of_0_at_the_first_step_is_called_warm_up(step: int, rate: str) -> None:
+def test_zero_rate_at_the_first_step_is_printed_as_warmup(step: int, rate: str) -> None:
     told, out = console(terminal=False)
     told.start(10, 0)
     told.log(step, "train", TRAIN | {"learning_rate": 0.0})
@@ -161,13 +161,13 @@ def test_closing_details_are_in_the_log_only(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text() == "step      9  test: loss 0.5\nexport     the same losses\n"
 
 
-def test_quiet_says_notes_only() -> None:
+def test_quiet_prints_notes_only() -> None:
     told, out = console(terminal=True, voice="quiet")
     story(told)
     assert out.getvalue().splitlines() == ["note: the disk is full"]
 
 
-def test_verbose_says_every_point_in_full() -> None:
+def test_verbose_prints_every_point_in_full() -> None:
     told, out = console(terminal=False, voice="verbose")
     story(told)
     text = out.getvalue()

@@ -74,7 +74,7 @@ def test_first_line_is_printed_before_slow_imports(
     assert f"tiny -> {tmp_path / 'out'}" in said[0]
 
 
-def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizing_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     places: list[str] = []
     monkeypatch.setattr(ACTIVITY, "set", places.append)
@@ -84,7 +84,7 @@ def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert places == [f"tokenising, {n} of 2,500 examples" for n in ("0", "1,000", "2,000", "2,500")]
 
 
-def test_downloads_say_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_report_received_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     blobs = tmp_path / "models--somebody--gpt" / "blobs"
     blobs.mkdir(parents=True)
@@ -213,7 +213,7 @@ def test_samples_are_cut_to_a_line_and_shown_at_the_end(tmp_path: Path) -> None:
     assert "step     40  sample: the weather\n             was very" in log, "whole"
 
 
-def test_verbose_says_every_sample() -> None:
+def test_verbose_prints_every_sample() -> None:
     told, out = console(terminal=False, voice="verbose")
     told.show(20, [{"source": "a house", "written": "ein Haus", "reference": "ein [Haus]"}])
     assert out.getvalue() == "step     20  sample: a house ⟶ ein Haus (reference: ein [Haus])\n"

@@ -372,7 +372,7 @@ def test_values_of_other_types_end_no_report(name: str, values: object, tmp_path
     assert (tmp_path / "report.html").is_file()
 
 
-def test_the_files_that_no_page_can_be_made_of_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_with_unusable_report_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = folder_of(tmp_path / "one", steps=60)
     damage = {
         "ranks.jsonl": {"time": 1.0, "step": 70, "steps": 1, "ranks": 2, "seconds": {"forward": ["x", 2.0]}},
@@ -412,7 +412,7 @@ def test_numbers_that_no_float_holds_end_no_command(
 
 
 @pytest.mark.parametrize("command", [["report"], ["report", "--live"]])
-def test_values_too_far_apart_for_a_chart_are_a_message(
+def test_values_out_of_chart_range_are_a_message(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = folder_of(tmp_path / "one", steps=60)

@@ -154,7 +154,7 @@ def test_a_table_is_behind_each_chart() -> None:
 
 
 @pytest.mark.parametrize("ends", [(0.9515, 0.953), (0.0, 2.0), (1e-5, 9e-5), (1000.0, 30000.0)])
-def test_no_two_levels_are_written_alike(ends: tuple[float, float]) -> None:
+def test_log_levels_look_different(ends: tuple[float, float]) -> None:
     text = lines("roc auc", {"validation": [(1.0, ends[0]), (2.0, ends[1])]})
     levels = re.findall(r'<text x="40" [^>]*>([^<]+)</text>', text)
     assert len(set(levels)) == len(levels) > 2
@@ -236,7 +236,7 @@ def test_scores_of_each_class_and_errors_that_are_seen(tmp_path: Path) -> None:
 # -- a page that follows a run ---------------------------------------------------------------------------------------
 
 
-def test_a_live_page_says_how_far_it_is_and_loads_itself(tmp_path: Path) -> None:
+def test_live_page_shows_progress_and_reloads(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "run")
     page = write_report(folder, Live(5, "training", 80))
     assert '<meta http-equiv="refresh" content="5">' in page.read_text()
@@ -331,7 +331,7 @@ def test_report_page_in_a_browser(tmp_path: Path) -> None:
 # -- the schedule ----------------------------------------------------------------------------------------------------
 
 
-def test_rates_are_drawn_beside_those_that_are_planned(tmp_path: Path) -> None:
+def test_planned_and_actual_rates_are_drawn(tmp_path: Path) -> None:
     """The run has done 40 of 100 steps."""
     folder = folder_of(tmp_path / "run")
     (folder / "run.yaml").write_text(

@@ -226,9 +226,7 @@ def test_partial_files_of_killed_writers_alone_are_removed(tmp_path: Path) -> No
     assert {path.name for path in tmp_path.iterdir()} == {*others, job_record.FILE}
 
 
-def test_a_rank_that_will_be_started_again_does_not_say_that_the_run_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarting_rank_does_not_report_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(f"output={tmp_path}")
     job_record.write(tmp_path, job_record.here("local", 2))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")

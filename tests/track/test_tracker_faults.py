@@ -152,9 +152,7 @@ def test_events_held_back_are_not_written_through_a_link_put_there_since(tmp_pat
     assert b"a sample" in file.read_bytes()
 
 
-def test_no_file_is_made_through_a_link_put_there_before_the_tracker_opens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackers_create_no_file_through_a_planted_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker opens in a separate thread, for which training does not wait."""
     from lockstep.track.mlflow import MLflow
     from lockstep.track.tensorboard import TensorBoard

@@ -438,7 +438,7 @@ def measured(world: World) -> list[tuple[int, dict[str, float]] | None]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_every_rank_knows_what_all_take(ranks: int) -> None:
+def test_system_metrics_of_all_ranks_are_logged(ranks: int) -> None:
     first, *others = run_on(ranks, measured)
     assert first[0] is None
     assert first[2] is None

@@ -124,7 +124,7 @@ def test_grouping_by_length_over_steps_pads_less_with_fewer_pieces() -> None:
     assert padded[1] < 0.95 * padded[0]
 
 
-def test_a_loader_without_micro_batches_knows_the_step() -> None:
+def test_loader_without_micro_batches_returns_the_step() -> None:
     """`lockstep plan` has such a loader."""
     run = tiny()
     batch = StepLoader(task_of(run), [], torch.device("cpu")).make(0)

@@ -111,7 +111,7 @@ def state_after(world: World, run: Run) -> list[dict[str, str]]:
 
 
 @pytest.mark.processes
-def test_the_hash_of_a_sharded_state_is_that_of_one_process() -> None:
+def test_the_hash_of_a_sharded_state_equals_that_of_one_process() -> None:
     run = tiny("strategy.name=single")
     (alone,) = run_on(1, state_after, run)
     assert alone[0] != alone[1]

@@ -56,7 +56,7 @@ def test_a_step_that_is_not_finite_ends_the_job_and_names_the_examples(processes
 
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc")
-def test_a_step_may_be_skipped_on_all_ranks_alike(tmp_path: Path, cache: Path) -> None:
+def test_all_ranks_may_skip_the_same_step(tmp_path: Path, cache: Path) -> None:
     ends = []
     for processes in (1, 3):
         folder = tmp_path / str(processes)

@@ -213,7 +213,7 @@ def alone() -> str:
     ("name", "ranks", "slow"),
     [("allreduce", 2, 1), ("ddp", 3, 1), ("fsdp2", 3, 2), marked("hf_accelerate", 2, 0), marked("hf_trainer", 2, 1)],
 )
-def test_shares_move_and_move_back_and_the_bits_stay(name: str, ranks: int, slow: int) -> None:
+def test_moving_shares_back_and_forth_keeps_the_bits(name: str, ranks: int, slow: int) -> None:
     options = ["strategy.options.gather=step"] if name == "fsdp2" else []
     run = tiny(f"strategy.name={name}", *options, f"steps={SHORT}", "launch.rebalance_every=2")
     found = run_on(ranks, trained, run, slow)

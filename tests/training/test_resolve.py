@@ -85,7 +85,7 @@ def test_a_rank_that_resolves_refuses_what_the_command_refuses() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_trackers_are_those_of_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_has_trackers(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.track.tensorboard import TensorBoard
 
     def missing() -> None:

@@ -51,7 +51,7 @@ def test_evict_is_accepted(words: tuple[str, ...]) -> None:
     assert resolve_strategy(run, 3) is not None
 
 
-def test_a_job_that_cannot_lose_ranks_after_all_says_so_before_the_first_step() -> None:
+def test_missing_support_for_lost_ranks_is_reported_before_the_first_step() -> None:
     with raises("LS5154"):
         check_eviction(Job.of(load(None, [*EXCLUDE, *RANKS], TINY)), "the model is compiled")
     check_eviction(Job.of(load(None, ["sdc_check.every=1", *RANKS], TINY)), "the model is compiled")  # which only stops
@@ -82,7 +82,7 @@ def test_ranks_that_another_program_started_are_refused(monkeypatch: pytest.Monk
 # -- the vote and the eviction ---------------------------------------------------------------------------------------
 
 
-def test_the_third_computation_is_made_on_a_third_machine() -> None:
+def test_third_computation_runs_on_a_third_machine() -> None:
     assert third_of(0, 0, ["a"]) == 0
     assert third_of(0, 1, ["a"] * 2) == 0
     assert third_of(0, 1, ["a"] * 3) == 2

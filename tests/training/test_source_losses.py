@@ -176,7 +176,7 @@ def test_losses_are_means_since_the_last_line() -> None:
     assert other.line(result, 0.1)["loss_web"] == 3.0
 
 
-def test_a_nan_step_does_not_hide_the_others() -> None:
+def test_nan_step_does_not_hide_other_steps() -> None:
     losses = SourceLosses(["a", "b"])
     for sums in ([1.0, 2.0], [math.nan, 1.0], [3.0, 2.0]):
         losses.add(*step_of(sums, [1, 2]))

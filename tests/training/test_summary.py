@@ -107,7 +107,7 @@ def test_better_step_with_a_checkpoint_is_not_trained_again(tmp_path: Path) -> N
     assert "trains again" in found["best"]
 
 
-def test_a_better_step_is_named_only_if_there_is_one() -> None:
+def test_better_step_is_named_only_if_it_exists() -> None:
     job, scores = Job.of(tiny(output="out")), {"validation": {"loss": 4.29}}
     assert better_step(job, best_of(None, at34=5.0, at1020=4.29), 1020, scores) == {}  # the last step is the best
     assert better_step(job, best_of(None, at34=4.29), 34, scores) == {}  # it is exported
