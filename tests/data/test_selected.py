@@ -254,9 +254,9 @@ def test_examples_in_two_splits_are_reported_or_dropped(tmp_path: Path, capsys: 
     found = prepared(run)
     assert sizes(found) == {"train": 81, "validation": 22, "test": 4}
     assert warnings(found.facts) == [
-        "2 of 22 validation examples are also in train; the first is row 5 of validation, row 9 of train: "
+        "2 of 22 validation rows are also in train; the first is row 5 of validation, row 9 of train: "
         "'word  9'. Scores on them are too good; data.decontaminate=true removes them from train",
-        "1 of 4 test examples are also in train; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
+        "1 of 4 test rows are also in train; the first is row 3 of test, row 9 of train: 'word 9 '. Scores on "
         "them are too good; data.decontaminate=true removes them from train",
     ]
     dropped = prepared(run_of(tmp_path, "data.decontaminate=true"))
@@ -265,7 +265,7 @@ def test_examples_in_two_splits_are_reported_or_dropped(tmp_path: Path, capsys: 
     assert warnings(dropped.facts) == []
     (tmp_path / "run.yaml").write_text(run.dump())
     assert main(["plan", str(tmp_path / "run.yaml")]) == 0
-    assert "note: 2 of 22 validation examples are also in train" in capsys.readouterr().out
+    assert "note: 2 of 22 validation rows are also in train" in capsys.readouterr().out
     assert (
         main(["plan", str(tmp_path / "run.yaml"), "data.decontaminate=true", "data.filter={text: {max_words: 2}}"]) == 0
     )

@@ -124,8 +124,8 @@ def test_examples_in_two_splits_are_noted(here: Path, capsys: pytest.CaptureFixt
     (here / "both/train.jsonl").write_bytes(lines(LABELLED))
     (here / "both/test.jsonl").write_bytes(lines([*LABELLED[4:7], {"text": "something else", "label": "joy"}]))
     written("--data", "both", "--model", "scratch")
-    assert "note: 3 of 4 test examples are also in train" in " ".join(capsys.readouterr().out.split())
-    assert "Note: 3 of 4 test examples are also in train" in (here / "run.yaml").read_text()
+    assert "note: 3 of 4 test rows are also in train" in " ".join(capsys.readouterr().out.split())
+    assert "Note: 3 of 4 test rows are also in train" in (here / "run.yaml").read_text()
 
 
 # -- several together ------------------------------------------------------------------------------------------------

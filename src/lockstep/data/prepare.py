@@ -186,7 +186,7 @@ def warnings(facts: Mapping[str, Any]) -> list[str]:
     if facts.get("dropped"):
         return messages
     return messages + [
-        f"{counts['examples']:,} of {counts['of']:,} {split} examples are also in train; the first is row "
+        f"{counts['examples']:,} of {counts['of']:,} {split} rows are also in train; the first is row "
         f"{counts['row']:,} of {split}, {counts.get('train_place') or 'row {train_row:,} of train'.format(**counts)}"
         f"{': ' + repr(counts['text']) if counts['text'] else ''}. Scores on them are too good; "
         "data.decontaminate=true removes them from train"
