@@ -431,8 +431,8 @@ class LaunchSection(PluginSection):
     )
     processes: Positive | Literal["auto"] = Field(
         "auto",
-        description="processes a machine; auto: processes_per_gpu a GPU, else one a core (SageMaker: one an instance), "
-        "at most micro_batches",
+        description="processes per machine; auto: processes_per_gpu per GPU, else one per core (SageMaker: per "
+        "instance), at most micro_batches",
     )
     device: Device = Field("auto", description="auto: cuda if there is a GPU")
     processes_per_gpu: Positive = Field(

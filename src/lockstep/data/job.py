@@ -290,7 +290,7 @@ class Job:
         return replace(self, run=self.run.model_copy(update={"output": output}))
 
     def arithmetic(self) -> dict[str, Any]:
-        """Return the keys that affect the weights: see `arithmetic`."""
+        """Return the keys that affect the weights, with their values: those of the function `arithmetic`."""
         return arithmetic(self.run, self.task)
 
     def default(self, key: str) -> Any:

@@ -76,7 +76,7 @@ class StepRecord:
     step: int
     loss: float | None = None  # None also if it is not finite: then `hash` tells such numbers apart
     grad_norm: float | None = None  # before clipping; None as above
-    hash: str | None = None  # of the bits of both
+    hash: str | None = None  # of the bits of loss and grad_norm
     weights: str | None = None  # hash of all weights after the step
     optimizer: str | None = None  # hash of the optimizer's state after it
     finite: bool | None = None  # whether all weights are, after it

@@ -17,7 +17,7 @@ _ORDERS = ast.Gt | ast.Lt | ast.GtE | ast.LtE
 
 
 def without_resuming(script: Script) -> tuple[Script, list[str]]:
-    """Return the script without the branches that load what it has saved itself, and a note for each of them."""
+    """Return the script without branches that resume from its own checkpoints, and a note for each of them."""
     tree = deepcopy(script.tree)
     copy = Script(script.path, script.text, script.options, tree)
     saved = {_text(copy, path) for call in copy.calls if call.name == "save" for path in _saved_to(call.node)}

@@ -233,7 +233,7 @@ class DeepSpeedStrategy(Strategy):
         self.engine.train()
 
     def hold(self, optimizer: stepper.Stepper) -> None:
-        """Use the weights of the engine that was started, and an optimizer of them."""
+        """Use the started engine's weights and this optimizer of them."""
         self.weights = EngineState(self.engine, self.model, self.named, self.shapes, self.world, optimizer)
         self.weights.low_precision = self.low_precision
         self.set_optimizer(optimizer, self.weights)  # its engine keeps weights and state together

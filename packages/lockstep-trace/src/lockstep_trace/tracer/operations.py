@@ -71,7 +71,7 @@ COLLECTIVES = {
     "recv_": ((), (0,)),
     "recv_any_source_": ((), (0,)),
 }
-_WRAPPED: list[Hooks] = []  # of which modules' calls are wrapped
+_WRAPPED: list[Hooks] = []  # whose module calls are wrapped
 
 
 class Operations(dispatch.TorchDispatchMode):
