@@ -250,3 +250,12 @@ def test_status_and_its_command_agree_on_a_damaged_export(
         assert export_hashes.damage(output) is None
     else:
         assert "starts over" in said["resume"]
+
+
+def test_status_sees_without_reading_that_the_weights_are_gone(
+    output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    (output / "export" / "model.safetensors").unlink()
+    assert main(["status", str(output)]) == 0
+    assert "writes the export again, from the checkpoint of step 2" in capsys.readouterr().out

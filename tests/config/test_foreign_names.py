@@ -256,4 +256,9 @@ def test_deepspeed_and_resume_keys_are_explained(capfd: pytest.CaptureFixture[st
 def test_names_of_devices_and_of_kinds_of_training() -> None:
     assert load(None, ["launch.device=gpu"], SMALL).launch.device == "cuda"
     assert "did you mean 'fsdp2' or 'pipeline'?" in said("strategy=megatron")
+    assert "did you mean 'zero1' or 'zero2' or 'zero3'?" in said("strategy=zero")
     assert "did you mean 'summarization' or 'translation'?" in said("task=seq2seq")
+
+
+def test_a_key_of_another_task_is_no_hint() -> None:
+    assert "keys of task are name, words, tags" in said("task.name=token_classification", "task.tokens=x")

@@ -140,7 +140,7 @@ def test_integers_without_names_are_output_indices_with_a_note(tmp_path: Path) -
     task: Any = prepared(run)
     assert task.labels == ["0", "1", "2"]
     assert kept_head(task, tmp_path)
-    assert "task.label_names: [neutral, positive, negative]" in notes(task)
+    assert "task.label_names lists the model's names in the order of the numbers" in notes(task)
     with pytest.raises(NotCovered, match=r"task\.label"):  # a data set may name them, where plain does not see it
         values_of_labels(run.model_dump(mode="json"), texts(0, 1, 2))
 
@@ -158,6 +158,25 @@ def test_labels_that_differ_from_the_models_are_noted(
     assert task.labels == sorted(labels)
     assert kept_head(task, tmp_path) == kept
     assert said in notes(task)
+
+
+def test_names_of_integers_that_the_model_does_not_have_are_not_called_numbers(tmp_path: Path) -> None:
+    source(tmp_path, MODEL)
+    said = notes(prepared(run_on(tmp_path, texts(0, 1, 2), label_names=["neg", "neu", "pos"])))
+    assert "have neg, neu, pos: the outputs of its head get the data's names" in said
+    assert "number" not in said
+
+
+def test_a_model_that_names_two_outputs_alike_is_noted(tmp_path: Path) -> None:
+    source(tmp_path, MODEL)
+    config = tmp_path / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    values["id2label"] |= {"1": "neutral"}
+    config.write_text(json.dumps(values), encoding="utf-8")
+    task: Any = prepared(run_on(tmp_path, texts(*MODEL)))
+    assert task.labels == sorted(MODEL)
+    assert kept_head(task, tmp_path)
+    assert "the model's id2label has neutral twice" in notes(task)
 
 
 def test_a_model_without_names_or_head_needs_no_word(tmp_path: Path) -> None:

@@ -88,6 +88,14 @@ def damage(output: Path) -> str | None:
     return None
 
 
+def missing(output: Path) -> str | None:
+    """Name a file that the export of an output folder lacks: its config, or one of those recorded. Reads no weights."""
+    names = ["config.json"]
+    with suppress(OSError, ValueError, RecursionError):
+        names += _recorded(output)
+    return next((name for name in names if not (output / "export" / name).is_file()), None)
+
+
 def _recorded(output: Path) -> dict[str, str]:
     """Hashes of the files of an export, by name. Errors: `OSError`; `ValueError` if the file holds something else."""
     hashes = json.loads((output / FILE).read_bytes())

@@ -55,7 +55,7 @@ def run_status(args: argparse.Namespace) -> int:
     recorded = max((line["step"] for line in metrics.values()), default=0)
     step = max([recorded, reached, *sound])
     ended = came_to_its_end(run, sound, total or 0)
-    finished = ended and (run.folder / "export" / "config.json").exists()
+    finished = ended and export_hashes.missing(run.folder) is None
     lacking = _lacks_export(run.folder, record, state)
     looks = args.verify and not state.live and (lacking or (run.folder / "export").is_dir())
     if looks and (fault := export_hashes.damage(run.folder)) is not None:
@@ -91,7 +91,7 @@ def run_status(args: argparse.Namespace) -> int:
         rows["records"] = (
             f"metrics.jsonl ends at step {recorded}: later lines could not be written, for example on a full disk"
         )
-    rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint yet"
+    rows["saved"] = ", ".join(f"step {s}" for s in sorted(sound)) or "no checkpoint"
     for name, reason in damaged.items():
         rows[name] = f"cannot be used: {reason}"
     if edits is not None:
@@ -108,9 +108,9 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def _lacks_export(folder: Path, record: JobRecord | None, state: State) -> bool:
-    """Return whether a run that is done has no export, although its disk was not full."""
+    """Return whether a run that is done has no whole export, although its disk was not full."""
     rescued = record is not None and record.rescued is not None
-    return state.status == 0 and not rescued and not (folder / "export" / "config.json").exists()
+    return state.status == 0 and not rescued and export_hashes.missing(folder) is not None
 
 
 NOT_WRITTEN = f"there is no readable {job_record.FILE}: no run was launched into this folder"

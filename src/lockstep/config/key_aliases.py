@@ -63,7 +63,7 @@ def place(key: str, ours: Mapping[str, str]) -> str | None:
 
 def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str]) -> str:
     """Explain an unknown key: by its exact name, by the closest sibling, by the names inside it if it is a mapping, or
-    by the closest key elsewhere. Otherwise list the siblings."""
+    by the closest key elsewhere that the run may have. Otherwise list the siblings."""
     if (home := place(key, ours)) is not None:
         return home
     last = key.rpartition(".")[2]
@@ -73,7 +73,8 @@ def near(key: str, value: Any, siblings: Sequence[str], ours: Mapping[str, str])
         inner = [f"{name!r}: {home}" for name in map(str, value) if (home := place(name, ours)) is not None]
         if inner:
             return f"there is no such section; about its keys: {'; '.join(inner)}"
-    places = {mine.rpartition(".")[2]: mine for mine in reversed(list(ours))}  # the first of equal names
+    valid = [mine for mine, when in ours.items() if not when]  # not keys of other plug-ins than the run's
+    places = {mine.rpartition(".")[2]: mine for mine in reversed(valid)}  # the first of equal names
     if close := difflib.get_close_matches(last, list(places), 1, cutoff=CLOSE):
         return f"did you mean {places[close[0]]!r}?"
     section = key.rpartition(".")[0]

@@ -84,7 +84,10 @@ class Accelerate(Launcher):
         variables = {PLANNED_SIZE: str(total), job_record.VARIABLE: "accelerate", "TOKENIZERS_PARALLELISM": "false"}
         if not gpus_of(run.launch):
             variables["ACCELERATE_USE_CPU"] = "1"
-        notes = ["lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads do nothing here"]
+        notes = [
+            "lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads_per_process do nothing "
+            "here"
+        ]
         if options.machines > 1:
             notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
         return LaunchPlan(run, total, command, variables, {path: run.dump()}, notes)

@@ -37,10 +37,17 @@ def in_model_order(section: ModelSection, head: Head, names: Sequence[str], valu
     if config_labels is None:
         return HeadLabels([*names], [*values])
     model_names, has_head = config_labels
+    if len(set(model_names)) < len(model_names):
+        same = next(name for name in model_names if model_names.count(name) > 1)
+        what = "get the data's names in this order" if len(names) == len(model_names) else "are drawn from the seed"
+        note = (
+            f"the model's id2label has {same} twice, and the data have {_listed(names)}: the outputs of its head {what}"
+        )
+        return HeadLabels([*names], [*values], [note])
     place = _places(names, model_names)
     numbers = all(isinstance(value, int) for value in values)
     if place is None or not (has_head or len(names) == len(model_names)):
-        counted = numbers and [*values] == [*range(len(model_names))]
+        counted = numbers and [*names] == [str(code) for code in range(len(model_names))]
         return HeadLabels([*names], [*values], _different(names, model_names, has_head, counted, head))
     ordered_names, ordered_values = [*model_names], [_value(name, numbers) for name in model_names]
     for name, value in zip(names, values, strict=True):
@@ -96,16 +103,16 @@ def names_head(config: Any, head: Head) -> bool:
 
 
 def _config_labels(section: ModelSection, head: Head) -> tuple[list[str], bool] | None:
-    """Names of the model's outputs, in order, and whether it has a head of this kind. None if the model is built from
-    scratch or has neither names nor a head."""
+    """Names of the model's outputs, in order, and whether it has a head of this kind; without a head they are distinct.
+    None if the model is built from scratch, or has no head and no names, or none for some of its outputs."""
     if section.type is not None:
         return None
     config = _source_config(section)
     named = config.id2label or {}
     names = [str(named[code]) for code in range(len(named)) if code in named]
     has_head = names_head(config, head)
-    usable = len(names) == len(named) == len(set(names)) > 0
-    if not usable or not (has_head or not _unnamed(names)):
+    usable = len(names) == len(named) > 0
+    if not usable or not (has_head or (not _unnamed(names) and len(set(names)) == len(names))):
         return None
     return names, has_head
 
@@ -145,13 +152,11 @@ def _different(
     if counted:
         if head == heads.TOKEN_CLASSIFICATION:
             mend = ". If they stand for the model's tags, use those in the data"
-        elif len(names) <= _LISTED:
-            mend = (
-                ". If they stand for the model's labels, name these in the order of the numbers: task.label_names: "
-                f"[{', '.join(model_names)}]"
-            )
         else:
-            mend = "; task.label_names names them"
+            mend = (
+                ". If they stand for the model's labels, task.label_names lists the model's names in the order of the "
+                "numbers, so that each is learned by its own output"
+            )
         return [
             f"{both}: each number is taken as that output of the model's head, and the export names the numbers{mend}"
         ]
