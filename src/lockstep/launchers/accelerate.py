@@ -85,8 +85,8 @@ class Accelerate(Launcher):
         if not gpus_of(run.launch):
             variables["ACCELERATE_USE_CPU"] = "1"
         notes = [
-            "lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads_per_process do nothing "
-            "here"
+            "lockstep sets precision and threads itself; --mixed_precision and --num_cpu_threads_per_process change "
+            "nothing here"
         ]
         if options.machines > 1:
             notes.append(f"start the same command on {options.machines} machines, with launch.machine_rank=0, 1, ...")
