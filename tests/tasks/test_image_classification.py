@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file
 
 from lockstep.config import plugins
 from lockstep.config.run import Run, RunError, load
+from lockstep.config.sections import ModelSection
 from lockstep.data.job import Job
 from lockstep.data.prepare import prepare, warnings
 from lockstep.distributed.world import World
@@ -390,3 +392,13 @@ def test_an_image_in_two_splits_is_named_without_its_bytes(folders: Path, tmp_pa
     found = prepare(run, plugins.find("tasks", run.task.name))
     (note,) = (note for note in warnings(found.facts) if "also in train" in note)
     assert "row 5 of train. Scores on them" in note
+
+
+def test_a_model_that_reads_no_grid_of_pixels_is_refused() -> None:
+    """ImageGPT reads colours as tokens, SigLIP 2 patches with a mask."""
+    colours = transformers.ImageGPTImageProcessor(
+        clusters=[[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]], size={"height": 8, "width": 8}
+    )
+    for processor, output in ((colours, "input_ids"), (transformers.Siglip2ImageProcessor(), "spatial_shapes")):
+        with raises("LS3045", output):
+            image_classification._shape(ModelSection(type="vit"), processor)

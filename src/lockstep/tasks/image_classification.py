@@ -407,6 +407,13 @@ def _shape(section: ModelSection, processor: Any) -> tuple[int, ...]:
     draw, name = np.random.default_rng(0), type(processor).__name__
     trials = [Image.fromarray(draw.integers(0, 256, (h, w, 3), np.uint8)) for h, w in ((48, 64), (300, 200))]
     try:
+        output = processor(trials[0], return_tensors="np")
+        if np.ndim(output.get("pixel_values")) != 4:
+            raise RunError(
+                "LS3045",
+                f"model: its {name} does not write images of channels, rows and columns, but "
+                f"{', '.join(sorted(output))}; choose another model, such as a ViT",
+            )
         halves = [resized(processor, image) for image in trials]
         if len({half.shape for half in halves}) > 1:
             raise RunError(
