@@ -177,7 +177,7 @@ def test_yaml_duplicate_keys_and_recursive_aliases() -> None:
 
 @rests_on_it(
     "src/lockstep/config/error_messages.py",
-    "src/lockstep/launchers/processes/output_lock.py",
+    "src/lockstep/launchers/output_lock.py",
     "src/lockstep/config/run.py",
     "src/lockstep/lab/import_config/table.py",
     "src/lockstep/lab/sweep/sweep_file.py",

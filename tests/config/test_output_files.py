@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.config.output_files import replace_text
 from lockstep.distributed.event_log import EventLog
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock
 from lockstep.track.console import append
 from lockstep.track.jsonl import Lines
 from lockstep.training import reference_pass

@@ -16,8 +16,7 @@ from lockstep.checkpoint.hub_push import push
 from lockstep.cli import main
 from lockstep.config.run import load
 from lockstep.distributed import job_record
-from lockstep.launchers import slurm
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock, slurm
 from lockstep.launchers.slurm import log_of
 from lockstep.training.evaluate_export import finished
 from support.messages import mentions, raises

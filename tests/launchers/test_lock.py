@@ -20,8 +20,8 @@ from lockstep.cli import main
 from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.distributed import hardware, job_record
 from lockstep.distributed.job_record import Process
-from lockstep.launchers.processes import output_lock
-from lockstep.launchers.processes.output_lock import FILE, Holder, check_ours, take
+from lockstep.launchers import output_lock
+from lockstep.launchers.output_lock import FILE, Holder, check_ours, take
 from support.harness import TINY, tiny
 from support.messages import mentions, raises
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed import job_record
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock
 from support.command import (
     LOCKSTEP,
     TORCHRUN,

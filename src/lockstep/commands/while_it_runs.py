@@ -24,8 +24,7 @@ from lockstep.config.output_files import require_output
 from lockstep.config.run import Run, RunError, load, override_of
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import JobRecord, State
-from lockstep.launchers import start
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock, start
 from lockstep.track import history, json_output
 from lockstep.track.console import Console, error
 from lockstep_trace import streams

@@ -34,8 +34,7 @@ from lockstep.config.output_files import open_file, replace_text, require_output
 from lockstep.config.run import Run, RunError, load, write_run_yaml
 from lockstep.config.sections import CheckpointSection
 from lockstep.data.job import Job, arithmetic_of
-from lockstep.launchers import start
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock, start
 from lockstep.track.console import Console, error
 from lockstep.track.history import lines_of
 from lockstep.training import fingerprints

@@ -27,7 +27,7 @@ from lockstep.data.job import Job, Scope, arithmetic_of, default, optimizer_clas
 from lockstep.distributed import job_record
 from lockstep.distributed.job_record import INTRODUCED, JOB_WORDS, PLANNED_SIZE, RESOLVED, STATUS, TORCHRUN_ENV, TRAIN
 from lockstep.distributed.signals import listen_no_more
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock
 from lockstep.track import history
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, error
