@@ -3,8 +3,8 @@
 In: nothing; the built-in run is started as one process in a folder of its own. Out: on stdout the picture of
 docs/explanation/internals.md, or with `--count` the figures of benchmarks/log.md. Every call is looked at until the
 first step of training calls `train_step`, and for the figures until its optimizer step. The files of the functions on
-the stack are the way, from the command down; the files that these call with the run, the job or the session are its
-stops.
+the stack are the way, from the command down; the files that these call with the run, its plan, the job or the session
+are its stops.
 
     python benchmarks/way.py [--count]
 """
@@ -29,12 +29,12 @@ import lockstep
 ROOT = f"{Path(lockstep.__file__).parent}{os.sep}"
 _TRACE = importlib.util.find_spec("lockstep_trace")  # not imported: a script that imports it is traced
 GROUND = str(_TRACE and _TRACE.origin).removesuffix("__init__.py")
-CARRIERS = ("Run", "Job", "Session")  # types that are followed
+CARRIERS = ("Run", "LaunchPlan", "Job", "Session")  # types that are followed
 FIRST = ["output=out", "steps=2", "launch.processes=1", "launch.device=cpu", "strategy.name=single"]
 
 
 class Call(NamedTuple):
-    """A call of a lockstep function with a run, a job or a session."""
+    """A call of a lockstep function with a run, a plan, a job or a session."""
 
     file: str
     function: str
@@ -91,7 +91,7 @@ def stack(frame: FrameType | None) -> list[FrameType]:
 
 
 def carries(frame: FrameType) -> bool:
-    """Return whether a call passes a run, a job or a session; methods of these classes are left out."""
+    """Return whether a call passes a run, a plan, a job or a session; methods of these classes are left out."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     kinds = [type(frame.f_locals.get(name)).__name__ for name in names]
@@ -199,8 +199,8 @@ def figures(calls: list[Call], way: Way, reading: Reading) -> str:
     passed = {file for file, _ in way.files} | {file for _, file, _ in way.stops}
     return (
         f"on the way to the first step: {len(way.files)} files from the command down, {len(passed)} with those that "
-        f"they call\nall calls with the run, the job or the session: {len(calls)} calls, {len(files)} files, {entered} "
-        f"times into a file, of which {entered - len(files)} into one that was left before\n"
+        f"they call\nall calls with the run, its plan, the job or the session: {len(calls)} calls, {len(files)} files, "
+        f"{entered} times into a file, of which {entered - len(files)} into one that was left before\n"
         f"up to the first optimizer step: {reading.files} files, {len(reading.functions)} functions, {reading.moves:,} "
         f"times into another file; {modules} modules of lockstep's imported"
     )

@@ -45,7 +45,7 @@ print(*sorted(name for name in sys.modules.keys() - there if name.startswith("lo
 os._exit(0)
 """
 # What the end alone needs: charts and templates of the page; the strategy that the last line recommends.
-OF_THE_END = ("lockstep.track.report.", "lockstep.strategies.", "lockstep.training.step_record")
+OF_THE_END = ("lockstep.track.report", "lockstep.strategies.", "lockstep.training.step_record")
 
 
 def test_all_modules_are_imported_before_training(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""torch elastic and srun: forming and re-forming the process group; the lock of OUTPUT."""
+"""torch elastic and srun: forming and re-forming the process group."""
