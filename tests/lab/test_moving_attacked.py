@@ -288,11 +288,14 @@ HIDDEN = {  # lines before the loop that change the model inside of something th
 }
 
 
+RECORD = "from torch.distributed.elastic.multiprocessing.errors import record\n"
+
+
 def test_statements_inside_calls_are_read_and_named() -> None:
     for lines, part in HIDDEN.items():
         assert part in in_loop(changed((LOOP, f"{lines}\n{LOOP}"))), lines
     meter = "class Meter:\n    def __init__(self):\n        self.n = 0\nm = Meter()\n"
-    recorded = f"@record\ndef f(m):\n    print(m)\nf(model)\n{meter}"
+    recorded = f"{RECORD}@record\ndef f(m):\n    print(m)\nf(model)\n{meter}"
     assert in_loop(changed((LOOP, f"{recorded}{LOOP}"))) == in_loop(SCRIPT)
 
 
@@ -303,8 +306,10 @@ def test_functions_that_train_or_build_data_are_checked() -> None:
     assert in_loop(data) == in_loop(DDP)
     for inside in ("torch.set_default_dtype(d)", "global model", "model.bias.data.zero_()"):
         assert "make(600)" in in_loop(data.replace("    return Ten", f"    {inside}\n    return Ten")), inside
-    assert ": twice (this decorator may replace main" in in_loop(DDP.replace("def main", "@twice\ndef main"))
-    assert in_loop(DDP.replace("def main", "@record\ndef main")) == in_loop(DDP)
+    assert ": twice (this decorator may replace main" in in_loop(
+        DDP.replace("def main", "def twice(f):\n    return f\n\n\n@twice\ndef main")
+    )
+    assert in_loop(DDP.replace("def main", f"{RECORD}@record\ndef main")) == in_loop(DDP)
     start, inner = DDP.index("            out = "), "    def ev(*m):\n        pass\n    for epoch"
     step = "def step(m, x, y, f):\n    loss = f(m(x), y)\n    loss.backward()\n\n\ndef main"
     text = DDP[:start] + "            step(model, x, y, criterion)\n            optimizer.step()\n\n\nmain()\n"

@@ -177,7 +177,9 @@ def test_a_schedule_of_another_length_than_the_run(
 
 @pytest.mark.parametrize("total", ["math.ceil(len(train) / 4) * 3", "3 * len(train) // 4", "int(steps)"])
 def test_schedules_that_end_with_the_run_are_read(total: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}")
+    text = ACCELERATE.replace(TOTAL, f"num_training_steps={total}").replace(
+        "import torch\n", "import math\nimport torch\n", 1
+    )
     moved("acc.py", text.replace("schedule =", "steps = 3 * (len(train) / 4)\nschedule =", 1))
     assert "is assumed to be its length" not in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ TRAIN = """def train(args, model, loader, device):
             if (i + 1) % 4 == 0 or i + 1 == len(loader):
                 optimizer.step()
                 model.zero_grad()
-        console.print(loss.item())
+        print(loss.item())
 """
 MAIN = """
 import argparse
@@ -108,6 +108,7 @@ def test_rows_and_settings_of_a_trainer_by_their_names(here: Path) -> None:
     text = changed(
         text,
         ('load_dataset("acme/reviews", "small")', f'load_dataset("json", {files})'),
+        ("import numpy", "from dataclasses import dataclass\nfrom transformers import HfArgumentParser\nimport numpy"),
         ("NAME = ", "@dataclass\nclass Own:\n    rate: float = 3e-4\n\nown = PARSED\nNAME = "),
         ("args_[0]", "own"),
     )

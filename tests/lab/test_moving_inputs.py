@@ -214,7 +214,7 @@ def with_collator(code: str, body: str = "") -> str:
     [
         ("lambda rows: tokenizer.pad(rows, return_tensors='pt')", ""),
         ("collate", "'Pad.'\n    return tokenizer.pad(rows, padding='longest', return_tensors='pt')"),
-        ("collate", "batch = tokenizer.pad(rows, max_length=LONGEST, return_tensors='pt')\n    return batch"),
+        ("collate", "batch = tokenizer.pad(rows, max_length=64, return_tensors='pt')\n    return batch"),
     ],
 )
 def test_a_collator_that_only_pads(code: str, body: str, here: Path) -> None:

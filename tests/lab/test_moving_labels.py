@@ -95,7 +95,7 @@ def test_padding_that_is_learned(here: Path, capsys: pytest.CaptureFixture[str])
     unpadded = changed((', padding="max_length"', ""), text=pairs)
     masks = "    out['labels'] = [[-100 if t == tokenizer.pad_token_id else t for t in row] for row in out['labels']]\n"
     masked = changed(("    return out", f"{masks}    return out"), text=pairs)
-    maybe = masks.replace("    out", "    if LONG:\n        out", 1)
+    maybe = masks.replace("    out", "    if len(out):\n        out", 1)
     for text in (unpadded, masked, changed(("    return out", f"{maybe}    return out"), text=pairs)):
         assert moved("train.py", text).task.name in ("translation", "summarization")
     remade = USED.replace("FUNCTION", CAUSAL).replace("CLASS", "CausalLM").replace("MLM", "False")

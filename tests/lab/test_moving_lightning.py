@@ -58,7 +58,7 @@ LOST = {  # what is changed -> a part of the gap
     (OF_DATA, f"    def load_state_dict(self, s):\n        return b\n{OF_DATA}"): "Lightning calls it by its name",
     (OF_DATA, f"{OF_DATA}        if late:\n            return self.val_dataloader()\n"): "may train on several loaders",
     (FIT, "trainer.fit(Net(), data.val_dataloader())"): "the loop trains on the split 'validation'",
-    (FIT, f"pl.tuner.Tuner(trainer).lr_find(net)\n{FIT}"): "lr_find(net)",
+    (FIT, f"pl.tuner.Tuner(trainer).lr_find(Net())\n{FIT}"): "lr_find(Net())",
     (FIT, f"data.batch_size = n\n{FIT}"): "DataLoader(batch_size=self.batch_size)",
     (FIT, f"for i in range(3):\n    {FIT}"): "it trains several times",
     (FIT, f"if rank == 0:\n    {FIT}"): "it is called only if rank == 0",

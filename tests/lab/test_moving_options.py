@@ -105,7 +105,7 @@ def test_parsed_settings_that_are_set_again(here: Path, capsys: pytest.CaptureFi
     assert run.optim.learning_rate == 1e-4
     assert "ids numbers the labels" not in capsys.readouterr().out
     other = "settings = TrainingArguments('out', learning_rate=1.0) if names else settings"
-    for text in ("settings = change(settings)", other, "setattr(settings, key, 1)"):
+    for text in ("settings = change(settings)", other, "setattr(settings, names[0], 1)"):
         (here / "moved.yaml").unlink(missing_ok=True)
         assert "settings" in refused("run.sh", script(f"{names}\n{text}"), capsys)
     moved("run.sh", script("names = load_dataset('acme/reviews')['train'].unique('stars')\nnames.sort(reverse=True)"))

@@ -130,7 +130,7 @@ def test_scripts_whose_run_file_would_train_something_else_are_refused(
 
 
 def test_keys_given_by_hand_close_gaps(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = TRAINER.replace("max_length=256", "max_length=length").replace("ARGUMENTS", USUAL)
+    text = TRAINER.replace("max_length=256", "max_length=int(input())").replace("ARGUMENTS", USUAL)
     assert "data.max_length=..." in refused("train.py", text, capsys)
     assert moved("train.py", text, "data.max_length=99").data.max_length == 99
 

@@ -55,7 +55,7 @@ SCORE = """def score(model, loader):
 """
 UNDERSTOOD = {
     "batch": changed(DDP, (LOOP, "        for batch in loader:\n            x, y = batch\n")),
-    "device": changed(DDP, (ZERO, f"            x, y = x.to(device), y.to(device)\n{ZERO}")),
+    "device": changed(DDP, (ZERO, f"            x, y = x.to('cpu'), y.to('cpu')\n{ZERO}")),
     "logging": changed(
         DDP,
         (LOOP, f"        total = 0.0\n{LOOP}"),
@@ -75,7 +75,11 @@ UNDERSTOOD = {
         (STEP, f"{STEP}        score(model, loader)\n"),
     ),
     "saved": changed(DDP, (STEP, f"{STEP}        torch.save(model.state_dict(), 'net.pt')\n")),
-    "other name": changed(DDP, ("for epoch in range(args.epochs)", "for e in range(1, args.epochs + 1)")),
+    "other name": changed(
+        DDP,
+        ("for epoch in range(args.epochs)", "for e in range(1, args.epochs + 1)"),
+        ("set_epoch(epoch)", "set_epoch(e)"),
+    ),
 }
 
 

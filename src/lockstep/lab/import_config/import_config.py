@@ -504,6 +504,7 @@ class Read:
     shadowed: Sequence[str] = ()  # definitions that replace built-in functions of Python
     script: Script | None = None  # whose switches of libraries are named at the end
     unknown: Sequence[tuple[str, str]] = ()  # names whose value or library is not known
+    imports: Callable[[RunDraft], None] | None = None  # adds gaps for what the script imports
 
     def move(self, draft: RunDraft, processes: int | None) -> None:
         """Fill the draft. `processes`: their number if given by hand."""
@@ -514,6 +515,8 @@ class Read:
             draft.unclear(each, "it replaces a built-in function of Python that init reads by its name: rename it")
         for name, why in self.unknown:
             draft.unclear(name, why)
+        if self.imports is not None:
+            self.imports(draft)
         self.mover(draft, processes)
         if self.script is not None:
             draft.at_end.append(functools.partial(switches.note, self.script))
@@ -548,11 +551,14 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
+    imports = functools.partial(project_files.refuse, of)
     unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
-            names = () if reader is _of_sagemaker else [*library_names.unknown(of), *branch_values.undecided(of)]
-            return Read(*result, unread, rebound, project_files.shadowed(of), of, names)
+            if reader is _of_sagemaker:
+                return Read(*result, unread, rebound, project_files.shadowed(of), of)
+            names = [*library_names.unknown(of), *branch_values.undecided(of)]
+            return Read(*result, unread, rebound, project_files.shadowed(of), of, names, imports)
     hint = "for a custom model and loss see how-to/own-module on the site"
     raise RunError(
         "LS8207",

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import symtable
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep.lab.import_config.bound_names import root_of, within
+from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.table import NAMES
 
 PROGRESS = ("tqdm", "track", "trange")
@@ -99,24 +100,41 @@ def unknown(script: Any) -> list[tuple[str, str]]:
 
 
 def _unbound(script: Any) -> Iterator[tuple[str, str]]:
-    """Yield `line N: NAME` and the reason for each name of a call or base that no line imports, defines or
-    assigns, or that one of several `import *` may bind."""
-    bound = {*within(script.tree), *(name for _, name in script.bindings), *dir(builtins), *_OF_MODULES}
-    bound |= {each.arg for each in ast.walk(script.tree) if isinstance(each, ast.arg)}
+    """Yield `line N: NAME` and the reason for each name that no line imports, defines or assigns where it is read, or
+    that one of several `import *` may bind."""
     stars = [each for each in ast.walk(script.tree) if isinstance(each, ast.ImportFrom) and each.names[0].name == "*"]
     libraries = [each for each in stars if is_library(each.module or "") and not each.level]
-    for name, line in _called(script.tree).items():
-        if name in bound:
+    undefined = _undefined(script)
+    lines = {each.id: each.lineno for each in ast.walk(script.tree) if isinstance(each, ast.Name) and not stars}
+    for name, line in (_called(script.tree) if stars else lines).items():
+        if name not in undefined:
             continue
         roots = {(each.module or "").partition(".")[0] for each in libraries}
         if len(stars) == len(libraries) == 1 and roots <= set(NAMES["homes"].get(name, roots)):
             continue
         if stars:
-            lines = ", ".join(str(each.lineno) for each in stars)
-            why = f"the import of * in line {lines} may define it: import it by its name"
+            numbers = ", ".join(str(each.lineno) for each in stars)
+            why = f"the import of * in line {numbers} may define it: import it by its name"
         else:
-            why = "nothing in the script imports or defines it: import it from its library"
+            why = "nothing in the script imports, defines or assigns it there: import it from its library, or define it"
         yield f"line {line}: {name}", why
+
+
+def _undefined(script: Any) -> set[str]:
+    """Return the names that are read where Python finds no value for them: none of their function, of a function
+    around it, of the script or of Python itself."""
+    known, names = {*dir(builtins), *_OF_MODULES}, set()
+    waiting = [symtable.symtable(script.text, str(script.path), "exec")]
+    known |= {each.get_name() for each in waiting[0].get_symbols() if each.is_assigned() or each.is_imported()}
+    while waiting:
+        table = waiting.pop()
+        waiting += table.get_children()
+        for each in table.get_symbols():
+            is_global = each.is_global() or table.get_type() == "module"
+            if is_global and each.is_assigned():  # `global name` in a function
+                known.add(each.get_name())
+            names |= {each.get_name()} if is_global and each.is_referenced() else set()
+    return names - known
 
 
 def _called(tree: ast.AST) -> dict[str, int]:

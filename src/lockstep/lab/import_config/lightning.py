@@ -384,6 +384,7 @@ def _hook(kind: ast.ClassDef, method: ast.FunctionDef, loop: Any) -> None:
         return is_read(call, str(itself))
 
     quiet = QuietCode(loop.script, lambda node, why, *by: gaps.append((node, by)), reads, itself=itself)
+    quiet.repeated, quiet.called = True, method.name
     for line in method.body:
         quiet.statement(line, frozenset())
     for node in ast.walk(method):

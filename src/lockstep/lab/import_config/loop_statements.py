@@ -260,8 +260,9 @@ class Statements:
             self.report(node.iter, "a loop around the epochs, or one that is not over range()", "epochs")
         self.epoch_loop, self.trained = node, True
         before, self.quiet.repeated = self.quiet.repeated, True
+        self.quiet.turns = frozenset(names_in(node.target))
         self._around_loop(node.body)
-        self.quiet.repeated = before
+        self.quiet.repeated, self.quiet.turns = before, frozenset()
 
     def _check_modes(self) -> None:
         """Check that every batch is computed in training mode, or that no batch has dropout, which the model's config
@@ -317,8 +318,9 @@ class Statements:
         if node.orelse:
             self.report(node.orelse[0])
         before, self.quiet.repeated = self.quiet.repeated, True
+        turns, self.quiet.turns = self.quiet.turns, frozenset()
         self._body(node.body, 0)
-        self.quiet.repeated = before
+        self.quiet.repeated, self.quiet.turns = before, turns
 
     def _loaders(self, node: ast.expr | None) -> set[str]:
         """Code of a loop's iterable, without enumerate and tqdm."""

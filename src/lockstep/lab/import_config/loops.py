@@ -94,6 +94,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         precision_calls.contexts(at, statements)
         at.loaders(statements)
         step_order.note_epochs(statements, at.loader)
+        step_order.note_seeds(statements)
     note_others(script, draft, at.loader)
     at.constants(statements)
     at.settle()

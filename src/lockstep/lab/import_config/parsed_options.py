@@ -71,6 +71,9 @@ def _words(script: Any) -> Sequence[str] | None:
     for node in ast.walk(script.tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _ADDS_WORDS:
             return None
+        sets = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        if sets and ast.unparse(node).startswith("sys.argv"):
+            return None
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(_PARSES):
             continue
         if len(node.args) > 1 or any(word.arg == "namespace" for word in node.keywords):
@@ -79,7 +82,7 @@ def _words(script: Any) -> Sequence[str] | None:
         words = script.known(passed, Unknown)
         if isinstance(words, list) and words:
             return [str(word) for word in words]
-        if words is Unknown and passed is not None and not _is_command_line(_followed(script, passed)):
+        if words is Unknown and passed is not None and not _is_command_line(script, passed):
             return None
     return ()
 
@@ -113,15 +116,40 @@ def _value(
     return default
 
 
-def _followed(script: Any, node: ast.expr) -> ast.expr:
-    """Return what a name of the words was assigned; an argument of a function is returned as it is."""
-    value = script.bound(node, last=True) if isinstance(node, ast.Name) else None
-    return node if value is None else value
+def _is_command_line(script: Any, node: ast.expr, depth: int = 0) -> bool:
+    """Return whether words are those of the command line: `sys.argv[1:]`, a name of it, or an argument of a function
+    that each call leaves out or gives them, `def main(argv=None)`."""
+    if ast.unparse(node).startswith("sys.argv"):
+        return True
+    if isinstance(node, ast.IfExp | ast.BoolOp):  # argv or sys.argv[1:]
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+        return all(_is_nothing(each) or _is_command_line(script, each, depth) for each in parts)
+    if not isinstance(node, ast.Name) or depth > 5:
+        return False
+    function = script.scopes.get(id(node))
+    if isinstance(function, ast.FunctionDef) and node.id in (names := [each.arg for each in function.args.args]):
+        place, passed = names.index(node.id), []
+        for call in (c for c in ast.walk(script.tree) if isinstance(c, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id == function.name:
+                if any(isinstance(each, ast.Starred) for each in call.args) or any(
+                    w.arg is None for w in call.keywords
+                ):
+                    return False
+                passed += [*call.args[place : place + 1], *(w.value for w in call.keywords if w.arg == node.id)]
+        passed += (
+            function.args.defaults[place - len(names) :][:1]
+            if place - len(names) >= -len(function.args.defaults)
+            else []
+        )
+        values = script.bindings.get((id(function), node.id), [])
+        own = [each for each in values if each is not None]  # argv = sys.argv[1:], if it is None
+        return all(_is_nothing(each) or _is_command_line(script, each, depth + 1) for each in (*passed, *own))
+    value = script.bound(node, last=True)
+    return value is not None and _is_command_line(script, value, depth + 1)
 
 
-def _is_command_line(node: ast.expr) -> bool:
-    """Return whether words are `sys.argv[1:]`, or a name, such as an argument of main()."""
-    return isinstance(node, ast.Name) or ast.unparse(node).startswith("sys.argv")
+def _is_nothing(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def record_assigned(script: Any, target: ast.expr, value: ast.expr, scope: Any) -> None:
@@ -135,7 +163,7 @@ def record_assigned(script: Any, target: ast.expr, value: ast.expr, scope: Any) 
     if kind.endswith(PARSERS) and isinstance(parsed, ast.Call):
         script.dataclasses |= names
         passed = parsed.args[0] if parsed.args else next((w.value for w in parsed.keywords if w.arg == "args"), None)
-        if kind.endswith(PARSERS[:2]) and passed is not None and not _is_command_line(passed):
+        if kind.endswith(PARSERS[:2]) and passed is not None and not _is_command_line(script, passed):
             script.replaced |= names
         _settings(script, target, parsed, scope)
     elif not isinstance(target, ast.Attribute | ast.Subscript):

@@ -1,6 +1,7 @@
-"""Files of its own project that a script imports, which `lockstep init --from` does not read.
+"""Modules that a script imports: files of its own project, and libraries that nobody knows.
 
-In: a `Script`. Out: the imports of files beside it, each with its line.
+In: a `Script`. Out: the imports of files beside it, each with its line; a gap for each import that runs code which may
+change the training. No definition in these files is read, but what importing them does is looked at.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.run import RunError
 from lockstep.lab.import_config import bound_names
+from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Script, code_of
-from lockstep.lab.import_config.table import NAMES
+from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMESPACES = ("globals()", "locals()", "vars()")
@@ -41,6 +44,106 @@ def rebound(script: Script) -> list[str]:
     return [f"line {each.lineno}: {code_of(each)}" for each in late.values() if _sets_names(each)]
 
 
+def refuse(script: Script, draft: RunDraft) -> None:
+    """Add a gap for each import that may change the training, and a note for libraries that change others."""
+    for node in ast.walk(script.tree):
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "sys.path.insert"
+            and "__file__" not in code_of(node)
+        ):
+            why = "a module of this folder replaces a library of the same name, which init does not look for"
+            draft.notes.append(f"line {node.lineno}: {code_of(node)}: {why}")
+    for node, module, place in _imports(script):
+        root, where = module.partition(".")[0], f"line {node.lineno}: {code_of(node)}"
+        if place is not None and root in _known():
+            why = f"{place} is imported in place of the library {root}, because it stands beside the script: rename it"
+            draft.unclear(where, why)
+        elif place is not None:
+            if (effect := _effect(place, {script.path.resolve()})) is not None:
+                why = f"importing it runs {effect}, which may change the training: move that line into the script"
+                draft.unclear(where, why)
+        elif root in NAMES["patching_libraries"]:
+            draft.notes.append(
+                f"{where}: it changes torch or transformers when it is imported; lockstep does not import it"
+            )
+        elif root not in _known():
+            why = "no file beside the script and no library that init knows has this name, and importing it may change "
+            why += "the training: put its file beside the script, or remove the import if it does not"
+            draft.unclear(where, why)
+
+
+def _known() -> set[str]:
+    """Return the names of libraries whose import changes nothing of a training."""
+    lists = ("known_libraries", "unrelated_libraries", "parsers_of_options", "libraries", "imported_libraries")
+    return {name.partition(".")[0] for each in lists for name in NAMES[each]} | sys.stdlib_module_names
+
+
+def _imports(script: Script) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, Path | None]]:
+    """Yield each statement that imports a module, with its name and its file beside the script."""
+    for node in ast.walk(script.tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "."]
+            files = [_file(script.path.parent, base, name) for base, name in _modules(node)]
+            for name, file in zip(names, files, strict=False):
+                relative = isinstance(node, ast.ImportFrom) and node.level > 0
+                own = file is not None and file.resolve() == script.path.resolve()
+                if not own and name != "__future__":
+                    yield node, f".{name}" if relative else name, file
+
+
+def _effect(place: Path, seen: set[Path]) -> str | None:
+    """Return `FILE, line N: CODE` of the first statement which does more than define names when a file is imported, or
+    when one that it imports is."""
+    if place.resolve() in seen:
+        return None
+    seen.add(place.resolve())
+    try:
+        module = Script(place, place.read_text(encoding="utf-8"))
+    except (RunError, OSError, UnicodeDecodeError):
+        return f"{place}, which cannot be read,"
+    for node, name, file in _imports(module):
+        known = name.partition(".")[0] in _known() and file is None
+        inner = None if known or file is None else _effect(file, seen)
+        if inner is not None or (file is None and not known):
+            return inner or f"{place}, line {node.lineno}: {code_of(node)}"
+    effects: list[ast.AST] = []
+    quiet = QuietCode(module, lambda node, *_: effects.append(node), lambda _: False)
+    for line in module.tree.body:
+        if not (isinstance(line, ast.If) and "__name__" in ast.unparse(line.test)):
+            effects += _patches(module, line)
+            quiet.statement(line, frozenset())
+    line = effects[0] if effects else None
+    return None if line is None else f"{place}, line {line.lineno}: {code_of(line)}"  # type: ignore[attr-defined]
+
+
+def _patches(module: Script, line: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the parts of a statement, outside functions, that set an attribute of what the file imports, or call a
+    library of training without using the result."""
+    for node in _now(line):
+        stored = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+        own = bound_names.root_of(node) in module.imports and not ast.unparse(node).startswith("os.environ")
+        called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        origin = module.origin_of(node.value.func) if called else ""  # type: ignore[attr-defined]
+        if (stored and own) or (origin.partition(".")[0] in NAMES["libraries"] and "logging" not in origin):
+            yield node
+        for each in getattr(node, "decorator_list", ()):
+            if (
+                module.origin_of(each.func if isinstance(each, ast.Call) else each).rpartition(".")[2]
+                not in _DECORATORS
+            ):
+                yield each
+
+
+def _now(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when a statement does: not the bodies of functions."""
+    yield node
+    if not isinstance(node, _FUNCTION | ast.Lambda):
+        for each in ast.iter_child_nodes(node):
+            yield from _now(each)
+
+
+_DECORATORS = (*NAMES["quiet_decorators"], *NAMES["parsers_of_options"])
 _READ_BY_NAME = (
     "len",
     "range",

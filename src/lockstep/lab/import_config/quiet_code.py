@@ -24,6 +24,8 @@ _MODEL = "its effect on model, data or optimizer is unknown"
 _FREEZES = "model.freeze names the weights that are not trained"
 _INPUT = "it changes an input of the loss"
 _PARTLY = "the loop skips some of its batches"
+_SEEDED = "it sets a seed or the state of a generator while training, so the same order or dropout may come again: "
+_SEEDED += "set seeds before the loop"
 _EXITS = ("exit", "quit", "sys.exit", "os._exit")
 
 
@@ -46,6 +48,7 @@ class QuietCode:
     created: frozenset[int] = frozenset()  # ids of the calls of functions that the run calls itself: `task.data`
     inside: Reason | None = None  # of the call that was looked at last: the statement of its function
     fixed: frozenset[str] = frozenset()  # names that the statement which is checked must not assign
+    turns: frozenset[str] = frozenset()  # names that count the epochs, outside the loop over batches
 
     def statement(self, node: ast.AST, fixed: frozenset[str]) -> None:
         """Check a statement. `fixed`: names that must not be assigned."""
@@ -102,9 +105,11 @@ class QuietCode:
         return None
 
     def _reseeds(self, call: ast.Call, name: str) -> bool:
-        """Return whether a call in the loop resets a seed, so that every epoch has the same order and dropout."""
-        seeds = self.repeated and name in ("manual_seed", "manual_seed_all", "set_seed", "seed_everything")
-        return seeds and bool(call.args) and self.script.known(call.args[0], Unknown) is not Unknown
+        """Return whether a call in the loop sets the state of a generator, so that the same order and dropout may come
+        again. One that depends on the epoch's number gives each epoch its own."""
+        if not self.repeated or name not in NAMES["seeds"]:
+            return False
+        return not any(bound_names.names_in(each) & self.turns for each in call.args)
 
     def _block(self, node: Any, fixed: frozenset[str]) -> None:
         taken = self.script.known(node.test, Unknown) if isinstance(node, ast.If) else Unknown
@@ -227,6 +232,7 @@ class QuietCode:
         origin = self.script.origin_of(call.func)
         name = origin.rpartition(".")[2]
         if self._reseeds(call, name):
+            self.inside = _SEEDED, ()
             return False
         if self.is_read(call):
             return True

@@ -12,6 +12,7 @@ from typing import Any
 from lockstep.lab.import_config import call_arguments
 from lockstep.lab.import_config.bound_names import names_in, root_of
 from lockstep.lab.import_config.script import Call, Script, Unknown, code_of
+from lockstep.lab.import_config.table import NAMES
 from lockstep_trace.coded import quantity
 
 _AGAIN = "init understands one such call in a step: move it out of the loop, or write the rest with --partial"
@@ -180,6 +181,15 @@ def _check_divisor(at: Any, line: int) -> None:
         name = at.divisor if at.divisor is not Unknown else "an unknown number"
         why = f"the loss is divided by {name}, and a step has {quantity(every, 'batch')}"
         at.draft.unclear(f"line {line}: step()", why, "optim.learning_rate")
+
+
+def note_seeds(at: Any) -> None:
+    """Note the seeds that a script sets from the number of an epoch."""
+    for call in (c for c in ast.walk(at.epoch_loop) if isinstance(c, ast.Call)) if at.epoch_loop is not None else ():
+        seeds = at.script.origin_of(call.func).rpartition(".")[2] in NAMES["seeds"]
+        where = f"line {call.lineno}: {code_of(call)}"
+        if seeds and not any(gap.name == where for gap in at.draft.gaps):
+            at.draft.notes.append(f"{where}: in lockstep the order and dropout of each epoch follow from seed")
 
 
 def note_epochs(at: Any, loader: Call | None) -> None:

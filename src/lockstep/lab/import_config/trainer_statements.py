@@ -366,6 +366,7 @@ def _effect(script: Script, method: Any) -> ast.AST | None:
         return text == "super" or (own and text.rpartition(".")[2] in NAMES["trainer_evaluates"])
 
     quiet = QuietCode(script, lambda node, *_: changes.append(node), is_read, itself=itself)
+    quiet.repeated, quiet.called = True, method.name
     logged = [each.arg for each in method.args.args if each.arg in ("logs", "metrics", "output")]
     results = [each for each in ast.walk(method) if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)]
     own = [each for each in results if ast.unparse(each.value).startswith("super().")]
@@ -420,7 +421,9 @@ def _kind_of_any(script: Script, node: ast.expr) -> Kind | None:
 
 
 def _acts_outside(script: Script, call: ast.Call, bound: set[str], own: set[str], depth: int) -> bool:
-    """Return whether a call in a function of evaluation may change a part of the training."""
+    """Return whether a call in a function of evaluation may change a part of the training, or set a seed."""
+    if script.origin_of(call.func).rpartition(".")[2] in NAMES["seeds"]:
+        return True
     if not isinstance(call.func, ast.Attribute):
         name = ast.unparse(call.func)
         function = script.functions.get(name) if name not in bound and depth < 10 else None
