@@ -148,3 +148,75 @@ def train():
 def test_a_counter_that_is_never_raised_keeps_its_break() -> None:
     script = Script(Path("train.py"), NEVER_COUNTED, {}, ast.parse(NEVER_COUNTED))
     assert "break" in ast.unparse(taken(script).tree)
+
+
+COMMAND = """
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+IMPORTS
+
+
+DECORATED
+def main(SPEC):
+    data = load_dataset("acme/reviews")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    data = data.map(lambda rows: tokenizer(rows["text"], truncation=True, max_length=64), batched=True)
+    model = AutoModelForSequenceClassification.from_pretrained(source)
+    args = TrainingArguments(output_dir="o", learning_rate=rate, num_train_epochs=epochs)
+    Trainer(model=model, args=args, train_dataset=data["train"]).train()
+    INSIDE
+
+
+if __name__ == "__main__":
+    START
+"""
+OPTIONS = (
+    "@click.command()\n@click.option('--source', '-s', default='acme/encoder', show_default=True)\n"
+    "@click.option('--rate', type=float, default='1e-4')\n@click.option('--epochs', default=5, type=int, help='passes')"
+)
+TYPED = (
+    "source: str = typer.Option('acme/encoder', help='model'), rate: float = 1e-4, epochs: int = typer.Option(5, '-n')"
+)
+PLAIN = "source='acme/encoder', rate=1e-4, epochs=5"
+COMMANDS = (  # imports, decorators, arguments, the call that starts it
+    ("import fire", "", PLAIN, "fire.Fire(main)"),
+    ("from fire import Fire", "", PLAIN, "Fire(main)"),
+    ("import typer", "", TYPED, "typer.run(main)"),
+    ("import typer\napp = typer.Typer()", "@app.command()", TYPED, "app()"),
+    ("import click", OPTIONS, "source, rate, epochs", "main()"),
+)
+
+
+def command(parts: tuple[str, ...], inside: str = "pass") -> str:
+    text = COMMAND.replace("INSIDE", inside)
+    for name, part in zip(("IMPORTS", "DECORATED", "SPEC", "START"), parts, strict=True):
+        text = text.replace(name, part)
+    return text
+
+
+def test_options_of_fire_typer_and_click(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for parts in COMMANDS:
+        run = moved("train.py", command(parts))
+        assert (run.model.source, run.optim.learning_rate, run.epochs) == ("acme/encoder", 1e-4, 5), parts[3]
+        Path("train.sh").write_text("python train.py --rate 3e-3\n")
+        assert moved("train.sh", "python train.py --rate 3e-3\n").optim.learning_rate == 3e-3
+        Path("moved.yaml").unlink()
+        assert "rate_ (" in refused("train.py", command(parts, "rate_(model)"), capsys)  # its statements are read
+    fire, _, run_, app, click = COMMANDS
+    for parts in (  # the value is not that of the code
+        (
+            *run_[:2],
+            "source: str = 'acme/encoder', epochs: int = 5, rate: float = typer.Option(1e-4, envvar='RATE')",
+            run_[3],
+        ),
+        (*run_[:2], "source: str = 'acme/encoder', epochs: int = 5, rate: float = typer.Option(...)", run_[3]),
+        (click[0], OPTIONS.replace("default='1e-4'", "required=True"), *click[2:]),
+        (click[0], OPTIONS.replace("default='1e-4'", "default='1e-4', envvar='RATE'"), *click[2:]),
+        (click[0], OPTIONS.replace("type=float", "callback=twice"), *click[2:]),
+        (click[0], OPTIONS, "source, rate, epochs", "main(['--rate', '3'])"),
+        (f"{app[0]}\n@app.callback()\ndef first():\n    pass", *app[1:]),
+        (f"{app[0]}\n@app.command()\ndef other():\n    pass", *app[1:]),
+        (*fire[:3], "fire.Fire(main, command=['--rate', '3'])"),
+        (*fire[:3], "fire.Fire({'train': main})"),
+    ):
+        assert "LS8209" in refused("train.py", command(parts), capsys), parts

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.config.errors import RunError
+from lockstep.lab.import_config import metric_names
+from lockstep.tasks.objectives.objective import ClassificationOptions
+from lockstep.tasks.objectives.objectives import OneLabel
 from support.messages import mentions
 from support.moving_scripts import TRAINER, USUAL, moved, refused
 from support.trainer_variants import CHANGING, QUIET, TRAINED, changed
@@ -51,13 +56,57 @@ def test_an_adapter_without_a_task_type_leaves_a_head_frozen(
         assert moved("train.py", script(words)).model.adapter["r"] == 4
 
 
-def test_a_score_of_scikit_learn_has_the_name_of_lockstep(here: Path) -> None:
-    text = TRAINER.replace("ARGUMENTS", USUAL.replace("'accuracy'", "'f1', greater_is_better=True"))
-    text = text.replace("import numpy as np", "import numpy as np\nfrom sklearn.metrics import f1_score")
-    score = 'f1 = f1_score(p.label_ids, np.argmax(p.predictions, -1), average="macro")\n    return {"f1": float(f1)}'
-    text = changed(text, ('return {"accuracy": (np.argmax(p.predictions, -1) == p.label_ids).mean()}', score))
-    for average, best in (('"macro"', "macro_f1"), ('"weighted"', "f1")):
-        assert moved("train.py", text.replace('"macro"', average)).checkpoint.best == best
+def test_a_score_has_the_name_of_lockstep_if_its_numbers_are_the_same(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = USUAL.replace("'accuracy'", "'f1', greater_is_better=True")
+    text = TRAINER.replace("ARGUMENTS", usual).replace("num_labels=5", "num_labels=2")
+    text = text.replace(
+        "import numpy as np", "import evaluate\nimport numpy as np\nfrom sklearn.metrics import f1_score"
+    )
+    usual_score = '    return {"accuracy": (np.argmax(p.predictions, -1) == p.label_ids).mean()}'
+    start = "    got, want = np.argmax(p.predictions, -1), p.label_ids\n"
+    counts = "    r = np.sum((got == 1) & (want == 1))\n    p, t = (got == 1).sum(), (want == 1).sum()\n"
+    of_evaluate = "return evaluate.load('f1').compute(predictions=got, references=want{})"
+    for code, name in (
+        ('return {"f1": float(f1_score(want, got, average="macro"))}', "macro_f1"),
+        ('return {"f1": f1_score(y_true=want, y_pred=got, average="micro")}', "accuracy"),
+        ('return {"f1": f1_score(want, got)}', "f1"),
+        ('return {"f1": f1_score(want, got, average="weighted")}', None),
+        (of_evaluate.format(""), "f1"),
+        (of_evaluate.format(", average='macro'"), "macro_f1"),
+        (f'{counts}    p, r_ = r / (p + 1e-12), r / (t + 1e-12)\n    return {{"f1": 2 * p * r_ / (p + r_)}}', "f1"),
+        (f'{counts}    return {{"f1": 2 * r / (p + t + 1)}}', None),
+        ('return {"f1": np.random.rand()}', None),
+    ):
+        script = changed(text, (usual_score, f"{start}    {code.strip()}"))
+        if name is None:
+            assert "metric_for_best_model: f1 (" in refused("train.py", script, capsys), code
+            continue
+        run = moved("train.py", script)
+        assert (run.checkpoint.best, "threshold: 0.5" in Path("moved.yaml").read_text()) == (name, name == "f1"), code
+        Path("moved.yaml").unlink()
+
+
+def test_the_scores_that_are_compared_are_those_of_the_task() -> None:
+    random = np.random.default_rng(5)
+    for labels in (2, 4):
+        true = np.concatenate([np.arange(labels), random.integers(labels, size=40)])
+        logits = random.normal(size=(len(true), labels))
+        options = ClassificationOptions.model_validate({"threshold": 0.5 if labels == 2 else None})
+        task = OneLabel(options, [f"label {code}" for code in range(labels)], [1] * labels, len(true))
+        real = task.metrics(task.score(torch.from_numpy(logits), torch.from_numpy(true)), 0.5 if labels == 2 else None)
+        for name, value in metric_names._of_lockstep(logits.argmax(-1), true, labels).items():
+            assert real[name] == pytest.approx(value, abs=1e-12), name
+
+
+def test_averages_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = np.random.default_rng(6)
+    for average, labels in (("binary", 2), ("macro", 4), ("micro", 4), ("weighted", 3)):
+        true, predicted = random.integers(labels, size=(2, 50))
+        theirs = metrics.precision_recall_fscore_support(true, predicted, average=average)[:3]
+        assert metric_names._averaged(true, predicted, average) == pytest.approx(theirs, abs=1e-12), average
 
 
 def test_the_next_step_names_the_key_that_plan_refuses(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,3 +134,100 @@ def test_a_part_of_the_validation_split_is_a_limit_of_evaluations(
     said = refused("train.py", changed(text, ('data["train"]', 'data["train"].select(range(40))')), capsys)
     assert "data.limit is" in said
     assert "evaluate.limit is" not in said
+
+
+def test_what_people_write_around_a_trainer_is_understood(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = TRAINER.replace("ARGUMENTS", USUAL)
+    resume = "last = None\nif os.path.isdir('out'):\n    last = get_last_checkpoint('out')\n"
+    show = "class Show:\n    def __init__(self, model):\n        self.model = model\n"
+    show += "    def text(self, text):\n        print(self.model(**tokenizer(text, return_tensors='pt')).logits)\n\n\n"
+    head, train = "import numpy as np\n", "trainer.train()\n"
+    for pairs in (
+        (
+            (head, f"{head}import os\nfrom transformers.trainer_utils import get_last_checkpoint\n"),
+            (train, f"{resume}trainer.train(last)\n"),
+        ),
+        (
+            (
+                "model = ",
+                "print(data['train'].to_pandas().head())\ndf = data['train'].to_pandas()\ndf.describe()\nmodel = ",
+            ),
+        ),
+        (("model = ", "assert callable(tokenize)\nmodel = "),),
+        ((train, f"{train}{show}Show(model).text('good')\n"),),
+    ):
+        moved("train.py", changed(text, *pairs))
+    Path("moved.yaml").unlink()
+    before = changed(text, (train, f"{show}Show(model).text('good')\n{train}"))
+    assert "Show(model) (it may be changed there" in refused("train.py", before, capsys)
+    acts = changed(
+        text,
+        (train, f"{train}{show}Show(model).text('good')\n"),
+        ("print(self.model(", "self.model.eval()\n        print(self.model("),
+    )
+    moved("train.py", acts)
+    Path("moved.yaml").unlink()
+    zeroed = changed(
+        text,
+        (train, f"{train}{show}Show(model).text('good')\n"),
+        ("print(self.model(", "self.model.bias.data.zero_()\n        print(self.model("),
+    )
+    assert "zero_()" in refused("train.py", zeroed, capsys)
+
+
+HELD = """
+from dataclasses import dataclass
+from datasets import load_dataset
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
+
+
+@dataclass
+class Config:
+    model: str = "acme/encoder"
+    rate: float = 1e-4
+
+
+class Experiment:
+    def __init__(self, config):
+        self.tokenizer = AutoTokenizer.from_pretrained(config.model)
+        self.model = AutoModelForSequenceClassification.from_pretrained(config.model)
+        self.data = load_dataset("acme/reviews").map(self.tokenize, batched=True)
+        args = TrainingArguments(output_dir="o", learning_rate=config.rate, num_train_epochs=5)
+        self.trainer = Trainer(model=self.model, args=args, train_dataset=self.data["train"])
+
+    def tokenize(self, rows):
+        return self.tokenizer(rows["text"], truncation=True, max_length=64)
+
+    def run(self):
+        self.trainer.train()
+
+    def report(self):
+        print(self.trainer.evaluate(self.data["test"]))
+
+
+experiment = Experiment(Config())
+experiment.run()
+experiment.report()
+"""
+
+
+def test_a_trainer_that_an_object_holds(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = moved("train.py", HELD)
+    assert (run.model.source, run.optim.learning_rate, run.epochs, run.data.max_length) == ("acme/encoder", 1e-4, 5, 64)
+    Path("moved.yaml").unlink()
+    start = "        self.trainer.train()"
+    for line in (
+        "self.trainer.args.learning_rate = 1.0",
+        "self.model.classifier.weight.data.zero_()",
+        "self.model.requires_grad_(False)",
+        "self.trainer.train()",
+        "self.trainer.train_dataset = self.data['test']",
+        "patch(self)",
+    ):
+        printed = refused("train.py", changed(HELD, (start, f"        {line}\n{start}")), capsys)
+        assert line.partition("(")[0].partition(" = ")[0].rpartition(".")[2] in printed, line
+    branch = (
+        '        if input():\n            self.model = AutoModelForSequenceClassification.from_pretrained("acme/b")\n'
+    )
+    text = changed(HELD, ("        args = T", f"{branch}        args = T"))
+    assert "self.model" in refused("train.py", text, capsys)

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.lab.import_config.bound_names import names_in, of_node, root_of
 from lockstep.lab.import_config.kinds import kind_of
-from lockstep.lab.import_config.script import Script, Unknown
+from lockstep.lab.import_config.script import Script, Unknown, code_of
 from lockstep.lab.import_config.table import NAMES
 
 Values = dict[str, tuple[ast.AST, ...]]  # name -> the values that it may have here
@@ -136,7 +136,7 @@ class _Reader:
             if len(values) > 1 and node.id not in self.options and self._takes_part(node, values, parent):
                 lines = " or ".join(str(each) for each in sorted({getattr(v, "lineno", 0) for v in values.values()}))
                 why = f"it has the value of line {lines}; which one is known only when the script runs"
-                self.lines[node.id] = f"line {node.lineno}: {node.id}", why
+                self.lines[node.id] = f"line {node.lineno}: {code_of(node)}", why
         inside = node if isinstance(node, ast.Call) else parent
         for child in ast.iter_child_nodes(node):
             self._reads(child, here, inside if isinstance(child, ast.Name | ast.keyword) else None)
@@ -149,6 +149,11 @@ class _Reader:
             node = ast.Call(node.func, node.args, words)
         return ast.dump(node)
 
+    def _resumes(self, node: ast.AST) -> bool:
+        """Return whether a value is a Trainer's own newest checkpoint, or none."""
+        newest = isinstance(node, ast.Call) and self.script.origin_of(node.func).endswith("get_last_checkpoint")
+        return newest or (isinstance(node, ast.expr) and self.script.known(node, Unknown) is None)
+
     def _takes_part(self, node: ast.Name, values: Mapping[str, ast.AST], parent: ast.AST | None) -> bool:
         """Return whether one of the values is a part of a training, or a call that init reads takes the name."""
         for each in values.values():
@@ -159,6 +164,8 @@ class _Reader:
             if name in NAMES["homes"] or name in NAMES["optimizers"] or (name.startswith("get_") and "sched" in name):
                 return True
         name = self.script.origin_of(parent.func).rpartition(".")[2] if isinstance(parent, ast.Call) else ""
+        if name == "train" and all(map(self._resumes, values.values())):
+            return False
         known = all(isinstance(v, ast.expr) and self.script.known(v, Unknown) is not Unknown for v in values.values())
         return not known and (name in NAMES["homes"] or name in _TAKES)
 

@@ -552,7 +552,8 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
 def script(of: Script) -> Read:
     """Find the reader of a script. Errors: `RunError` if there is none."""
     imports = functools.partial(project_files.refuse, of)
-    unread, rebound, of = project_files.imported(of), project_files.rebound(of), decided_branches.taken(of)
+    unread, rebound = project_files.imported(of), project_files.rebound(of)
+    of = decided_branches.taken(trainer_script.written_out(of))
     for reader in SCRIPTS:
         if (result := reader(of)) is not None:
             if reader is _of_sagemaker:

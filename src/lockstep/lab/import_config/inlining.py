@@ -1,9 +1,10 @@
 """Inline a training loop that is spread over methods and closures.
 
-In: the tree of a script that computes gradients in a method, or in a function called by another function's loop. Out:
-an equivalent tree. Attributes of classes that are instantiated once become dotted names (`trainer.model`); calls of the
-script's own methods and functions become their statements, with their original lines. Anything that cannot be inlined
-stays a call, so that a reader of the tree sees every statement that runs.
+In: the tree of a script that computes gradients in a method, or in a function called by another function's loop, or
+that creates its Trainer in a method. Out: an equivalent tree. Attributes of classes that are instantiated once become
+dotted names (`trainer.model`); calls of the script's own methods and functions become their statements, with their
+original lines. Anything that cannot be inlined stays a call, so that a reader of the tree sees every statement that
+runs.
 """
 
 from __future__ import annotations
@@ -36,8 +37,14 @@ def needs_inlining(tree: ast.Module) -> bool:
     return False
 
 
-def written_out(tree: ast.Module) -> ast.Module | None:
-    """Return the inlined tree, or None if the script cannot be inlined."""
+def holds_trainer(tree: ast.Module) -> bool:
+    """Return whether a Trainer is created in a method of a class."""
+    calls = (each for function, method in _functions_of(tree, False) if method for each in _own(function.body))
+    return any(isinstance(each, ast.Call) and ast.unparse(each.func).endswith("Trainer") for each in calls)
+
+
+def written_out(tree: ast.Module, trains: str = "backward") -> ast.Module | None:
+    """Return the inlined tree, or None if the script cannot be inlined. `trains`: name of the method that trains."""
     scopes = [tree.body, *(n.body for n in ast.walk(tree) if isinstance(n, Function | ast.ClassDef))]
     if any(isinstance(n, ast.Match) for n in ast.walk(tree)) or any(map(_says_twice, scopes)):
         return None
@@ -49,9 +56,14 @@ def written_out(tree: ast.Module) -> ast.Module | None:
     nodes = [n for line in body for n in ast.walk(line)]
     if any(isinstance(n, ast.Name) and n.id in writer.instances for n in nodes):
         return None  # an object is passed on as a whole, to where its methods are not followed
-    if not any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "backward" for n in nodes):
+    if not any(isinstance(n, ast.Call) and _method_of(n) == trains for n in nodes):
         return None  # nothing calls the function that trains
     return ast.fix_missing_locations(ast.Module(_without_copies(body), []))
+
+
+def _method_of(call: ast.Call) -> str:
+    """Return the last name of what is called, also of an attribute that was written out: `exp.trainer.train`."""
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 @dataclass

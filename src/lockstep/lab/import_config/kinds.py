@@ -14,6 +14,21 @@ from lockstep.lab.import_config.script import DTYPES, Scope, Script, Unknown
 Kind = Literal["tokenizer", "model", "config", "rows", "trainer", "arguments", "adapter"]
 CUT = "cut off train"  # the split from train_test_split
 TOKENIZERS = ("Tokenizer", "TokenizerFast", "Processor")
+COPIES = ("unique", "to_pandas", "to_dict", "to_list")  # methods of rows that return other objects
+_TENSORS = (
+    "argmax",
+    "argmin",
+    "softmax",
+    "log_softmax",
+    "sigmoid",
+    "squeeze",
+    "unsqueeze",
+    "detach",
+    "mean",
+    "sum",
+    "eq",
+    "topk",
+)
 _MAKERS = ("load_dataset", "load_from_disk", "concatenate_datasets", "interleave_datasets")
 _OTHER_TYPES = {"float16", "half", "bfloat16", "float64", "double", "dtype"}
 _WRAPPED = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training")
@@ -67,7 +82,7 @@ def _of_call(script: Script, node: ast.Call, depth: int) -> Kind | None:
         return "trainer"
     if name.endswith("TrainingArguments") or name in ("SFTConfig", "DPOConfig", "RewardConfig", "CPOConfig"):
         return "arguments"
-    if isinstance(node.func, ast.Attribute) and name != "unique":  # a list of values
+    if isinstance(node.func, ast.Attribute) and name not in COPIES:
         kind = kind_of(script, node.func.value, depth + 1)
         return kind if kind in ("rows", "model") else None
     function = script.functions.get(name) if isinstance(node.func, ast.Name) else None
@@ -125,6 +140,8 @@ def function_of(script: Script, node: ast.expr | None) -> Scope | None:
 def narrows(script: Script, call: ast.Call) -> bool:
     """Return whether `x.to(...)` may cast a module: to a dtype that is neither float32 nor one of whole numbers."""
     words = [word.value for word in call.keywords if word.arg != "device"]
+    if isinstance(call.func, ast.Attribute) and _is_tensor(script, call.func.value):
+        return False
     if any(isinstance(each, ast.Starred) for each in call.args) or any(word.arg is None for word in call.keywords):
         return True
     for each in (*call.args, *words):
@@ -133,6 +150,15 @@ def narrows(script: Script, call: ast.Call) -> bool:
         if names & _OTHER_TYPES or script.known(each) in ("float16", "bfloat16", "float64"):
             return True
     return False
+
+
+def _is_tensor(script: Script, node: ast.expr | None, depth: int = 0) -> bool:
+    """Return whether an expression is a result of tensors and no module: `out.logits.argmax(-1)`, `a == b`."""
+    if isinstance(node, ast.Name) and depth < 10:
+        return _is_tensor(script, script.bound(node), depth + 1)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.attr in _TENSORS
+    return isinstance(node, ast.Compare | ast.BinOp) or (isinstance(node, ast.Attribute) and node.attr == "logits")
 
 
 def casts(script: Script, node: ast.Call) -> bool:

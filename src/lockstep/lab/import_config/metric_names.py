@@ -1,47 +1,329 @@
-"""Lockstep's names of the scores that a script computes: its `f1` may be the task's `macro_f1`.
+"""Which of lockstep's metrics a script's `compute_metrics` returns: its `f1` may be the task's `macro_f1`.
 
-In: a script, and the function that it gives as `compute_metrics`. Out: `checkpoint.best` by lockstep's name, where the
-score is computed by a function of scikit-learn.
+In: a script, and its function. Out: `checkpoint.best` by lockstep's name, and a line for each score that the task does
+not compute. The function is followed on random predictions of ours and not run; a score is lockstep's if its numbers
+are the same. What is followed is a closed list of numpy, scikit-learn and evaluate.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from lockstep.lab.import_config.script import Script
+from lockstep.lab.import_config.kinds import function_of
+from lockstep.lab.import_config.script import Script, Unknown
 from lockstep.lab.import_config.table import RunDraft
+
+_ROWS = 60  # random predictions, in which each label occurs
+_DEPTH = 10  # of functions that call one another
+_BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+}
+_METHODS = ("argmax", "sum", "mean", "astype", "flatten", "ravel", "squeeze", "item", "tolist", "copy")
+_NUMPY = ("argmax", "sum", "mean", "equal", "not_equal", "logical_and", "logical_not", "array", "asarray", "maximum")
+_PLAIN: Mapping[str, Callable[..., Any]] = {"float": float, "int": int, "max": max, "min": min, "sum": sum, "len": len}
+
+
+class _NotFollowed(Exception):
+    """A score whose code is not on the list."""
 
 
 def rename_best(script: Script, function: ast.expr, draft: RunDraft) -> None:
-    """Set `checkpoint.best` to lockstep's name of the script's score, if both are known to be alike."""
-    best = str(draft.keys.get("checkpoint.best", ""))
-    node = script.functions.get(function.id) if isinstance(function, ast.Name) else None
-    if node is None or draft.is_given("checkpoint.best") or draft.task != "classification":
+    """Set `checkpoint.best` to lockstep's name of a classifier's score, or add a gap. Name the scores that are lost."""
+    if draft.task != "classification":
         return
-    returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
-    entries = [
-        value
-        for each in returned
-        if isinstance(each, ast.Dict)
-        for key, value in zip(each.keys, each.values, strict=True)
-        if script.known(key) == best.removeprefix("-")
+    scores = _scores(script, function_of(script, function))
+    best = str(draft.keys.get("checkpoint.best", "")).removeprefix("-")
+    if scores is None:
+        if best not in ("", "loss", "accuracy") and not draft.is_given("checkpoint.best"):
+            why = f"which metric of lockstep it is was not seen: init does not follow {ast.unparse(function)}"
+            draft.unclear(f"metric_for_best_model: {best}", why, "checkpoint.best")
+        return
+    names = {name: ours for name, ours in scores.items() if ours is not None}
+    lost = [name for name in scores if name not in names]
+    if lost:
+        draft.notes.append(
+            f"not computed by the task: {', '.join(lost)}; metrics takes functions of (predictions, labels)"
+        )
+    if best not in scores or draft.is_given("checkpoint.best"):
+        return
+    if best not in names:
+        why = "its numbers are those of none of accuracy, macro_f1 and, of two labels, f1"
+        draft.lacks(f"metric_for_best_model: {best}", why, "checkpoint.best")
+        return
+    comment = draft.comments.get("checkpoint.best", "")
+    if names[best] != best:
+        draft.set("checkpoint.best", names[best], f"{comment}: {best} is {names[best]} here")
+    if names[best] == "f1":
+        draft.set("task.threshold", 0.5, f"f1 is that of the second label, as {best} of compute_metrics")
+
+
+def _scores(script: Script, function: Any) -> dict[str, str | None] | None:
+    """Return lockstep's name, or None, of each score of a function; None if the function is not followed."""
+    import numpy as np
+
+    counts = {script.known(word.value) for c in script.calls for word in c.node.keywords if word.arg == "num_labels"}
+    number = next(iter(counts)) if len(counts) == 1 else None
+    number = number if isinstance(number, int) and 1 < number < 100 else None
+    same: dict[str, set[str]] = {}
+    for labels in (number,) if number is not None else (2, 3):
+        generator = np.random.default_rng(labels)
+        for _ in range(3):
+            true = np.concatenate([np.arange(labels), generator.integers(labels, size=_ROWS)])
+            logits = generator.normal(size=(len(true), labels)) + np.eye(labels)[true]
+            try:
+                result = _Followed(script, logits, true).call(function, _Predictions(logits, true), 0)
+            except (_NotFollowed, ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
+                return None
+            if not isinstance(result, dict):
+                return None
+            ours = _of_lockstep(logits.argmax(-1), true, labels)
+            for name, value in result.items():
+                equal = {key for key, of in ours.items() if abs(_number(value) - of) < 1e-6}
+                same[str(name)] = same.get(str(name), equal) & equal
+    return {name: next(iter(sorted(each)), None) for name, each in same.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) or getattr(value, "ndim", 1) == 0 else float("nan")
+
+
+def _of_lockstep(predicted: Any, true: Any, labels: int) -> dict[str, float]:
+    """Return the metrics of the task for these predictions."""
+    values = {"accuracy": float((predicted == true).mean()), "macro_f1": _averaged(true, predicted, "macro")[2]}
+    return values | ({"f1": _averaged(true, predicted, "binary")[2]} if labels == 2 else {})
+
+
+def _averaged(true: Any, predicted: Any, average: str | None) -> tuple[float, float, float]:
+    """Return precision, recall and F1, averaged as scikit-learn does."""
+    classes = sorted({*true.tolist(), *predicted.tolist()})
+    counts = [
+        (int(((true == c) & (predicted == c)).sum()), int((predicted == c).sum()), int((true == c).sum()))
+        for c in classes
     ]
-    name = _name(script, entries[0]) if len(returned) == 1 and len(entries) == 1 else None
-    if name is not None and name != best:
-        comment = draft.comments.get("checkpoint.best", "")
-        draft.set("checkpoint.best", name, f"{comment}: {best} of line {entries[0].lineno} is {name} here")
+    each = [(r / max(p, 1), r / max(t, 1), 2 * r / max(p + t, 1)) for r, p, t in counts]
+    if average == "binary" and len(classes) == 2:
+        return each[1]
+    if average == "micro":
+        share = sum(r for r, _, _ in counts) / len(true)
+        return share, share, share
+    weights = {"macro": [1] * len(each), "weighted": [t for _, _, t in counts]}.get(str(average))
+    if weights is None:
+        raise _NotFollowed
+    total = sum(weights)
+    first, second, third = (sum(w * of[k] for w, of in zip(weights, each, strict=True)) / total for k in range(3))
+    return first, second, third
 
 
-def _name(script: Script, node: ast.expr | None, depth: int = 0) -> str | None:
-    """Return lockstep's name of a score; None if it is unknown."""
-    if isinstance(node, ast.Name) and depth < 10:
-        return _name(script, script.bound(node, last=True), depth + 1)
-    if not isinstance(node, ast.Call):
+class _Predictions(tuple):
+    """transformers' EvalPrediction: a pair, whose parts have names."""
+
+    predictions: Any
+    label_ids: Any
+
+    def __new__(cls, predictions: Any, label_ids: Any) -> _Predictions:
+        pair = super().__new__(cls, (predictions, label_ids))
+        pair.predictions, pair.label_ids = predictions, label_ids
+        return pair
+
+
+class _Followed:
+    """Follows a function on values of ours."""
+
+    def __init__(self, script: Script, logits: Any, true: Any) -> None:
+        self.script, self.logits, self.true = script, logits, true
+
+    def call(self, function: Any, argument: Any, depth: int) -> Any:
+        if not isinstance(function, ast.FunctionDef | ast.Lambda) or getattr(function, "decorator_list", None):
+            raise _NotFollowed
+        arguments = [*function.args.posonlyargs, *function.args.args]
+        if len(arguments) != 1 or function.args.vararg or function.args.kwarg or depth > _DEPTH:
+            raise _NotFollowed
+        names = {arguments[0].arg: argument}
+        if isinstance(function, ast.Lambda):
+            return self.value(function.body, names, depth)
+        return self._body(function.body, names, depth)
+
+    def _body(self, lines: list[Any], names: dict[str, Any], depth: int) -> Any:
+        for line in lines:
+            if isinstance(line, ast.Return) and line.value is not None:
+                return self.value(line.value, names, depth)
+            if isinstance(line, ast.Assign) and len(line.targets) == 1:
+                self._bind(line.targets[0], self.value(line.value, names, depth), names)
+            elif isinstance(line, ast.If):
+                result = self._body(line.body if self.value(line.test, names, depth) else line.orelse, names, depth)
+                if result is not None:
+                    return result
+            elif not (isinstance(line, ast.Expr) and (isinstance(line.value, ast.Constant) or _prints(line.value))):
+                raise _NotFollowed
         return None
-    origin = script.origin_of(node.func)
-    if origin == "float" and len(node.args) == 1:
-        return _name(script, node.args[0], depth + 1)
-    words = {word.arg: script.known(word.value) for word in node.keywords}
-    if origin == "sklearn.metrics.f1_score" and words == {"average": "macro"}:
-        return "macro_f1"
-    return "accuracy" if origin == "sklearn.metrics.accuracy_score" and not words else None
+
+    def _bind(self, target: ast.expr, value: Any, names: dict[str, Any]) -> None:
+        if isinstance(target, ast.Name):
+            names[target.id] = value
+        elif isinstance(target, ast.Tuple) and isinstance(value, tuple) and len(value) == len(target.elts):
+            for each, part in zip(target.elts, value, strict=True):
+                self._bind(each, part, names)
+        else:
+            raise _NotFollowed
+
+    def value(self, node: ast.expr, names: dict[str, Any], depth: int) -> Any:
+        """Evaluate an expression. Errors: `_NotFollowed`, and those of its operators."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return names[node.id] if node.id in names else self._outside(node)
+        if isinstance(node, ast.Tuple):
+            return tuple(self.value(each, names, depth) for each in node.elts)
+        if isinstance(node, ast.Dict):
+            return self._mapping(node, names, depth)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
+            value = self.value(node.operand, names, depth)
+            return -value if isinstance(node.op, ast.USub) else not value
+        if isinstance(node, ast.BinOp | ast.Compare):
+            return self._of_two(node, names, depth)
+        if isinstance(node, ast.IfExp):
+            return self.value(node.body if self.value(node.test, names, depth) else node.orelse, names, depth)
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, names, depth)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant | ast.UnaryOp):
+            return self.value(node.value, names, depth)[self.value(node.slice, names, depth)]
+        if isinstance(node, ast.Call):
+            return self._called(node, names, depth)
+        raise _NotFollowed
+
+    def _mapping(self, node: ast.Dict, names: dict[str, Any], depth: int) -> dict[Any, Any]:
+        whole: dict[Any, Any] = {}
+        for key, of in zip(node.keys, node.values, strict=True):
+            value = self.value(of, names, depth)
+            whole |= value if key is None else {self.value(key, names, depth): value}
+        return whole
+
+    def _of_two(self, node: ast.BinOp | ast.Compare, names: dict[str, Any], depth: int) -> Any:
+        kind = type(node.op if isinstance(node, ast.BinOp) else node.ops[0])
+        if kind not in _BINARY or (isinstance(node, ast.Compare) and len(node.ops) > 1):
+            raise _NotFollowed
+        right = node.right if isinstance(node, ast.BinOp) else node.comparators[0]
+        return _BINARY[kind](self.value(node.left, names, depth), self.value(right, names, depth))
+
+    def _outside(self, node: ast.Name) -> Any:
+        if (value := self.script.known(node, Unknown)) is Unknown:
+            raise _NotFollowed
+        return value
+
+    def _attribute(self, node: ast.Attribute, names: dict[str, Any], depth: int) -> Any:
+        holder = self.value(node.value, names, depth)
+        if isinstance(holder, _Predictions) and node.attr in ("predictions", "label_ids"):
+            return getattr(holder, node.attr)
+        if node.attr in ("shape", "size"):
+            return getattr(holder, node.attr)
+        raise _NotFollowed
+
+    def _called(self, node: ast.Call, names: dict[str, Any], depth: int) -> Any:
+        origin = self.script.origin_of(node.func)
+        library, _, name = origin.rpartition(".")
+        if isinstance(node.func, ast.Name) and node.func.id in self.script.functions:
+            if len(node.args) != 1 or node.keywords:
+                raise _NotFollowed
+            function = function_of(self.script, node.func)
+            return self.call(function, self.value(node.args[0], names, depth), depth + 1)
+        if origin == "isinstance":
+            return isinstance(self.value(node.args[0], names, depth), tuple) and ast.unparse(node.args[1]) == "tuple"
+        loaded = (
+            self._loaded(node.func.value, names) if isinstance(node.func, ast.Attribute) and name == "compute" else None
+        )
+        if any(word.arg is None for word in node.keywords) or any(isinstance(each, ast.Starred) for each in node.args):
+            raise _NotFollowed
+        words = {
+            str(word.arg): ast.unparse(word.value) if word.arg == "dtype" else self.value(word.value, names, depth)
+            for word in node.keywords
+        }
+        if loaded is not None:
+            return self._computed(loaded, [self.value(each, names, depth) for each in node.args], words)
+        if isinstance(node.func, ast.Attribute) and library != "numpy" and not library.startswith("sklearn"):
+            return self._method(node, names, depth, words)
+        values = [self.value(each, names, depth) for each in node.args]
+        if library == "numpy" and name in _NUMPY:
+            import numpy as np
+
+            return getattr(np, name)(*values, **words)
+        if library.startswith("sklearn"):
+            return self._of_sklearn(name, values, words)
+        if origin == "round" and values and (len(values) == 1 or values[1] > 2):
+            return values[0]
+        if origin in _PLAIN and not words:
+            return _PLAIN[origin](*values)
+        raise _NotFollowed
+
+    def _method(self, node: ast.Call, names: dict[str, Any], depth: int, words: dict[str, Any]) -> Any:
+        import numpy as np
+
+        assert isinstance(node.func, ast.Attribute)
+        holder = self.value(node.func.value, names, depth)
+        if node.func.attr not in _METHODS or not isinstance(holder, np.ndarray | np.generic):
+            raise _NotFollowed
+        if node.func.attr == "astype":
+            return holder if holder.dtype != bool else holder.astype(int)
+        return getattr(holder, node.func.attr)(*(self.value(each, names, depth) for each in node.args), **words)
+
+    def _loaded(self, node: ast.expr, names: dict[str, Any]) -> list[str] | None:
+        """Return the scores of `evaluate.load("f1")`, of `evaluate.combine([...])` and of GLUE's."""
+        value = self.script.bound(node, last=True) if isinstance(node, ast.Name) and node.id not in names else node
+        if not isinstance(value, ast.Call):
+            return None
+        origin, first = self.script.origin_of(value.func), self.script.known(value.args[0]) if value.args else None
+        if origin == "evaluate.combine" and isinstance(first, list):
+            return [str(each) for each in first]
+        if origin not in ("evaluate.load", "datasets.load_metric") or not isinstance(first, str):
+            return None
+        if first == "glue":
+            task = self.script.known(value.args[1]) if len(value.args) > 1 else None
+            return {"mrpc": ["accuracy", "f1"], "qqp": ["accuracy", "f1"]}.get(
+                str(task), ["accuracy"] if task not in ("cola", "stsb") else ["other"]
+            )
+        return [first]
+
+    def _computed(self, scores: list[str], values: list[Any], words: dict[str, Any]) -> dict[str, Any]:
+        predicted, true = words.pop("predictions"), words.pop("references")
+        if values:
+            raise _NotFollowed
+        result: dict[str, Any] = {}
+        for name in scores:
+            own = words if name != "accuracy" else {}
+            result[name] = self._of_sklearn(f"{name}_score", [true, predicted], own)
+        return result
+
+    def _of_sklearn(self, name: str, values: list[Any], words: dict[str, Any]) -> Any:
+        """Return a score of scikit-learn; not a number if it is none of lockstep's."""
+        values += [words.pop(each) for each in ("y_true", "y_pred") if each in words]
+        words.pop("zero_division", None)
+        if len(values) != 2:
+            raise _NotFollowed
+        true, predicted = values
+        if name == "accuracy_score" and not words:
+            return float((true == predicted).mean())
+        several = name == "precision_recall_fscore_support"
+        average = words.pop("average", None if several else "binary")
+        place = {"precision_score": 0, "recall_score": 1, "f1_score": 2}.get(name)
+        if words or (place is None and not several):
+            return float("nan")
+        of = _averaged(true, predicted, average)
+        return (*of, None) if several else of[place]  # type: ignore[index]
+
+
+def _prints(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "logger.info", "logging.info")

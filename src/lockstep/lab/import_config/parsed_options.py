@@ -1,4 +1,4 @@
-"""Options that a script declares with argparse or fire, and their values.
+"""Options that a script declares with argparse, and their values.
 
 In: a `Script` and the options of its command line. Out: the value of each option: as the command line or the code gives
 it, converted by its type, else its default. An option whose value is unknown is left out.
@@ -24,7 +24,6 @@ _SWITCHES = {"store_true": True, "store_false": False}
 class ParsedOptions:
     values: dict[str, Any] = field(default_factory=dict)
     declared: set[str] = field(default_factory=set)  # as a command line spells them
-    command: ast.expr | None = None  # the function that fire turns into a command
 
 
 def options_of(script: Any) -> ParsedOptions:
@@ -34,8 +33,6 @@ def options_of(script: Any) -> ParsedOptions:
     for node in ast.walk(script.tree):
         if not isinstance(node, ast.Call):
             continue
-        if ast.unparse(node.func) in ("fire.Fire", "Fire") and node.args and isinstance(node.args[0], ast.Name):
-            options.command = node.args[0]
         if not ast.unparse(node.func).endswith(".add_argument"):
             continue
         names = [script.known(each) for each in node.args]

@@ -113,8 +113,8 @@ def _effect(place: Path, seen: set[Path]) -> str | None:
         if not (isinstance(line, ast.If) and "__name__" in ast.unparse(line.test)):
             effects += _patches(module, line)
             quiet.statement(line, frozenset())
-    line = effects[0] if effects else None
-    return None if line is None else f"{place}, line {line.lineno}: {code_of(line)}"  # type: ignore[attr-defined]
+    first = effects[0] if effects else None
+    return None if first is None else f"{place}, line {first.lineno}: {code_of(first)}"  # type: ignore[attr-defined]
 
 
 def _patches(module: Script, line: ast.stmt) -> Iterator[ast.AST]:

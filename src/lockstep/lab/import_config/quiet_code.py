@@ -252,19 +252,24 @@ class QuietCode:
             )
         if origin.split(".")[0] in ("transformers", "datasets", "peft", "bitsandbytes"):
             return True  # handled or reported by trainer_script
-        if isinstance(call.func, ast.Attribute):
-            kind = kind_of(self.script, call.func.value)
-            if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
-                return True  # likewise
-            if methods := self._methods(call.func):
-                named = ((f"{each.name}, line {each.lineno}", each) for each in methods)
-                return all(self._quiet_body(name, each, each.args.args[:1]) for name, each in named)
-            if not is_library(self.script.imports.get(root_of(call.func), "os")):
-                return False  # of a module that is not read
-            if name in NAMES["changing_methods"]:
-                return self._is_of_others(call.func.value)
-            return name in NAMES["quiet_methods"] and not (name == "to" and narrows(self.script, call))
-        return self._is_value(call.func)
+        return self._is_quiet_method(call, name) if isinstance(call.func, ast.Attribute) else self._is_value(call.func)
+
+    def _is_quiet_method(self, call: ast.Call, name: str) -> bool:
+        """Return whether a method has no effect on training. `name`: its last name."""
+        assert isinstance(call.func, ast.Attribute)
+        kind = kind_of(self.script, call.func.value)
+        if kind in ("rows", "tokenizer", "model") and name not in ("train", "eval"):
+            return True  # likewise
+        if self.itself is not None and name in NAMES["quiet_names"] and self._calls_part(call.func):
+            return True
+        if methods := self._methods(call.func):
+            named = ((f"{each.name}, line {each.lineno}", each) for each in methods)
+            return all(self._quiet_body(name, each, each.args.args[:1]) for name, each in named)
+        if not is_library(self.script.imports.get(root_of(call.func), "os")):
+            return False  # of a module that is not read
+        if name in NAMES["changing_methods"]:
+            return self._is_of_others(call.func.value)
+        return name in NAMES["quiet_methods"] and not (name == "to" and narrows(self.script, call))
 
     def _by_argument(self, name: str, node: ast.expr) -> bool:
         """Return whether a call is quiet by what it is given: options that are printed, `partial(print, flush=True)`,
@@ -281,6 +286,11 @@ class QuietCode:
             alone = id(call) in self.created and computes_alone(self.script, name)
             return alone or self._function(name)
         return id(call) in self.created or self._object(call, name)
+
+    def _calls_part(self, function: ast.Attribute) -> bool:
+        """Return whether a method calls the model or tokenizer that its object holds: `self.model(**inputs)`."""
+        held = isinstance(function.value, ast.Name) and function.value.id == self.itself
+        return held and not self._methods(function)
 
     def _is_of_others(self, holder: ast.expr) -> bool:
         """Return whether an object may be changed: a list, a progress bar, a metric, but not a dataset or optimizer."""
@@ -330,17 +340,17 @@ class QuietCode:
 
     def _object(self, call: ast.Call, name: str) -> bool:
         """Return whether creating an object of a class of the script has no effect on training, special methods and
-        properties included. A module or data set has none, unless it gets another module or an optimizer."""
+        properties included. A module or data set has none, unless it gets another module or an optimizer. If it gets a
+        model, all its methods are looked at; `object_flows.py` refuses it before the training."""
         arguments = [*call.args, *(word.value for word in call.keywords)]
-        if any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in arguments):
-            return False
+        holds = any(kind_of(self.script, each) == "model" or root_of(each) == "model" for each in arguments)
         kinds = self._lineage(self.script.classes[name])
         bases = {ast.unparse(base).rpartition(".")[2] for kind in kinds for base in kind.bases}
         inert = bases & {"Module", "Dataset", "IterableDataset"}
-        if inert and not any(self._holds_module(each) for each in arguments):
+        if inert and not holds and not any(self._holds_module(each) for each in arguments):
             return True
         own = [line for kind in kinds for line in kind.body if isinstance(line, ast.FunctionDef)]
-        implicit = [each for each in own if each.name.startswith("__") or _is_property(each)]
+        implicit = [each for each in own if holds or each.name.startswith("__") or _is_property(each)]
         return all(self._quiet_body(f"{name}.{m.name}, line {m.lineno}", m, m.args.args[:1]) for m in implicit)
 
     def _methods(self, function: ast.Attribute) -> list[ast.FunctionDef]:

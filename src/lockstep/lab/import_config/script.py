@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.run import RunError
-from lockstep.lab.import_config import bound_names, parameters
+from lockstep.lab.import_config import bound_names, commands, parameters
 from lockstep.lab.import_config.collected_values import COLLECTING, OF_MAPPINGS, collected, entries_of
 from lockstep.lab.import_config.parsed_options import options_of, record_assigned, record_set, set_elsewhere
 from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
@@ -99,6 +99,7 @@ class Script:
         self.path, self.text, self.options = path, text, dict(options or {})
         try:
             self.tree = ast.parse(text) if tree is None else tree
+            command = commands.write_calls(self.tree, self.options)
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
         except ValueError as error:  # for example a NUL
@@ -112,7 +113,6 @@ class Script:
         self.scopes: dict[int, Scope | None] = {}  # node -> its enclosing function
         self.order: dict[int, int] = {}  # node -> its position in the tree
         self.set_later: set[str] = set()  # attributes that the script sets: args.lr
-        self.started: Scope | None = None  # the function that fire turns into a command
         self._parsed: dict[str, Any] = {}  # options of argparse and their defaults
         self._declared: set[str] = set()  # options as a command line spells them
         self._namespaces: set[str] = set()  # names that hold parsed options
@@ -128,7 +128,7 @@ class Script:
         bound_names.record_elsewhere(self)
         parsed = options_of(self)
         self._parsed, self._declared = parsed.values, parsed.declared
-        self.started = self.functions.get(ast.unparse(parsed.command)) if parsed.command is not None else None
+        self._declared |= command or set()
         parameters.bind(self)
         self._values.clear()  # values cached before the options were known
         self.calls: list[Call] = list(self._calls(self.tree.body, None))
@@ -361,24 +361,9 @@ class Script:
             if (here := self.here[node.id]) is Unknown:
                 raise Unknown
             return here
-        if self.started is not None and self._is_argument(node, self.started):
-            return self._default(self.started, node.id)
         if (value := self.bound(node)) is None:
             raise Unknown
         return self.value(value)
-
-    def _is_argument(self, node: ast.Name, function: Scope) -> bool:
-        scope = self.scopes.get(id(node))
-        return scope is function and self.bindings.get((id(function), node.id)) == [None]
-
-    def _default(self, function: Scope, name: str) -> Any:
-        if name in self.options:
-            return self.options[name]
-        arguments = function.args.args
-        defaults = dict(zip([a.arg for a in arguments[::-1]], function.args.defaults[::-1], strict=False))
-        if name not in defaults:
-            raise Unknown
-        return self.value(defaults[name])
 
     def _attribute(self, node: ast.Attribute) -> Any:
         text = ast.unparse(node)
@@ -466,7 +451,7 @@ class Script:
 
     def unread_options(self) -> list[str]:
         """Return command-line options that the script's parsers do not declare, if all parsers are known."""
-        if self.started is not None or self.dataclasses or self._namespaces:
+        if self.dataclasses or self._namespaces:
             return []
         return [name for name in self.options if name not in self._declared]
 

@@ -14,6 +14,7 @@ from lockstep.lab.import_config import (
     attributes,
     call_arguments,
     dataset_calls,
+    inlining,
     lightning,
     loading,
     loss_means,
@@ -63,6 +64,12 @@ def read(script: Script) -> tuple[str, Mover] | None:
         )
     name = settings[0].name if settings else trainers[0].name
     return f"a script with {name}", lambda draft, processes: _move(script, draft, processes)
+
+
+def written_out(script: Script) -> Script:
+    """Return a script whose Trainer is created in a method with the statements of that method in its place."""
+    tree = inlining.written_out(script.tree, "train") if inlining.holds_trainer(script.tree) else None
+    return script if tree is None else Script(script.path, script.text, script.options, tree)
 
 
 def _is_settings(name: str) -> bool:

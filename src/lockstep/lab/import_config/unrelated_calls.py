@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep.lab.import_config.bound_names import root_of
+from lockstep.lab.import_config.kinds import COPIES
 from lockstep.lab.import_config.script import Script
 from lockstep.lab.import_config.table import NAMES
 
@@ -96,7 +97,9 @@ class UnrelatedCalls:
         )
         if built and node.func.id not in ("open", "str", "range"):  # type: ignore[attr-defined]
             return all(not self.touches(each) or self._is_value(each, depth + 1) for each in node.args)
-        if isinstance(node.func, ast.Attribute) and self._is_value(node.func.value, depth + 1):
+        if isinstance(node.func, ast.Attribute) and (
+            node.func.attr in COPIES or self._is_value(node.func.value, depth + 1)
+        ):
             return True
         return built or self._is_of_library(node.func)
 
