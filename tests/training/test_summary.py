@@ -13,11 +13,12 @@ import yaml
 
 from lockstep.cli import main
 from lockstep.config.model_selection import Best
-from lockstep.config.run import Run, load
+from lockstep.config.run import Run, RunError, load
 from lockstep.data import builtin
 from lockstep.data.job import Job, arithmetic_of
 from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
+from lockstep.training import evaluate_export
 from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
 from lockstep.training.throughput import Counts
 from support.harness import TINY, tiny
@@ -175,7 +176,27 @@ def files_are_evaluated_with_the_exports_labels(folder: Path, capfd: pytest.Capt
     assert float(row["test"]) == pytest.approx(expected, rel=1e-4)
     assert mentions(printed.err, "LS2250", "gone.jsonl")
     assert main(["evaluate", out, str(folder / "others.jsonl")]) == 2  # has not the model's labels
-    assert mentions(capfd.readouterr().err, "LS2250", "gone.jsonl")
+    assert mentions(capfd.readouterr().err, "LS2250", "gone.jsonl", "others.jsonl", "its labels are p, q")
+
+
+def test_only_lost_training_data_are_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal of the files to score is not followed by another try, if the run's own data can be read."""
+    run: Any = Run.model_validate(TINY | {"launch": {"processes": 1, "device": "cpu"}})
+    asked: list[Any] = []
+
+    def prepare(alone: Any, world: Any, data: Any) -> None:
+        asked.append(data.data.test)
+        if data.data.test is not None:
+            raise RunError("LS2207", "data.test: no such file: far.jsonl")
+
+    monkeypatch.setattr(evaluate_export, "finished", lambda output, others: (run, tmp_path))
+    monkeypatch.setattr(evaluate_export, "of_export", lambda run, export, output: run)
+    monkeypatch.setattr(evaluate_export, "for_rank", prepare)
+    (tmp_path / "tokenizer_config.json").touch()
+    scored = run.model_copy(update={"data": run.data.model_copy(update={"test": "far.jsonl"})})
+    with pytest.raises(RunError, match=r"far\.jsonl"):
+        evaluate_export._prepared_for(tmp_path, scored, scored, World(run), tmp_path, {"data.test": "far.jsonl"})
+    assert asked == ["far.jsonl", None]
 
 
 def test_little_padding_is_reported() -> None:

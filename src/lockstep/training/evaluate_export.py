@@ -92,34 +92,45 @@ def _with_tokens_of(alone: Run, export: Path) -> Run:
 
 
 def _prepared_for(
-    run: Run, alone: Run, world: World, export: Path, overrides: Sequence[str] | Mapping[str, Any]
-) -> Job:
-    """Return the job of the only rank. Where files are named and the run's own data cannot be read any more, the files
-    alone are prepared, with the export's labels and tokens. Errors: `RunError`."""
-    keys = {key for key in overrides_of(overrides) if key.split(".")[0] == "data"}
+    output: Path, run: Run, alone: Run, world: World, export: Path, others: Mapping[str, Any]
+) -> tuple[Job, bool]:
+    """Return the job of the only rank, and whether it reads other data than the run did. Where only files to score are
+    named and the run's own data cannot be read any more, those files alone are prepared, with the export's labels and
+    tokens. `others`: the overrides. Errors: `RunError`."""
+    keys = {key for key in others if key.split(".")[0] == "data"}
     if not keys:
-        return for_rank(alone, world, data=run)
+        return for_rank(alone, world, data=run), False
     with_files = _with_tokens_of(alone, export)
     try:
-        return for_rank(alone, world, data=with_files)
-    except RunError as caught:
-        files: Any = with_files.data.test or with_files.data.validation
-        if not keys <= {"data.test", "data.validation"} or with_files.tokenizer.source != str(export):
+        return for_rank(alone, world, data=with_files), True
+    except RunError:
+        scored = keys <= {"data.test", "data.validation"} and with_files.tokenizer.source == str(export)
+        fault = (
+            _unreadable(output, export, world, {k: v for k, v in others.items() if k not in keys}) if scored else None
+        )
+        if fault is None:
             raise
-        only = dict.fromkeys(("train", "validation", "test"), files) | {
-            "validation": with_files.data.validation if "data.validation" in keys else files
-        }
-        none = dict.fromkeys(("source", "sources", "config", "revision", "split_column"))
-        off = dict.fromkeys(("stream", "deduplicate", "decontaminate"), False)
-        data = with_files.data.model_copy(update=none | off | only)
-        try:
-            job = for_rank(alone, world, data=with_files.model_copy(update={"data": data}))
-            _check_prepared(job.data, export, run.model.trust_remote_code)
-        except RunError:
-            raise caught from None
-        text = f"{job.data.facts['source']} is read without the training data, which cannot be read: {caught}"
-        streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
-        return job
+    files: Any = with_files.data.test or with_files.data.validation
+    only = dict.fromkeys(("train", "validation", "test"), files) | {
+        "validation": with_files.data.validation if "data.validation" in keys else files
+    }
+    none = dict.fromkeys(("source", "sources", "config", "revision", "split_column"))
+    off = dict.fromkeys(("stream", "deduplicate", "decontaminate"), False)
+    data = with_files.data.model_copy(update=none | off | only)
+    job = for_rank(alone, world, data=with_files.model_copy(update={"data": data}))
+    text = f"{job.data.facts['source']} is read without the training data, which cannot be read: {fault}"
+    streams.put(sys.stderr, f"note: {printable(text)}\n", flush=True)
+    return job, True
+
+
+def _unreadable(output: Path, export: Path, world: World, others: Mapping[str, Any]) -> RunError | None:
+    """Return why the data of the run itself cannot be read; None if they can."""
+    run, _ = finished(output, others)
+    try:
+        for_rank(of_export(run, export, run.folder), world, data=run)
+    except RunError as error:
+        return error
+    return None
 
 
 def scores(
@@ -128,16 +139,16 @@ def scores(
     """Name of the data, and metrics by split (default: those whose files `overrides` name, else validation, and test if
     there is one). This process becomes the only rank of a job. Errors: `RunError`."""
     run, export = finished(output, overrides)
-    files_given = [name for name in ("validation", "test") if f"data.{name}" in overrides_of(overrides)]
+    others = overrides_of(overrides)
+    files_given = [name for name in ("validation", "test") if f"data.{name}" in others]
     alone = of_export(run, export, run.folder)
     world = World(alone)
-    job = _prepared_for(run, alone, world, export, overrides)
+    job, other_data = _prepared_for(output, run, alone, world, export, others)
     join_ranks(job, world)
     if job.task.head is not None and not adapters.is_adapter(export):
         source_files.check_export(job.run.model, job.task.head)
     session = build_session(job, world, trained=True)
     task, strategy = session.task, session.strategy
-    other_data = any(key.split(".")[0] == "data" for key in overrides_of(overrides))
     if other_data or edits_of(output) is None:
         _check_prepared(task.prepared, export, run.model.trust_remote_code)
     split_names = [name for name in files_given or ("validation", "test") if name in task.splits]
