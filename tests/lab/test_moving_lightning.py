@@ -109,3 +109,17 @@ def test_nothing_in_classes_of_lightning_is_passed_over() -> None:
     for pair, part in LOST.items():
         lines = "\n".join(map(str, _moved(pair).deciding()))
         assert part in lines, (pair, lines)
+
+
+def test_a_checkpoint_by_a_score_evaluates_each_epoch() -> None:
+    def trained(monitor: str, *more: tuple[str, str]) -> RunDraft:
+        kept = f"max_epochs=3, callbacks=[pl.callbacks.ModelCheckpoint(monitor={monitor})]"
+        return _moved(("max_epochs=3", kept), *more)
+
+    draft = trained("'val_acc', mode='max'")
+    assert (draft.keys["checkpoint.best"], draft.keys["evaluate.every"]) == ("accuracy", "epoch")
+    assert any("monitor acc is taken as the task's accuracy" in note for note in draft.notes)
+    assert trained("'val_loss'").keys["checkpoint.best"] == "-loss"
+    assert any("monitor=f1" in gap.name for gap in trained("'val_f1'").deciding())
+    every = ("max_epochs=3", "max_epochs=3, check_val_every_n_epoch=2")
+    assert any("when it evaluates" in gap.name for gap in trained("'val_loss'", every).deciding())

@@ -231,3 +231,13 @@ def test_a_trainer_that_an_object_holds(here: Path, capsys: pytest.CaptureFixtur
     )
     text = changed(HELD, ("        args = T", f"{branch}        args = T"))
     assert "self.model" in refused("train.py", text, capsys)
+
+
+def test_a_script_of_images_is_refused_for_its_pixels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mapped = 'return tokenizer(rows["review"], truncation=True, max_length=256)'
+    text = changed(TRAINER.replace("ARGUMENTS", USUAL), (mapped, 'return tokenizer(rows["image"])'))
+    for name, other in (("ForSequence", "ForImage"), ("AutoTokenizer", "AutoImageProcessor")):
+        text = text.replace(name, other)
+    printed = refused("train.py", text, capsys)
+    assert "data.map(tokenize, batched=True) (it makes the pixels" in printed
+    assert "max_length" not in printed

@@ -127,8 +127,8 @@ def _values(function: Function, imports: Mapping[str, str], options: Mapping[str
     """Return the arguments that the command line or an option's declaration gives."""
     spec = function.args
     names = [each.arg for each in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)]
-    given = [each.arg for each in (*spec.posonlyargs, *spec.args)]
-    defaults = dict(zip(given[len(given) - len(spec.defaults) :], spec.defaults, strict=True))
+    plain = [each.arg for each in (*spec.posonlyargs, *spec.args)]
+    defaults = dict(zip(plain[len(plain) - len(spec.defaults) :], spec.defaults, strict=True))
     defaults |= {a.arg: d for a, d in zip(spec.kwonlyargs, spec.kw_defaults, strict=True) if d is not None}
     declared: dict[str, ast.expr | None] = {}
     for name, default in defaults.items():

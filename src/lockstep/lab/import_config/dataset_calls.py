@@ -214,6 +214,10 @@ def mapped(call: Call, at: Reading) -> None:
         why = f"its decorator {code_of(by)} may change the rows: {_WHOLE}"
         at.draft.unclear(str(call), why, "data.source", "data.train")
         return
+    if at.draft.task == "image_classification":
+        why = "it makes the pixels, which lockstep makes with the model's image processor, without random changes: if "
+        at.draft.unclear(str(call), f"{why}they are alike, give task.processor={{}}", "task.processor")
+        return
     nodes = {id(node) for node in ast.walk(function)}
     inside = [call for call in at.script.calls if id(call.node) in nodes]
     tokenising = [c for c in inside if kinds.kind_of(at.script, c.node.func) == "tokenizer"]

@@ -120,13 +120,13 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     for one in (each for each in listed if each is not None):
         one = (loop.script.bound(one, last=True) or one) if isinstance(one, ast.Name) else one
         name = loop.script.origin_of(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-        stops |= name == "EarlyStopping"
+        stops |= name == "EarlyStopping" or (name == "ModelCheckpoint" and "monitor" in ast.unparse(one))
         if name not in NAMES["lightning_callbacks"] or name in loop.script.classes:
             loop.draft.unclear(f"line {call.line}: the callback {code_of(one)}", "its effect is unknown")
     each_epoch = arguments.known.get("check_val_every_n_epoch", 1) in (None, 1)
     whole = type(arguments.known.get("val_check_interval", 1)) is int or arguments.known["val_check_interval"] == 1.0
     if stops and not (each_epoch and whole):
-        why = "EarlyStopping counts evaluations, and the script does not evaluate once per epoch"
+        why = "EarlyStopping and ModelCheckpoint take a score of each evaluation, and the script has not one per epoch"
         loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
 
 
@@ -138,10 +138,11 @@ def callback(call: Call, loop: Any) -> None:
     metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
     if metric:
         less = arguments.known.get("mode", "min") == "min"
-        draft.set("checkpoint.best", f"-{metric}" if less else metric, f"monitor, line {call.line}")
+        name = _score(metric, call, loop) if loop.is_transformers() else metric
+        draft.set("checkpoint.best", f"-{name}" if less else name, f"monitor, line {call.line}")
+        draft.keys.setdefault("evaluate.every", "epoch")  # Lightning evaluates once per epoch
     if stops:
         draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
-        draft.keys.setdefault("evaluate.every", "epoch")
         if delta := number(arguments.known.get("min_delta")):
             draft.set("evaluate.min_delta", abs(delta), f"min_delta, line {call.line}")
         for name in ("stopping_threshold", "divergence_threshold", "check_on_train_epoch_end"):
@@ -153,6 +154,18 @@ def callback(call: Call, loop: Any) -> None:
     elif every := arguments.known.get("every_n_train_steps"):
         draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
     loop.read(call, "checkpoint, evaluate")
+
+
+def _score(metric: str, call: Call, loop: Any) -> str:
+    """Return lockstep's name of a score that a module logs for a model of transformers."""
+    if metric in ("acc", "accuracy"):
+        why = "taken as the task's accuracy, over all examples; Lightning's log averages it over batches"
+        loop.draft.notes.append(f"line {call.line}: monitor {metric} is {why}")
+        return "accuracy"
+    if metric != "loss":
+        why = "which metric of lockstep it is was not seen"
+        loop.draft.unclear(f"line {call.line}: {call.name}(monitor={metric})", why, "checkpoint.best")
+    return metric
 
 
 def _once(call: Call, loop: Any) -> None:

@@ -22,6 +22,7 @@ SIDE = (
     "lockstep pads texts on the right; padding on the left shifts a model's positions: remove it from training if "
     "it is meant for generation"
 )
+IMAGES = {"ForImageClassification": "image_classification"}  # read with a Trainer only
 TASKS: Mapping[str, str] = NAMES["model_tasks"]  # suffix of a model's class -> its task
 
 
@@ -153,7 +154,7 @@ def pretrained(call: Call, at: Reading) -> None:
         else:
             at.draft.lacks(str(call), "to continue training an adapter, merge it first", "model.source")
         return
-    task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
+    task = next((task for ending, task in {**TASKS, **IMAGES}.items() if holder.endswith(ending)), None)
     if holder in at.script.classes:
         at.draft.unclear(str(call), "the script's own model class computes something else", "task.name")
     elif task is None:
@@ -195,7 +196,7 @@ def task_first(script: Script, draft: RunDraft) -> None:
     """Determine the task from the model's class, which decides how earlier lines are read."""
     for call in script.calls:
         holder = call.origin.rpartition(".")[0]
-        task = next((task for ending, task in TASKS.items() if holder.endswith(ending)), None)
+        task = next((task for ending, task in {**TASKS, **IMAGES}.items() if holder.endswith(ending)), None)
         if call.name != "from_pretrained" or task is None:
             continue
         about = ast.unparse(script.tree).lower()

@@ -289,8 +289,8 @@ class QuietCode:
 
     def _calls_part(self, function: ast.Attribute) -> bool:
         """Return whether a method calls the model or tokenizer that its object holds: `self.model(**inputs)`."""
-        held = isinstance(function.value, ast.Name) and function.value.id == self.itself
-        return held and not self._methods(function)
+        own = isinstance(function.value, ast.Name) and function.value.id == self.itself
+        return own and not self._methods(function)
 
     def _is_of_others(self, holder: ast.expr) -> bool:
         """Return whether an object may be changed: a list, a progress bar, a metric, but not a dataset or optimizer."""

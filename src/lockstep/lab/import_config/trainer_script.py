@@ -259,7 +259,7 @@ def _settings(at: Reading, processes: int | None) -> None:
         _renamed_for_trl(at)
         return
     trainer.move(at.arguments, draft, processes)
-    if at.mapped:
+    if at.mapped or draft.task == "image_classification":
         return
     why = "no tokenizing function was found"
     draft.unclear("columns and truncation are unknown", why, "data.max_length", "task.block_size")
