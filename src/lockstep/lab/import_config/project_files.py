@@ -92,19 +92,19 @@ def _imports(script: Script) -> Iterator[tuple[ast.Import | ast.ImportFrom, str,
                     yield node, f".{name}" if relative else name, file
 
 
-def _effect(place: Path, seen: set[Path]) -> str | None:
+def _effect(place: Path, visited: set[Path]) -> str | None:
     """Return `FILE, line N: CODE` of the first statement which does more than define names when a file is imported, or
     when one that it imports is."""
-    if place.resolve() in seen:
+    if place.resolve() in visited:
         return None
-    seen.add(place.resolve())
+    visited.add(place.resolve())
     try:
         module = Script(place, place.read_text(encoding="utf-8"))
     except (RunError, OSError, UnicodeDecodeError):
         return f"{place}, which cannot be read,"
     for node, name, file in _imports(module):
         known = name.partition(".")[0] in _known() and file is None
-        inner = None if known or file is None else _effect(file, seen)
+        inner = None if known or file is None else _effect(file, visited)
         if inner is not None or (file is None and not known):
             return inner or f"{place}, line {node.lineno}: {code_of(node)}"
     effects: list[ast.AST] = []
