@@ -75,7 +75,7 @@ def test_losses_of_extreme_and_empty_logits() -> None:
     "src/lockstep/tasks/embedding.py",
     "src/lockstep/tasks/models/chunked_loss.py",
     "src/lockstep/tasks/models/unpadded.py",
-    "src/lockstep/tasks/label_task.py",
+    "src/lockstep/tasks/classification.py",
     "src/lockstep/tasks/objectives/objectives.py",
     "src/lockstep/plain/losses.py",
     "src/lockstep/plain/train.py",

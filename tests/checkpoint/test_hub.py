@@ -13,8 +13,8 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from lockstep.checkpoint.hub_push import PushFailed, PushPatience, push
 from lockstep.config.run import RunError
 from lockstep.distributed.world import World
-from lockstep.training.finish import finished_already
 from lockstep.training.resolve import for_rank
+from lockstep.training.startup import finished_already
 from support.command import LOCKSTEP
 from support.harness import run_on, tiny
 from support.hub_jobs import PUSH, RUN, Command, finished, hub, lockstep, process, train_in, trained

@@ -18,7 +18,7 @@ from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models import model_configs
 from lockstep.tasks.task import make_task
-from lockstep.training.model_stats import remarks, unused_links, without_effect
+from lockstep.training.startup import remarks, unused_links, without_effect
 from support.harness import tiny
 from support.messages import raises
 from support.own_modules import NET, NET_FUNCTIONS, job

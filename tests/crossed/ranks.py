@@ -155,7 +155,7 @@ def _watching(seen: dict[str, Any], stop: int, how: str, keep: bool) -> Any:
     from lockstep.track.report import report
     from lockstep.training import evaluation, export_check
     from lockstep.training.data_loader import StepLoader
-    from lockstep.training.rank_zero_sinks import RankZeroSinks
+    from lockstep.training.train_job import RankZeroSinks
 
     checked = export_check.evaluated
     advance, summed, make = RankZeroSinks.advance, evaluation.sum_split, StepLoader.make

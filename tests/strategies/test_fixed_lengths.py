@@ -26,7 +26,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.engines import blocks, region
 from lockstep.tasks.models import repeatable
 from lockstep.tasks.task import make_task
-from lockstep.training import model_stats, resolve
+from lockstep.training import model_stats, resolve, startup
 from lockstep.training.data_loader import StepLoader
 from support.harness import build_with_feed, rank_0_of, tiny
 from support.marks import long
@@ -163,7 +163,7 @@ def test_uncompiled_runs_pad_to_no_length(tmp_path: Path) -> None:
     feed = StepLoader(make_task(job), range(run.micro_batches), torch.device("cpu"))
     assert max(micro.inputs["input_ids"].shape[1] for micro in feed.make(0).micro_batches) < 60
     assert "model.compile_lengths" not in job.arithmetic()
-    notes = model_stats.without_effect(job, feed.total, 1, True)
+    notes = startup.without_effect(job, feed.total, 1, True)
     assert "model.compile_lengths has no effect without model.compile=whole" in notes
 
 

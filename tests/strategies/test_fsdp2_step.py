@@ -16,7 +16,7 @@ from lockstep.data.job import Job, strategy_class
 from lockstep.distributed.world import World
 from lockstep.strategies.fsdp2 import FSDP2
 from lockstep.strategies.sharded_optimizer import ShardedOptimizer, ShardedWeights
-from lockstep.training import model_stats
+from lockstep.training import session
 from lockstep.training.resolve import resolve_strategy
 from support import odd_models
 from support.fsdp2_runs import of
@@ -141,8 +141,8 @@ def test_by_default_step_is_chosen_if_it_fits_into_half_the_memory() -> None:
 def ranks_of_unlike_memory(world: World, run: Run) -> str:
     task, strategy = build(run, world)
     strategy.close()
-    model_stats.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
-    return model_stats.resolve_by_memory(Job.of(run, world.size), task, world).run.strategy.options["gather"]
+    session.capacity = lambda device, sharing: 10**12 if world.rank else 10  # type: ignore[assignment]
+    return session.resolve_by_memory(Job.of(run, world.size), task, world).run.strategy.options["gather"]
 
 
 @pytest.mark.processes

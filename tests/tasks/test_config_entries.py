@@ -17,7 +17,7 @@ from lockstep.config.run import Run
 from lockstep.tasks.models import config_checks, model_configs, small_models
 from lockstep.tasks.models.heads import BUILT_IN
 from lockstep.tasks.models.heads import of as head_of
-from lockstep.training import model_stats
+from lockstep.training import startup
 from support.family_configs import BERT, GROUPED
 from support.harness import tiny
 from support.marks import slow
@@ -192,10 +192,10 @@ def test_longrope_is_noted_where_texts_are_on_both_sides_of_its_limit(monkeypatc
     assert config_checks.longrope_limit(run_of("llama", config).model, "classification") is None
     assert config_checks.longrope_limit(run.model, None) is None
     job: Any = SimpleNamespace(run=run, task=SimpleNamespace(head="classification"))
-    columns = MagicMock(spec=model_stats.Columns)
-    monkeypatch.setattr(model_stats, "make_task", lambda _: SimpleNamespace(splits={"train": columns}))
+    columns = MagicMock(spec=startup.Columns)
+    monkeypatch.setattr(startup, "make_task", lambda _: SimpleNamespace(splits={"train": columns}))
     for lengths, noted in (([3, 16, 17], 1), ([3, 16], 0), ([17, 40], 0)):
         columns.lengths, columns.__len__.return_value = lengths, len(lengths)
-        notes = model_stats.beyond_longrope(job)
+        notes = startup.beyond_longrope(job)
         assert len(notes) == noted
         assert all("more than 16 tokens" in note and "1 of 3" in note for note in notes)

@@ -23,7 +23,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.language_modeling import LanguageModeling
 from lockstep.tasks.models.inference import Decoding, by_forward
 from lockstep.training.evaluation import evaluate
-from lockstep.training.model_stats import remarks
+from lockstep.training.startup import remarks
 from support.harness import build, run_on
 from support.messages import raises
 from support.task_runs import GPT2, make, sentence

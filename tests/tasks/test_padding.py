@@ -17,7 +17,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.models import heads, model_configs, models, padding, unpadded
 from lockstep.tasks.models.inference import Decoding, by_transformers
 from lockstep.tasks.task import make_task
-from lockstep.training import model_stats
+from lockstep.training import summary
 from lockstep.training.data_loader import StepLoader
 from support.family_configs import BERT, GROUPED, batch, gradients
 from support.harness import build_with_feed, digest, run_on, tiny
@@ -213,13 +213,13 @@ def test_a_wrong_value_names_the_key() -> None:
 def test_families_that_need_padding_are_reported(tmp_path: Path) -> None:
     run = load(None, [], tiny().model_dump() | {"model": {"type": "deberta", "config": DEBERTA}, "steps": 2})
     task = make_task(Job.of(run).with_data())
-    told = model_stats.padding(task)["padding"]
+    told = summary.padding(task)["padding"]
     assert told.startswith("computed, as with data.padding=batch: transformers does not support")
     feed = StepLoader(task, [], torch.device("cpu"))
     assert feed.make(0).padded > feed.make(0).tokens
     can = tiny()
     task = make_task(Job.of(can).with_data())
-    assert model_stats.padding(task) == {}
+    assert summary.padding(task) == {}
     laid = StepLoader(task, [], torch.device("cpu")).make(0)
     assert laid.padded == laid.tokens < laid.padded_by_chance
 

@@ -17,6 +17,7 @@ from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.world import World
 from lockstep.tasks.models import quantized, storage_dtype
+from lockstep.tasks.models.storage_dtype import counts
 from lockstep.tasks.task import make_task
 from lockstep.training import model_stats
 from lockstep.training.resolve import resolve_strategy
@@ -209,7 +210,7 @@ def test_plan_counts_half_a_byte_and_the_scales(folder: Path) -> None:
     run = run_of(folder, "documents")
     task = make_task(Job.of(run).with_data())
     empty, full = task.model(empty=True), task.model()
-    assert model_stats.counts(empty) == model_stats.counts(full)
+    assert counts(empty) == counts(full)
     packed = storage_dtype.count(empty)
     assert packed == storage_dtype.count(full) == 2 * 12 * 64 * 64
     held = sum(t.nbytes for n, t in full.named_parameters() if n.endswith((".packed", ".absmax")))

@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.track import tracker as interface
 from lockstep.track.tracker import Trackers
 from lockstep.track.wandb_file import records
-from lockstep.training.rank_zero_sinks import RankZeroSinks
+from lockstep.training.train_job import RankZeroSinks
 from support.command import LOCKSTEP, STEPS, bits, ended, lines, ranks_of, start, train, until, write
 from support.documents import chapters
 from support.harness import run_on, tiny
@@ -255,7 +255,7 @@ def test_a_run_without_a_checkpoint_continues_the_same_tracker_runs(
             monkeypatch.setattr(kind, method, lambda *_: None)
     clock = iter(range(100))
     monkeypatch.setattr("lockstep.track.trackio.time", SimpleNamespace(strftime=lambda _: str(next(clock))))
-    monkeypatch.setattr("lockstep.training.rank_zero_sinks.SystemMetrics", lambda _: None)
+    monkeypatch.setattr("lockstep.training.train_job.SystemMetrics", lambda _: None)
     console, world = SimpleNamespace(tracker=print, note=print), SimpleNamespace(is_main=True)
 
     def begin(*keys: str, data: str = "data", code: str = "", step: int = 0, end: Any = "failed") -> dict[str, str]:

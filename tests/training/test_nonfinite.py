@@ -30,7 +30,7 @@ from lockstep.training.data_loader import StepLoader
 from lockstep.training.resolve import for_rank
 from lockstep.training.session import build_session
 from lockstep.training.step_record import StepRecord, prints_of
-from lockstep.training.throughput import Spikes
+from lockstep.training.train_state import Spikes
 from lockstep_plan import calibrate
 from support.command import CommandJob, bits, lines, train, write
 from support.harness import build, build_with_feed, digest, run_on, tiny

@@ -18,7 +18,7 @@ from lockstep.distributed.world import World
 from lockstep.tasks.classification import Classification
 from lockstep.track.console import _of_sources
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.throughput import Meter, SourceLosses
+from lockstep.training.train_state import Meter, SourceLosses
 from support.command import CommandJob
 from support.harness import build, build_with_feed, digest, run_on, tiny
 from support.marks import slow

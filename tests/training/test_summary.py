@@ -20,7 +20,7 @@ from lockstep.distributed.world import World
 from lockstep.launchers.start import planned
 from lockstep.training import evaluate_export
 from lockstep.training.summary import better_step, padding_ratio, precisions, the_same_elsewhere
-from lockstep.training.throughput import Counts
+from lockstep.training.train_state import Counts
 from support.harness import TINY, tiny
 from support.messages import mentions
 

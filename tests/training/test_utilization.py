@@ -13,7 +13,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.distributed.world import World
 from lockstep.track.report.panels import _CURVES
 from lockstep.training import utilization
-from lockstep.training.throughput import Meter
+from lockstep.training.train_state import Meter
 from support.harness import build
 from support.task_runs import make
 

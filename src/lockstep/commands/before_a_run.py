@@ -132,10 +132,10 @@ def disk(job: Job | str, launcher: Launcher) -> tuple[list[str], list[str]]:
 def without_effect(job: Job, launcher: Launcher) -> list[str]:
     """Notes on keys that have no effect with the run's other keys and its number of processes."""
     from lockstep.distributed.hardware import gpus_of
-    from lockstep.training import model_stats
+    from lockstep.training import model_stats, startup
 
     on_cpu = job.run.launch.device == "cpu" or not (launcher.submits or gpus_of(job.run.launch))
-    return model_stats.without_effect(job, model_stats.steps_of(job), job.processes, on_cpu)
+    return startup.without_effect(job, model_stats.steps_of(job), job.processes, on_cpu)
 
 
 def amounts(run: Run) -> dict[str, str]:
@@ -149,9 +149,9 @@ def amounts(run: Run) -> dict[str, str]:
 
 def remarks(job: Job) -> list[str]:
     """Notes on the run's data, and on the entries of its model's config."""
-    from lockstep.training import model_stats
+    from lockstep.training import startup
 
-    return model_stats.remarks(job)
+    return startup.remarks(job)
 
 
 def sizes_of(job: Job) -> dict[str, str]:

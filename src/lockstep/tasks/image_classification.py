@@ -26,7 +26,7 @@ from lockstep.data.batch import IGNORED, MicroBatch
 from lockstep.data.cache import cached, folder_of
 from lockstep.data.hub import explained, model_folder
 from lockstep.data.stream import names_of
-from lockstep.tasks.label_task import LabelTask
+from lockstep.tasks.classification import LabelTask
 from lockstep.tasks.models import head_labels, heads
 from lockstep.tasks.objectives.objective import LabelOptions
 from lockstep.tasks.objectives.objectives import OneLabel

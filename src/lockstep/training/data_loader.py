@@ -291,3 +291,9 @@ class StepLoader:
         finally:
             over.set()
             thread.join()
+
+
+def usual_batch(task: Task) -> int:
+    """Default number of examples in a batch without backward; depends only on keys that determine the weights."""
+    run = task.run
+    return max(32, 4 * run.batch_size // run.micro_batches)

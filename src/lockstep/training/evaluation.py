@@ -26,14 +26,16 @@ from lockstep.strategies.exact.training_state import optimizer_average
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Generates, GivesPredictions, Task
 from lockstep.track.busy import ACTIVITY
+from lockstep.training.data_loader import usual_batch
 from lockstep.training.errors import EvaluationInterrupted
-from lockstep.training.model_stats import evaluated_at_once, validation_rows
 from lockstep.training.session import Session
 
 if TYPE_CHECKING:
     from lockstep.tasks.models.inference import Decoding
 
 T = TypeVar("T")
+
+PART = 17  # combined with the seed, so that the validation subset has its own random stream
 
 
 def evaluate_during_training(session: Session, step: int, last: bool = False) -> dict[str, float]:
@@ -222,3 +224,17 @@ def call_on_rank_zero(world: World, function: Callable[[], T]) -> T:
     if isinstance(result, RunError):
         raise result
     return cast(T, result)
+
+
+def validation_rows(task: Task, columns: Columns) -> np.ndarray | None:
+    """Validation examples that evaluations use, drawn with the seed: int64. None: all."""
+    run = task.run
+    most = run.evaluate.limit
+    if most is None or most >= len(columns):
+        return None
+    return np.sort(np.random.default_rng([run.seed, PART]).permutation(len(columns))[:most])
+
+
+def evaluated_at_once(task: Task) -> int:
+    """Examples per evaluation batch on a rank."""
+    return task.run.evaluate.batch_size or usual_batch(task)

@@ -11,19 +11,16 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lockstep.checkpoint import export_hashes
-from lockstep.checkpoint.checkpoint import check_resumable, finished
 from lockstep.checkpoint.manifest import export_of, score_of
 from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
-from lockstep.config.lazy import lazy
 from lockstep.config.output_files import redirected, replace_text
-from lockstep.config.run import RunError, write_run_yaml
-from lockstep.data.job import Job, Scope
+from lockstep.data.job import Job
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -31,22 +28,14 @@ from lockstep.tasks.task import Calibrates, Task, make_task
 from lockstep.track import history
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import LOG, Console, error
-from lockstep.track.history import history_complete
 from lockstep.training import export_check
 from lockstep.training.errors import EvaluationInterrupted
-from lockstep.training.evaluation import evaluate_with_tables
-from lockstep.training.model_stats import validation_rows
+from lockstep.training.evaluation import evaluate_with_tables, validation_rows
 from lockstep.training.publish import publish_until_stopped, write_model
 from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import Promised, best_so_far, better_step, closing, digest_of, precisions
-from lockstep.training.throughput import Counts
-from lockstep.training.train_state import TrainState
+from lockstep.training.train_state import Counts, TrainState
 from lockstep_trace.redaction import printable, redact_all
-
-if TYPE_CHECKING:
-    from lockstep.checkpoint import hub_push, remote_sync
-else:
-    hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
 
 Final = tuple[dict[str, float], dict[str, Any]]  # (metrics, tables) of a split
 
@@ -130,33 +119,6 @@ class Trained:
     scores: dict[str, dict[str, float]]  # split -> metrics
     tables: dict[str, dict[str, Any]]  # split -> name -> table
     strategy: Strategy  # the final strategy; recovery from a failed rank may have replaced the first one
-
-
-def finished_already(job: Job, world: World) -> bool:
-    """Whether the run in OUTPUT is already finished. Rank 0 checks, and writes run.yaml. Collective. Errors: `RunError`
-    on every rank, if OUTPUT holds another run or cannot be written."""
-    run = job.run
-    outcome: bool | str = False
-    if world.is_main:
-        try:
-            if world.refusal is not None:
-                raise RunError.read(world.refusal)
-            manifest = check_resumable(job)
-            outcome = finished(run, manifest)
-            write_run_yaml(run)
-            if run.hub.push_to is not None:
-                hub_push.require(run)
-            if run.remote_dir is not None and job.scope < Scope.START:  # not checked by the launcher
-                remote_sync.check(run)
-                remote_sync.check_other(job)
-            if outcome and manifest is not None and not history_complete(run.folder):
-                finish_interrupted(job, manifest.step)
-        except RunError as caught:
-            outcome = str(caught)
-    outcome = world.broadcast(outcome)
-    if isinstance(outcome, str):
-        raise RunError.read(outcome)
-    return outcome
 
 
 def export_and_publish(

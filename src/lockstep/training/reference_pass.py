@@ -24,7 +24,7 @@ from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Task, UsesReference
 from lockstep.track.busy import ACTIVITY
-from lockstep.training.model_stats import usual_batch
+from lockstep.training.data_loader import usual_batch
 
 FILE = "reference.safetensors"
 

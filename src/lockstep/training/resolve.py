@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from lockstep.strategies.optimizers import optimizer as optimizers
     from lockstep.tasks import own_metrics
     from lockstep.tasks.models import chunked_loss, model_configs, padding, quantized, source_files
-    from lockstep.training import model_stats
 else:  # most import torch
     hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
     (processor,) = lazy("lockstep.config", "processor")
@@ -51,7 +50,6 @@ else:  # most import torch
     (own_metrics,) = lazy("lockstep.tasks", "own_metrics")
     chunked_loss, model_configs, padding = lazy("lockstep.tasks.models", "chunked_loss", "model_configs", "padding")
     quantized, source_files = lazy("lockstep.tasks.models", "quantized", "source_files")
-    (model_stats,) = lazy("lockstep.training", "model_stats")
 
 FILL_IN = "FILL-IN"  # placeholder in a converted run file for a value that the original lacks
 
@@ -182,7 +180,7 @@ def _make_source(run: Run) -> None:
 
 
 def _refuse_best(job: Job) -> None:
-    """Refuse, without data, a `checkpoint.best` that is no metric of the task; `model_stats.check_best` knows more.
+    """Refuse, without data, a `checkpoint.best` that is no metric of the task; `check_best` knows more.
     Errors: `RunError`."""
     from lockstep.checkpoint.manifest import unknown_metric
 
@@ -360,8 +358,8 @@ def _refuse_sharding(job: Job) -> None:
 
     from lockstep.distributed.system_metrics import capacity
     from lockstep.strategies.exact.training_state import freeze
+    from lockstep.tasks.models.storage_dtype import counts
     from lockstep.tasks.task import make_task
-    from lockstep.training.model_stats import counts
 
     here = run.launch.processes if isinstance(run.launch.processes, int) else 1  # ranks of this machine, at least
     memory = capacity(device("cpu"), min(here, job.processes))
@@ -445,11 +443,11 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
         task(run).check_prepared(prepared)
     job = replace(job, run=run, prepared=prepared)
     if task.head is not None and run.model.source is not None:  # the cache of `prepare` does not depend on the weights
-        source_files.check(run.model, task.head, model_stats.config_entries(job))
+        source_files.check(run.model, task.head, config_entries(job))
     job.strategy.check_prepared(job)
-    model_stats.check_names(job)
-    model_stats.check_best(job, own_metrics.check(job) if run.metrics else ())
-    model_stats.check_average(job)
+    check_names(job)
+    check_best(job, own_metrics.check(job) if run.metrics else ())
+    check_average(job)
     job, greedily = _greedy(job)
     run, more = _compiled(job)
     why = "the task pads" if task.head is None else padding.unsupported_reason(run, task.head)
@@ -457,6 +455,60 @@ def _data(job: Job, data: Run | None, tell: Tell | None, fresh: bool) -> Job:
     job = replace(job, run=run, padding=why, attention=attention, notes=(*edits, *notes, *greedily, *more))
     refuse_eviction(job, ends_with_a_rank(job))
     return job
+
+
+def check_names(job: Job) -> None:
+    """Refuse patterns of parameter names that match nothing. Errors: `RunError`."""
+    run = job.run
+    if run.model.freeze or run.optim.groups or run.optim.layerwise_lr_decay < 1:
+        from lockstep.strategies.exact.stepper import assigned
+        from lockstep.tasks.task import make_task
+
+        assigned(run.optim, training_state.freeze(run.model, make_task(job).model(empty=True)))
+
+
+def check_best(job: Job, own: Sequence[str]) -> None:
+    """Refuse a `checkpoint.best` that no evaluation of the task computes. `own`: metrics of the user's functions.
+    Errors: `RunError`."""
+    if (best := job.run.checkpoint.best) is None:
+        return
+    from lockstep.checkpoint.manifest import unknown_metric
+    from lockstep.tasks.task import make_task
+
+    task = make_task(job)
+    if (names := task.possible_scores()) is None:
+        return
+    of_sources = [f"loss_{name}" for name in task.sources(task.splits["validation"])]
+    if best.removeprefix("-") not in (known := [*names, *of_sources, *own, "examples"]):
+        raise unknown_metric(best, known)
+
+
+def check_average(job: Job) -> None:
+    """Refuse a run that writes fewer checkpoints than `average.last` averages. Errors: `RunError`."""
+    run = job.run
+    if run.average.last is None:
+        return
+    from torch import device
+
+    from lockstep.checkpoint.manifest import averaged
+    from lockstep.tasks.task import make_task
+    from lockstep.training.data_loader import StepLoader
+
+    feed = StepLoader(make_task(job), [], device("cpu"))
+    every = feed.interval(run.checkpoint.every)
+    if (there := len(averaged(run.average.last, feed.total, every))) < run.average.last:
+        raise RunError(
+            "LS5060",
+            f"average.last: {run.average.last} checkpoints are averaged, but a run of {feed.total:,} steps "
+            f"with a checkpoint every {every:,} steps has {there}; lower average.last or checkpoint.every",
+        )
+
+
+def config_entries(job: Job) -> Mapping[str, Any]:
+    """Return the config entries that the task sets in its model, such as the labels of its head. Errors: `RunError`."""
+    from lockstep.tasks.task import make_task
+
+    return {} if job.task.head is None else make_task(job).config_entries
 
 
 def _compiled(job: Job) -> tuple[Run, list[str]]:

@@ -8,7 +8,7 @@ loader.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.checkpoint import Checkpoints
@@ -17,14 +17,14 @@ from lockstep.config.run import Run
 from lockstep.data.job import Job
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.randomness import seed_libraries
-from lockstep.distributed.system_metrics import tensor_bytes
+from lockstep.distributed.system_metrics import capacity, tensor_bytes
 from lockstep.distributed.world import World
-from lockstep.strategies.exact.training_state import Averaged
+from lockstep.strategies.exact.training_state import Averaged, freeze
 from lockstep.strategies.strategy import Strategy, make_strategy, shard_recovery
+from lockstep.tasks.models.storage_dtype import counts
 from lockstep.tasks.task import Task, make_task
 from lockstep.track.tracker import Sample
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.model_stats import resolve_by_memory
 from lockstep.training.resolve import packages_of
 from lockstep.training.train_state import TrainState
 
@@ -129,3 +129,14 @@ def build_session(
     checkpoints = Checkpoints(job, world, feed.total, say, every)
     # the job as it was resolved: `strategy.run` has the options that the memory of all machines decided
     return Session(job, world, task, strategy, Averaged(strategy), feed, checkpoints, before)
+
+
+def resolve_by_memory(job: Job, task: Task, world: World) -> Job:
+    """Return the job with the strategy options that depend on the machines' memory filled in; equal on every rank.
+    Collective."""
+    run, estimate = job.run, job.strategy.memory
+    if not estimate.needs_choice(job):
+        return job
+    memory = min(world.all_gather(capacity(world.device, world.local_size)))
+    here = replace(job, processes=world.size)
+    return job.having(estimate.choose(here, *counts(freeze(run.model, task.model(empty=True))), memory))

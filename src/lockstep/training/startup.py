@@ -14,36 +14,56 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.checkpoint import check_resumable, finished
 from lockstep.checkpoint.export import try_export
 from lockstep.config.errors import BAD, coded
-from lockstep.config.run import RunError
+from lockstep.config.lazy import lazy
+from lockstep.config.run import RunError, write_run_yaml
+from lockstep.config.written import applies
+from lockstep.data.arrow_cache import Columns, Prepared, examples_in
+from lockstep.data.cache import STREAM
 from lockstep.data.job import Job, Scope
+from lockstep.data.prepare import warnings
 from lockstep.distributed import hardware, job_record
 from lockstep.distributed.event_log import facts as start_facts
 from lockstep.distributed.event_log import launched_by
 from lockstep.distributed.randomness import UNCOVERED, own_generators
 from lockstep.distributed.system_metrics import free_memory, keep_freed_memory, peak_resident, restart_peak
 from lockstep.distributed.torch_internals import local
+from lockstep.distributed.world import World
 from lockstep.strategies.engines import side_effects
 from lockstep.strategies.exact import training_state
-from lockstep.strategies.strategy import NotFinite, Strategy
+from lockstep.strategies.strategy import NotFinite, Strategy, shard_recovery
+from lockstep.tasks.models import config_checks
+from lockstep.tasks.task import make_task
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import Console, error
+from lockstep.track.history import history_complete
 from lockstep.training import plain_check
 from lockstep.training.errors import not_finite
-from lockstep.training.evaluation import evaluate_with_tables, generate_samples
-from lockstep.training.model_stats import evaluated_at_once, remarks, without_effect
+from lockstep.training.evaluation import evaluate_with_tables, evaluated_at_once, generate_samples
+from lockstep.training.finish import finish_interrupted
+from lockstep.training.resolve import config_entries
 from lockstep.training.session import Session
 from lockstep.training.summary import facts
 from lockstep.training.train_state import TrainState
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint import hub_push, remote_sync
+    from lockstep.data import stream
+    from lockstep.tasks.models import source_files
     from lockstep.tasks.models.inference import Decoding
+else:  # for uploads, streamed data and a pretrained model
+    hub_push, remote_sync = lazy("lockstep.checkpoint", "hub_push", "remote_sync")
+    (stream,) = lazy("lockstep.data", "stream")
+    (source_files,) = lazy("lockstep.tasks.models", "source_files")
 
 
 def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str]:
@@ -99,6 +119,33 @@ def start_or_resume(session: Session, console: Console) -> tuple[TrainState, str
         **start_facts(run.launch, run.model, world, strategy.needs, opening, strategy.phases.clock, waits),
     )
     return state, compared
+
+
+def finished_already(job: Job, world: World) -> bool:
+    """Whether the run in OUTPUT is already finished. Rank 0 checks, and writes run.yaml. Collective. Errors: `RunError`
+    on every rank, if OUTPUT holds another run or cannot be written."""
+    run = job.run
+    outcome: bool | str = False
+    if world.is_main:
+        try:
+            if world.refusal is not None:
+                raise RunError.read(world.refusal)
+            manifest = check_resumable(job)
+            outcome = finished(run, manifest)
+            write_run_yaml(run)
+            if run.hub.push_to is not None:
+                hub_push.require(run)
+            if run.remote_dir is not None and job.scope < Scope.START:  # not checked by the launcher
+                remote_sync.check(run)
+                remote_sync.check_other(job)
+            if outcome and manifest is not None and not history_complete(run.folder):
+                finish_interrupted(job, manifest.step)
+        except RunError as caught:
+            outcome = str(caught)
+    outcome = world.broadcast(outcome)
+    if isinstance(outcome, str):
+        raise RunError.read(outcome)
+    return outcome
 
 
 EXPORTED_TWICE = 100_000_000  # parameters; larger models are not exported on trial (up to this, a second or two)
@@ -263,3 +310,87 @@ def enough_room(session: Session, step: int) -> list[str]:
     if (fault := session.world.broadcast(fault)) is not None:
         raise RunError.read(fault)
     return notes
+
+
+# -- notes -------------------------------------------------------------------------------------------------------------
+
+
+def remarks(job: Job) -> list[str]:
+    """Return notes on a run's data and model config that need no refusal. Errors: `RunError` if the cache cannot be
+    written."""
+    run, task, prepared = job.run, job.task, job.data
+    idle = [note for note in idle_keys(job, prepared.facts) if applies(note, run)]
+    about_data = [*too_few(job, prepared), *unused_links(job), *warnings(prepared.facts), *idle]
+    about_files = source_files.notes(run.model, task.head, config_entries(job)) if run.model.source is not None else []
+    return [*about_data, *about_files, *config_checks.notes(run.model, task.head), *beyond_longrope(job)]
+
+
+def too_few(job: Job, prepared: Prepared) -> list[str]:
+    """Note that there are fewer examples than the batch size, so that a step is smaller."""
+    run = job.run
+    file = prepared.splits["train"]
+    examples = sum(stream.read_index(Path(file))["examples"]) if file.endswith(STREAM) else examples_in(file)
+    if examples >= run.batch_size:
+        return []
+    default = "" if run.wrote("batch_size") else " by default"
+    return [
+        f"batch_size is {run.batch_size:,}{default}, and train has {examples:,} examples: every step takes all of "
+        f"them, and an epoch is one step. batch_size={examples} has the same effect; a smaller one gives more steps "
+        "per epoch"
+    ]
+
+
+def beyond_longrope(job: Job) -> list[str]:
+    """Note that a LongRoPE model computes short texts differently if their batch also holds longer ones."""
+    limit = config_checks.longrope_limit(job.run.model, job.task.head)
+    columns = make_task(job).splits["train"] if limit is not None else None
+    if limit is None or not isinstance(columns, Columns):
+        return []
+    beyond = int(np.count_nonzero(np.asarray(columns.lengths) > limit))
+    if beyond in (0, len(columns)):
+        return []
+    return [
+        f"the model's LongRoPE computes a batch with its long factors if one text has more than {limit:,} tokens, as "
+        f"{beyond:,} of {len(columns):,} train examples do: results of shorter texts then depend on the texts beside "
+        f"them, also in predictions. data.max_length={limit} truncates the longer ones"
+    ]
+
+
+def idle_keys(job: Job, facts: Mapping[str, Any]) -> list[str]:
+    """Return notes on keys that have no effect with the task's other keys or these data."""
+    run = job.run
+    notes = job.task(run).idle_keys(facts)
+    if facts.get("own_validation"):
+        share = f"{run.data.validation_fraction:g}"
+        notes.append(f"data.validation_fraction: {share} has no effect; the data have a validation split")
+    return notes
+
+
+def without_effect(job: Job, total: int, processes: int, on_cpu: bool) -> list[str]:
+    """Return notes on keys that have no effect with this run's other keys, number of steps (`total`) and number of
+    processes."""
+    run, strategy, notes = job.run, job.strategy, list[str]()
+    if later := [step for step in run.checkpoint.at if step > total]:
+        notes.append(f"checkpoint.at: {', '.join(map(str, later))} are after the last step, {total}")
+    sharded = strategy.memory.needs_choice(job) or shard_recovery(strategy) is not None
+    whole = f"under {run.strategy.name}, where each rank has a whole copy"
+    idle = {
+        "launch.replicate_every": None if sharded else whole,
+        "launch.rebalance_every": "on one process" if processes == 1 else None,
+        "launch.processes_per_gpu": "on CPUs" if on_cpu else None,
+        "model.compile_lengths": None if run.model.compile == "whole" else "without model.compile=whole",
+        "hub.private": None if run.hub.push_to else "without hub.push_to",
+        "profile.after": None if run.profile.steps else "without profile.steps",
+        "sdc_check.on_difference": None if run.sdc_check.every else "without sdc_check.every",
+        "track.close_timeout_s": None if {*run.track.to} - {"jsonl"} else "without a tracker (track.to)",
+    }
+    return notes + [f"{key} has no effect {what}" for key, what in idle.items() if what and run.wrote(key)]
+
+
+def unused_links(job: Job) -> list[str]:
+    """Note that `strategy.all_reduce` has no effect."""
+    strategy = job.run.strategy
+    if strategy.all_reduce == "auto" or (strategy.exact and job.strategy.facts.chooses_links):
+        return []
+    how = f"{strategy.name}{' and exact: false' * (not strategy.exact)}"
+    return [f"strategy.all_reduce: {strategy.all_reduce} has no effect with {how}"]

@@ -22,20 +22,19 @@ from lockstep.checkpoint.manifest import folder_of, name_of
 from lockstep.config.model_selection import Best, higher_is_better
 from lockstep.config.run import Run, RunError, override_of
 from lockstep.data.job import Job
+from lockstep.data.prepare import left_out
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.training_state import TrainedWeights
 from lockstep.strategies.strategy import Strategy
 from lockstep.tasks.task import Predicts, Task
 from lockstep.track.console import Console, clock
 from lockstep.track.history import lines_of
-from lockstep.training.model_stats import data, in_millions, selection_lines
-from lockstep.training.model_stats import padding as padding_of
 from lockstep.training.resolve import launcher_class, resolve_strategy
 from lockstep_trace.coded import quantity
 
 if TYPE_CHECKING:
     from lockstep.training.session import Session
-    from lockstep.training.throughput import Counts
+    from lockstep.training.train_state import Counts
 
 
 def facts(session: Session) -> dict[str, str]:
@@ -48,7 +47,7 @@ def facts(session: Session) -> dict[str, str]:
         "data": data(task),
         **feed.mixture,
         "model": f"{task.origin}, {parameters(strategy.weights)}; {precisions(strategy)}",
-        **padding_of(task),
+        **padding(task),
         **task.summary_lines,
         **selection_lines(task),
         "processes": f"{world.size} ({run.strategy.name}{strategy.memory.choice}, "
@@ -297,3 +296,33 @@ def digest_of(folder: Path, weights: Mapping[str, torch.Tensor] | None) -> str |
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def in_millions(count: int) -> str:
+    """Format a number of parameters, such as 22.71M; small numbers in full."""
+    return f"{count / 1e6:.2f}M" if count >= 10_000 else f"{count:,}"
+
+
+def data(task: Task) -> str:
+    """Describe the source and number of examples."""
+    sizes = ", ".join(f"{len(columns):,} {split}" for split, columns in task.splits.items())
+    mean = f"; mean {task.splits['train'].mean_length:.1f} {task.unit}" if task.unit else ""
+    return f"{task.prepared.facts['source']}: {sizes} examples{mean}{left_out(task.prepared.facts)}"
+
+
+def padding(task: Task) -> dict[str, str]:
+    """Explain why padding is computed although the run requests none; empty if it is not."""
+    why = task.padded_because if task.run.data.padding == "none" and task.head is not None else None
+    return {"padding": f"computed, as with data.padding=batch: {why}"} if why else {}
+
+
+def selection_lines(task: Task) -> dict[str, str]:
+    """Lines about evaluation and export, if they do not use all of validation or not the last weights."""
+    run = task.run
+    lines, of = {}, len(task.splits["validation"])
+    if run.evaluate.limit is not None and run.evaluate.limit < of:
+        lines["evaluation"] = f"{run.evaluate.limit:,} of {of:,} validation examples, drawn with the seed"
+    if run.average.summary:
+        both = "evaluated and exported" if run.average.ema is not None else "exported"
+        lines["average"] = f"{run.average.summary} is {both}"
+    return lines

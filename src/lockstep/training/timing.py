@@ -27,7 +27,7 @@ from lockstep.distributed.world import World
 from lockstep.training.loop import train
 from lockstep.training.session import Session, Sinks, build_session, join_ranks
 from lockstep.training.startup import try_a_step
-from lockstep.training.throughput import Counts
+from lockstep.training.train_state import Counts
 
 FILE = "timing.json"
 

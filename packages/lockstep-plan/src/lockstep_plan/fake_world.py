@@ -27,9 +27,9 @@ from lockstep.strategies import single
 from lockstep.strategies.engines import pipelining
 from lockstep.strategies.exact.training_state import freeze
 from lockstep.strategies.strategy import Strategy, make_strategy
+from lockstep.tasks.models.storage_dtype import counts
 from lockstep.tasks.task import Task, make_task
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.model_stats import counts
 from lockstep_plan import simulated
 from lockstep_plan.simulated import ENGINE, GRADIENTS, Ledger, Peak
 

@@ -18,10 +18,10 @@ from lockstep.config.run import Run, RunError, write_run_yaml
 from lockstep.data.job import Job
 from lockstep.lab.subprocess_job import Child
 from lockstep.strategies.exact.training_state import freeze
+from lockstep.tasks.models.storage_dtype import counts
 from lockstep.tasks.task import make_task
 from lockstep.track.busy import ACTIVITY
 from lockstep.training.data_loader import StepLoader
-from lockstep.training.model_stats import counts
 from lockstep.training.resolve import resolve_strategy
 from lockstep.training.utilization import operations_per_token
 from lockstep_plan import fake_world as ranks_of

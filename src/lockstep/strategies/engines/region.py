@@ -42,7 +42,7 @@ from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.step_totals import LossOutput
-from lockstep.tasks.models import padding, repeatable
+from lockstep.tasks.models import masks, padding, repeatable
 from lockstep.tasks.task import Task
 from lockstep.track.busy import ACTIVITY
 from lockstep_trace.tracer.fingerprint import hash_text
@@ -241,7 +241,7 @@ class Region:
             return self.plain(*args, **kwargs)
         # A failing guard would recompile, and this process would run other code than the others.
         stance = "default" if self.compiling else "fail_on_recompile"
-        with repeatable.region(), self.autocast(False), torch.compiler.set_stance(stance):
+        with masks.region(), self.autocast(False), torch.compiler.set_stance(stance):
             # engines add inputs of their own, such as Trainer's `num_items_in_batch`
             return LossOutput(*self.code({name: kwargs[name] for name in sorted(self.names)}, targets))
 

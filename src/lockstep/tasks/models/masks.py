@@ -9,7 +9,8 @@ answer both. In and out: exactly those of transformers' functions; a tensor with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -19,10 +20,26 @@ from transformers import AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from lockstep.data import host_facts
 from lockstep.data.host_facts import RealTokens, TextsOfRows
-from lockstep.tasks.models import repeatable
 
 _sdpa_mask = masking_utils.sdpa_mask
 _packed = masking_utils.find_packed_sequence_indices
+_inside = [False]  # whether a region is being traced or run
+
+
+@contextmanager
+def region() -> Iterator[None]:
+    """A context for a micro-batch that is compiled whole: no value is read on the host, so texts have no padding and
+    masks no facts, and models use the operations of `repeatable.py`."""
+    before, _inside[0] = _inside[0], True
+    try:
+        yield
+    finally:
+        _inside[0] = before
+
+
+def inside() -> bool:
+    """Whether the caller runs within `region`."""
+    return _inside[0]
 
 
 def sdpa_mask(
@@ -50,7 +67,7 @@ def sdpa_mask(
 def packed(position_ids: Tensor) -> Tensor | None:
     """transformers' `find_packed_sequence_indices`: index of each token's text within its row, int64 [B, T]; None if
     each row is one text."""
-    if repeatable.inside():  # each row is one text
+    if inside():  # each row is one text
         return None
     texts = host_facts.facts(position_ids, TextsOfRows)
     if texts is None:
@@ -67,7 +84,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 def _knowing(mask: object, other: Any) -> Any:
     """Attach the facts of `mask` to `other`, a tensor of the same values."""
-    real = None if repeatable.inside() else _real_tokens(mask)
+    real = None if inside() else _real_tokens(mask)
     if real is None or not isinstance(other, Tensor) or other.shape != (len(real.lengths), real.width):
         return other
     return host_facts.attach(other, real)

@@ -1,8 +1,8 @@
 """Deterministic attention and embedding on CUDA for a micro-batch that is compiled whole (`model.compile: whole`).
 
-In: a model whose forward is traced within `region()`. Out: the same function; its attention and its embeddings are
-custom operations, so the compiler keeps them as they are. Two operations would not be deterministic otherwise: torch's
-flash attention adds the gradient of the queries in the order in which blocks finish, and the compiler turns an
+In: a model whose forward is traced within `masks.region()`. Out: the same function; its attention and its embeddings
+are custom operations, so the compiler keeps them as they are. Two operations would not be deterministic otherwise:
+torch's flash attention adds the gradient of the queries in the order in which blocks finish, and the compiler turns an
 embedding's gradient into atomic additions. Here each of their calls sets torch's deterministic switch for its own
 duration, so that the rest of the region, which is deterministic anyway, does not pay for it.
 
@@ -20,22 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_inside = [False]  # whether a region is being traced or run
-
-
-@contextmanager
-def region() -> Iterator[None]:
-    """A context in which models use the operations of this module."""
-    before, _inside[0] = _inside[0], True
-    try:
-        yield
-    finally:
-        _inside[0] = before
-
-
-def inside() -> bool:
-    """Whether the caller runs within `region`."""
-    return _inside[0]
+from lockstep.tasks.models import masks
 
 
 @contextmanager
@@ -261,7 +246,7 @@ def install(model: nn.Module) -> None:
 
 
 def _forward(module: nn.Embedding, input: Tensor) -> Tensor:
-    if not _inside[0]:
+    if not masks.inside():
         return F.embedding(input, module.weight, module.padding_idx)
     padding = -1 if module.padding_idx is None else module.padding_idx
     return _embedding(module.weight, input, padding)

@@ -172,3 +172,8 @@ def parameters(model: nn.Module) -> int:
 
 def _packed(model: nn.Module) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "kept_as")]
+
+
+def counts(model: nn.Module) -> tuple[int, int]:
+    """(parameters, trained parameters) of a model."""
+    return parameters(model), sum(p.numel() for p in model.parameters() if p.requires_grad)

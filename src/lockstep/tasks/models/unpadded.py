@@ -204,7 +204,7 @@ def masked(
     **more: Any,
 ) -> RowMap | Tensor | None:
     """Create a model's mask: a `RowMap` if there are several complete examples."""
-    if repeatable.inside():  # the host must not read values
+    if masks.inside():  # the host must not read values
         # padding is on the right, where causal attention does not see it
         hidden = None if mask_function is causal_mask_function or attention_mask is None else attention_mask.bool()
         if hidden is not None and mask_function is bidirectional_mask_function:
@@ -248,7 +248,7 @@ def attention(
         return handle_torch_function(attention, (query,), module, query, key, value, attention_mask, **named)
     if isinstance(attention_mask, RowMap) and query.shape[0] != 1:  # outside of a stack
         attention_mask = attention_mask.padded_mask
-    if repeatable.inside() and _is_plain(more) and not isinstance(attention_mask, RowMap | Across):
+    if masks.inside() and _is_plain(more) and not isinstance(attention_mask, RowMap | Across):
         causal = more.get("is_causal")
         causal = query.shape[2] > 1 and (getattr(module, "is_causal", True) if causal is None else causal)
         if attention_mask is None and repeatable.fits(query, value, dropout):
@@ -348,7 +348,7 @@ def stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
 
 def lay(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Pre-hook of a block: remove padding from its inputs, unless the previous block has done so."""
-    if repeatable.inside():  # no padding
+    if masks.inside():  # no padding
         return args, kwargs
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     values = [*args, *kwargs.values()]
@@ -376,7 +376,7 @@ def _laid(name: str, value: Any, own: RowMap, source: RowMap | None) -> Any:
 
 def take_apart(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Hook after the last block of a stack: restore padding."""
-    if repeatable.inside():
+    if masks.inside():
         return output
     names = [*_names(type(block).forward)[: len(args)], *kwargs]
     for name, value in zip(names, [*args, *kwargs.values()], strict=True):
