@@ -241,7 +241,7 @@ def test_saved_tensors_can_be_replaced_without_a_change() -> None:
     assert torch.equal(x.grad, torch.ones(4, 2) @ weight.detach())
 
 
-@rests_on_it("src/lockstep/strategies/exact/leaf_gradients.py")
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
 def test_a_sparse_gradient_has_a_row_for_each_use() -> None:
     """The gradient of Embedding(sparse=True) has one row per index, in the order of the indices; repeated indices are
     not merged."""
@@ -358,10 +358,7 @@ def test_a_tensor_subclass_receives_every_torch_call() -> None:
     assert [name for name in names if name not in ("__getitem__", "__rmul__")] == expected or names == expected
 
 
-@rests_on_it(
-    "src/lockstep/strategies/exact/leaf_gradients.py",
-    "src/lockstep/strategies/exact/reduction_tree.py",
-)
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
 def test_sums_of_sparse_rows_equal_dense_sums() -> None:
     """The coalesced sum of two coalesced row-sparse tensors has the bits of the dense sum, -0.0 + nothing = 0.0
     included. to_sparse(1) of a dense tensor keeps rows with a value other than 0.0 and -0.0, NaN included. torch does

@@ -102,7 +102,7 @@ def test_adamw_updates_slices_like_the_whole_tensor() -> None:
     assert torch.equal(moved([160]), moved([16] * 10))
 
 
-@rests_on_it("src/lockstep/strategies/exact/leaf_gradients.py")
+@rests_on_it("src/lockstep/strategies/exact/reduction_tree.py")
 def test_unique_is_sorted_and_index_add_is_in_order() -> None:
     """torch.unique sorts, and index_add_ on a CPU adds in index order."""
     rows, place = torch.unique(torch.tensor([5, 1, 5, 3]), return_inverse=True)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from lockstep.distributed.world import World
 from lockstep.strategies.exact.exchange import Exchange, buckets
-from lockstep.strategies.exact.leaf_gradients import exchange_rows
 from lockstep.strategies.exact.reduce_schedule import LinkSpeeds
 from lockstep.strategies.exact.reduction_tree import (
     ReductionTree,
     Shares,
     even,
+    exchange_rows,
     layout_of,
     most_held,
     partial_nodes,
