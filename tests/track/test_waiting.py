@@ -1,13 +1,16 @@
 """A status line on standard error shows what a command is doing, on a terminal only; output appears above it."""
 
+import io
 import os
 import pty
 import select
 import subprocess
 import sys
+import time
 
 import pytest
 
+from lockstep.track import busy
 from support.consoles import screen
 
 CODE = """
@@ -69,3 +72,33 @@ def test_an_interrupt_leaves_no_line() -> None:
 def test_without_a_terminal_there_is_no_progress_line() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("a row\nanother row\n", "")
+
+
+def test_the_line_is_not_drawn_during_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            events.append("begin")
+            time.sleep(0.5)  # longer than the pause between two frames
+            events.append("end")
+            return len(text)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            events.append("frame")
+            return len(text)
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(busy, "FIRST_S", 0.0)
+    monkeypatch.setattr(sys, "stdout", Output())
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with busy.CommandNote(lambda: "training"):
+        time.sleep(0.1)
+        sys.stdout.write("a row\n")
+    assert "frame" in events[: events.index("begin")]
+    assert events[events.index("begin") + 1] == "end"

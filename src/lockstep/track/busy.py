@@ -145,14 +145,15 @@ class CommandNote:
     visible_on_terminal = False
 
     def __init__(self, place: Callable[[], str]) -> None:
-        self._place, self._out = place, sys.stdout
+        self._place, self._out, self._err = place, sys.stdout, sys.stderr
         self._lock, self._over, self._visible = threading.RLock(), threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> CommandNote:
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and "RANK" not in os.environ:
             self._began = time.monotonic()
-            self._out, sys.stdout = sys.stdout, cast(TextIO, _Above(sys.stdout, self.clear))
+            self._err = sys.stderr  # a display of rich may replace sys.stderr, and waits for its own lock
+            self._out, sys.stdout = sys.stdout, cast(TextIO, _Above(sys.stdout, self))
             self._thread = threading.Thread(target=self._show, name="lockstep-waiting", daemon=True)
             self._thread.start()
             CommandNote.visible_on_terminal = True
@@ -170,8 +171,17 @@ class CommandNote:
         """Erase the line until it is drawn again."""
         with self._lock:
             if self._visible:
-                streams.put(sys.stderr, streams.CLEAR, flush=True)
+                streams.put(self._err, streams.CLEAR, flush=True)
                 self._visible = False
+
+    def write_above(self, file: TextIO, text: str) -> int:
+        """Erase the line and write to `file`, before the line can be drawn again."""
+        with self._lock:
+            self.clear()
+            count = file.write(text)
+            if file.isatty():
+                file.flush()
+            return count
 
     def _show(self) -> None:
         spinner = cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")
@@ -184,19 +194,18 @@ class CommandNote:
             with self._lock:
                 # return the cursor, so that output of child processes starts in the first column
                 line = f"{streams.CLEAR}{next(spinner)} {printable(self._place())[:room]}{tail}\r"
-                streams.put(sys.stderr, line, flush=True)
+                streams.put(self._err, line, flush=True)
                 self._visible = True
 
 
 class _Above:
     """Standard output that erases the animated line before each write."""
 
-    def __init__(self, file: TextIO, clear: Callable[[], None]) -> None:
-        self._file, self._clear = file, clear
+    def __init__(self, file: TextIO, note: CommandNote) -> None:
+        self._file, self._note = file, note
 
     def write(self, text: str) -> int:
-        self._clear()
-        return self._file.write(text)
+        return self._note.write_above(self._file, text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
