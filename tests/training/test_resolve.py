@@ -28,6 +28,7 @@ def test_a_job_has_all_decisions_and_is_frozen() -> None:
     job = of("strategy.name=ddp")
     assert (job.strategy, job.processes, job.same_bits, job.padding) == (DDP, 2, True, None)
     assert job.attention == "lockstep_unpadded"
+    assert "; attention without padding; computes" in job.summary()
     assert not of("strategy.name=ddp", "strategy.exact=false").same_bits
     padded = of("data.padding=batch", "model.attention=eager", "precision=bf16")
     assert (padded.padding, padded.attention) == ("data.padding is batch", "eager")

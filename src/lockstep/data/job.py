@@ -301,7 +301,7 @@ class Job:
         """Describe the strategy with the resolved options on one line."""
         parts = [
             self.run.strategy.name,
-            f"attention {self.attention}",
+            f"attention {'without padding' if self.padding is None else self.attention}",
             f"computes in {self.run.precision} with {self._weights()}",
             *([f"computes padding ({self.padding})"] if self.padding is not None else []),
             "same bits as one process" if self.same_bits else "equal to one process within rounding",
