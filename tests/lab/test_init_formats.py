@@ -184,3 +184,10 @@ def test_sources_that_do_not_fit_each_other_are_named(here: Path, capsys: pytest
     (here / "ds.json").write_text("{}")
     assert main(["init", "--from", "ds.json", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2
     assert mentions(capsys.readouterr().err, "LS8109")
+
+
+def test_data_that_are_not_there_are_called_as_they_were_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "run.yaml", "--yes", "--data", "gone.csv"]) == 2
+    assert mentions(capsys.readouterr().err, "LS2250", "--data: no such file or folder")
+    assert main(["init", "run.yaml", "--yes", "data.source=gone.csv"]) == 2
+    assert mentions(capsys.readouterr().err, "LS2250", "data.source: no such file or folder")

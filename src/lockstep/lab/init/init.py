@@ -149,7 +149,12 @@ def _data(given_source: str | None, overridden: dict[str, Any], talk: Prompter) 
 
     if given_source is not None or "train" in more:
         talk.console.say(f"reading {given_source or more['train']}")
-        return read(given_source)
+        try:
+            return read(given_source)
+        except RunError as error:
+            if "source" in more or "train" in more:
+                raise
+            raise RunError(error.code, re.sub(r"^data\.source(?=:)", "--data", error.message)) from error
     if talk.ask is None:
         raise RunError("LS8293", "no data given; add --data FOLDER, FILE, HUB-ID or builtin/emotion")
     return talk.answer(f"Data (a folder, a file, a Hub id, or {BUILTIN})", BUILTIN, read)
