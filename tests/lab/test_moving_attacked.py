@@ -219,7 +219,7 @@ LOST_IN_LIGHTNING = {  # what is changed -> a part of the gap
     ("callbacks=[", "callbacks=[StochasticWeightAveraging(1e-2), "): "the callback StochasticWeightAveraging",
     ("callbacks=[", "accumulate_grad_batches={0: 4}, callbacks=["): "accumulate_grad_batches={0: 4}",
     ("callbacks=[", "use_distributed_sampler=False, callbacks=["): "use_distributed_sampler=False",
-    ("callbacks=[", "check_val_every_n_epoch=2, callbacks=["): "EarlyStopping counts evaluations",
+    ("callbacks=[", "check_val_every_n_epoch=2, callbacks=["): "when it evaluates (EarlyStopping",
     ("patience=3", "stopping_threshold=0.9"): "stopping_threshold=0.9",
     (".loss\n", ".loss * 0.5\n"): "loss = self.model(**batch).loss * 0.5 (it changes what a step learns",
     ("        loss =", "        batch['labels'] = 0\n        loss ="): "batch['labels'] = 0 (it changes what",
