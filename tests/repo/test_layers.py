@@ -269,12 +269,10 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
         *("torch.autograd._get_sequence_nr", "node._sequence_nr", "func._schema", "getattr(func, '_schema'"),
     ),
     "tracer/placement.py": "getattr(ddp, '_comm_hooks'",  # whether gradients are reduced in a way of the script's own
-    "tracer/loss_inputs.py": ("getattr(node, '_", "node._saved"),  # as graph.py
     "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     # the rates of a scheduler's state, and what SequentialLR is made of
     "tracer/schedules.py": ("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),
     "tracer/versions.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
-    "tracer/unread.py": ("from torch.overrides", "torch._C"),  # a mode of functions, below those of the script
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values
     # what a copy of a module would call beside its forward, and the module inside of a compiled one
     "check/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),

@@ -16,7 +16,7 @@ from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
 from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
-from lockstep_trace.tracer import graph, loss_inputs
+from lockstep_trace.tracer import evidence, graph
 from lockstep_trace.tracer.settings import Settings
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
@@ -222,7 +222,7 @@ def test_an_absolute_loss_of_torch_that_spreads_is_noted() -> None:
     outputs = layer(torch.randn(8, 3))
     losses_ = [functional.l1_loss(outputs, targets), functional.l1_loss(outputs.squeeze(1), targets)]
     losses_.append(functional.l1_loss(outputs, targets.unsqueeze(1)))
-    notes = [[note for note, _ in loss_inputs.notes_on_inputs(loss, 8, [], {})] for loss in losses_]
+    notes = [[note for note, _ in evidence._all_pairs(loss, 8, [])] for loss in losses_]
     assert notes == [[("all pairs", "8")], [], []]
 
 

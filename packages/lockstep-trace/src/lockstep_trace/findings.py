@@ -39,8 +39,6 @@ LOOKS: tuple[Callable[[Trace, int], Iterable[Finding]], ...] = (
     losses.functions,
     losses.one_class,
     losses.contrastive,
-    losses.handmade,
-    observed.answers,
     parameters.dtypes,
     observed.notes,
     observed.settings,

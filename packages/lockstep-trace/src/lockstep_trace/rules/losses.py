@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep_trace.ranks import losses_of, targets_of_micro
-from lockstep_trace.read import Step, Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.read import Trace
+from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
 
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # layers whose outputs are not log-probabilities
 REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # l1_loss has no operation of its own: see `handmade`
@@ -223,62 +223,3 @@ def contrastive(trace: Trace, optimizer: int) -> Iterator[Finding]:
         what += f"of {size} rows are 0 to {size - 1}: the candidates of rank 0"
         cause = f"add rank * {size}, the offset of a rank's own candidates, to its targets"
         yield Finding("labels-without-offset", what, cause, number, WRONG)
-
-
-def handmade(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report hand-written losses that broadcast predictions over targets, and probabilities passed to kl_div.
-
-    The mean of all (output i - target j)^2 is the mean of (output i - mean target)^2 plus a constant: the assignment of
-    targets to outputs has no effect, which no correct program wants. The same holds for any function of differences if
-    the targets come from a loader's batch, which assigns one to each example. Otherwise absolute differences of all
-    pairs, other pair weights and sums weighted by probabilities may be intended. kl_div expects log-probabilities; with
-    the output of a softmax its result is no divergence. The output of a layer may be the logarithm of a rate."""
-    rank = next((r for r in trace.ranks if r.steps.get(optimizer)), None)
-    if rank is None:
-        return
-    steps = [s for _, s in sorted(rank.steps[optimizer].items())]
-    kinds: dict[str, list[tuple[Step, str]]] = {}
-    for step in steps:
-        for note in step.notes or ():
-            kind, _, size = note.rpartition(" ") if note.startswith("spread squares") else (note, "", "")
-            kinds.setdefault(kind, []).append((step, size))
-    if "kl_div of probabilities" in kinds or "kl_div of logits" in kinds:
-        kinds.pop("kl of probabilities", None)
-    if "spread over targets" in kinds:
-        kinds.pop("spread squares", None)
-    for kind, rows in kinds.items():
-        if kind in HANDMADE and len({s.step for s, _ in rows}) >= PATIENCE:
-            yield _handmade(kind, *rows[0])
-
-
-HANDMADE = {
-    "spread over targets": "loss-broadcast",
-    "spread squares": "loss-broadcast",
-    "kl of probabilities": "loss-of-probabilities",
-    "kl_div of probabilities": "loss-of-probabilities",
-    "kl_div of logits": "loss-of-logits",
-}
-
-
-def _handmade(kind: str, step: Step, size: str) -> Finding:
-    proofs = ("spread squares", "spread over targets", "kl_div of probabilities")
-    otherwise, decides, proved = "", "", kind in proofs
-    if kind == "spread over targets":
-        what = "the loss compares each output [N, 1] with the targets [N] of all examples of the batch, and all pairs "
-        what += "count equally: the assignment of targets to examples has no effect"
-        cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
-    elif kind.startswith("spread"):
-        what = f"the loss has {size} x {size} differences: an output [{size}, 1] minus targets [{size}]"
-        cause = "give predictions and targets the same shape (squeeze or unsqueeze the last dimension of one)"
-        what += "; their mean square is minimal if every output is the mean of all targets"
-    elif kind == "kl of probabilities":
-        what = "the loss has the form of kl_div, but its input is the output of a softmax"
-        cause = "kl_div expects log-probabilities: use log_softmax"
-        otherwise, decides = "a sum weighted by probabilities on purpose", "whether it should be a divergence"
-    else:
-        returned = "a softmax" if kind.endswith("probabilities") else "a layer"
-        what = f"the input of kl_div is the output of {returned}, not log-probabilities"
-        cause = "pass the output of log_softmax to kl_div as its first argument, then the target"
-        otherwise, decides = "a divergence of unnormalized rates, with an extra term", "what is added to kl_div"
-    finding = Finding(HANDMADE[kind], f"step {step.step}: {what}", cause, step.step)
-    return weakened(finding, proved, otherwise, decides)

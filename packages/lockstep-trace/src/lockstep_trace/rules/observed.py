@@ -1,8 +1,8 @@
 """Rules on values observed in the first losses, on the inputs of classification losses and on settings of a model.
 
-Evidence: `tracer/evidence.py`, `tracer/logits.py`, `tracer/layers.py`. Each kind of note is a row of `KINDS`: the
-evidence, the change to make, and, unless it is proved, other explanations and how to decide. A note is reported if it
-holds in three steps or more, and in three quarters of the examined ones.
+Evidence: `tracer/evidence.py`, `tracer/logits.py`, `tracer/graph.py`, `tracer/layers.py`. Each kind of note is a row
+of `KINDS`: the evidence, the change to make, and, unless it is proved, other explanations and how to decide. A note is
+reported if it holds in three steps or more.
 """
 
 from __future__ import annotations
@@ -10,18 +10,116 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lockstep_trace.read import Rank, Step, Trace
+from lockstep_trace.read import Rank, Trace
 from lockstep_trace.rules import premises
 from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
-LOOKS = 8  # first losses
-
+SHAPES = "give both the same shape (squeeze or unsqueeze the last dimension of one)"
+FIRST = "pass the output of log_softmax to kl_div as its first argument, then the target"
+ITSELF = (
+    "itself-among-candidates",
+    "each row is one of its own candidates, although its target is another row",
+    "mask the diagonal of the similarities (fill it with -inf) before the loss",
+)
 BEYOND = "binary cross entropy is given targets below 0 or above 1: the loss has no minimum there"
 
 # kind of note -> (code, evidence, cause, otherwise, decides)
 # proved: torch excludes these values, and the loss has no gradient or minimum for them; or a sum over all pairs is the
-# product of two sums, in which no weight belongs to an example
+# product of two sums, in which no weight belongs to an example.
+# Differences of all pairs: the mean of all (output i - target j)^2 is the mean of (output i - mean target)^2 plus a
+# constant: the assignment of targets to outputs has no effect, which no correct program wants. The same holds for any
+# function of differences if the targets come from a loader's batch, which assigns one to each example. Otherwise
+# absolute differences of all pairs, other pair weights and sums weighted by probabilities may be intended.
+# kl_div expects log-probabilities; with the output of a softmax its result is no divergence. The output of a layer may
+# be the logarithm of a rate.
+# Classes: the logits are a view of a layer's output with as many classes as the layer has channels, but the class axis
+# is not the channel axis, because the view cuts memory in another order. No correct program gives a layer one channel
+# per class and then reads the classes along positions.
+# Answers: at each position, a causal decoder reads the token that it must predict there, in every loss examined. The
+# graph and the numbers exclude a shift inside the model, autoencoders and masked prediction, but not a tagger that
+# seldom changes a token, so it is only suspected, as are targets that equal a column of the input.
+# Candidates: embeddings are multiplied by their own transpose, the target of each row is another row, and the diagonal
+# is neither removed nor masked. If all embeddings have the same length, the diagonal is the largest entry of each row,
+# so no target can win; otherwise, as for consecutive states, it is suspected. A positive among negatives: the target's
+# logit comes first and occurs a second time among the negatives, in every row, so that the loss also pushes the
+# positive away. Accidental copies do not occur in every row. Rows in which most candidates occur twice are skipped, and
+# so are candidates without a column of their own, which may be equal.
 KINDS = {
+    "spread over targets": (
+        "loss-broadcast",
+        "the loss compares each output [N, 1] with the targets [N] of all examples of the batch, and all pairs count "
+        "equally: the assignment of targets to examples has no effect",
+        SHAPES,
+        "",
+        "",
+    ),
+    "spread squares": (
+        "loss-broadcast",
+        "the loss has {0} x {0} differences: an output [{0}, 1] minus targets [{0}]; their mean square is minimal if "
+        "every output is the mean of all targets",
+        SHAPES,
+        "",
+        "",
+    ),
+    "kl of probabilities": (
+        "loss-of-probabilities",
+        "the loss has the form of kl_div, but its input is the output of a softmax",
+        "kl_div expects log-probabilities: use log_softmax",
+        "a sum weighted by probabilities on purpose",
+        "whether it should be a divergence",
+    ),
+    "kl_div of probabilities": (
+        "loss-of-probabilities",
+        "the input of kl_div is the output of a softmax, not log-probabilities",
+        FIRST,
+        "",
+        "",
+    ),
+    "kl_div of logits": (
+        "loss-of-logits",
+        "the input of kl_div is the output of a layer, not log-probabilities",
+        FIRST,
+        "a divergence of unnormalized rates, with an extra term",
+        "what is added to kl_div",
+    ),
+    "narrow": (
+        "logits-too-close",
+        "similarities of unit vectors are multiplied by {0} is that of equal scores)",
+        "divide by a temperature below 1, or multiply by its inverse",
+        "weak training on purpose",
+        "whether the number is a temperature",
+    ),
+    "classes": (
+        "classes-across-axes",
+        "the logits are a view of a layer's output, {0}, whose class axis is not the channel axis of the layer, though "
+        "both have the same size",
+        "move axes with transpose or permute before view or reshape",
+        "",
+        "",
+    ),
+    "answer in a column": (
+        "answer-in-input",
+        "the targets are a column of the model's input, in every row",
+        "leave the target out of the features",
+        "an autoencoder, a class that is part of the input on purpose, or a state that seldom changes",
+        "whether the column is known when the model is used",
+    ),
+    "answer at its position": (
+        "answer-in-input",
+        "at each position, the input of a causal decoder is the token that it must predict there",
+        "shift by one position: input tokens[:, :-1], targets tokens[:, 1:]",
+        "a tagger that seldom changes a token",
+        "whether the targets are the input tokens themselves",
+    ),
+    "itself among candidates": (*ITSELF, "", ""),
+    "itself among products": (*ITSELF, "states that may follow themselves", "whether a row may be its own target"),
+    "positive among negatives": (
+        "positive-among-negatives",
+        "the logit of each row's target occurs again among its negatives",
+        "remove the positive from the negatives: enqueue keys after the loss, or mask them",
+        "",
+        "",
+    ),
     "blank": (
         "target-is-blank",
         "ctc_loss is given targets that contain class {0}, its blank: they can never be recognized",
@@ -54,14 +152,14 @@ KINDS = {
         "loss-broadcast",
         "weights of the batch, [{0}], multiply values [{0}, 1] and make [{0}, {0}]: the sum takes all pairs, so that "
         "no weight belongs to an example",
-        "give weights and values the same shape (squeeze or unsqueeze the last dimension of one)",
+        SHAPES,
         "",
         "",
     ),
     "all pairs": (
         "loss-broadcast",
         "values [{0}, 1] of a layer are combined with others to [{0}, {0}], and all pairs count equally",
-        "give both the same shape (squeeze or unsqueeze the last dimension of one)",
+        SHAPES,
         "all pairs on purpose, as of two sets",
         "whether each output belongs to one target",
     ),
@@ -249,36 +347,6 @@ KINDS = {
         "random numbers to measure speed",
         "where noise is drawn",
     ),
-}
-UNLESS = {
-    "noise in no": "noise in an",
-    "target beyond": "target outside",
-    "all pairs": "own weights",
-}  # a note of another kind in the same run
-
-
-def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report the kinds of notes that recur."""
-    for rank in trace.ranks[:1]:
-        rows: dict[str, dict[int, str]] = {}
-        steps = sorted(rank.steps.get(optimizer, {}).items())
-        for number, step in steps:
-            for kind, argument in step.observed or ():
-                rows.setdefault(kind, {}).setdefault(number, argument)
-        for kind, by_step in rows.items():
-            if kind not in KINDS or UNLESS.get(kind) in rows:
-                continue
-            if kind == "all pairs" and any(n.startswith("spread") for _, s in steps for n in s.notes or ()):
-                continue
-            if kind == "state carried" and not any(
-                e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
-            ):
-                continue
-            if len(by_step) >= max(PATIENCE, 0.75 * min(len(steps), LOOKS // 2)):
-                yield _finding(kind, *next(iter(by_step.items())), len(by_step))
-
-
-FACTS = {
     "load overwritten": (
         "load-overwritten",
         "between loading weights and the model's next call, {0} of the loaded matrices get unrelated values",
@@ -301,20 +369,82 @@ FACTS = {
         "a column that may be missing",
         "what the code does without it",
     ),
+    "mean of batches": (
+        "mean-of-batches",
+        "a score that is no mean over examples is averaged over batches: it depends on how examples are batched",
+        "collect outputs or sums of all batches, and compute it once",
+        "a score of each batch on purpose",
+        "whether another batch size should give another number",
+    ),
+    "never reset": (
+        "never-reset",
+        "it includes the counts of all epochs before, which nothing resets",
+        "set the counts to zero before each epoch or evaluation",
+        "a mean since the start on purpose",
+        "what the number is compared with",
+    ),
+    "logits above": (
+        "logits-above-half",
+        "the model gives logits, whose threshold for a probability of 0.5 is 0",
+        "compare the sigmoid with 0.5, or the logit with 0",
+        "a threshold of 0.62 on purpose, or a model that applies a sigmoid in evaluation",
+        "what the compared numbers are",
+    ),
+    "codes": (
+        "codes-of-split",
+        "computed again from held-out rows: their numbers mean something else than in training",
+        "fit on the training rows, and apply that to the others",
+        "splits that each have a model of their own",
+        "whether both splits have the same numbers",
+    ),
+    "two orders": (
+        "orders-differ",
+        "one more permutation is drawn: rows no longer belong together",
+        "draw the permutation once, and index all with it",
+        "rows that should not belong together",
+        "whether the row numbers should match",
+    ),
+}
+# a kind of note -> other kinds in the same run that explain it
+UNLESS = {
+    "noise in no": ("noise in an",),
+    "target beyond": ("target outside",),
+    "all pairs": ("own weights", "spread squares", "spread over targets"),
+    "spread squares": ("spread over targets",),
+    "kl of probabilities": ("kl_div of probabilities", "kl_div of logits"),
+    "answer at its position": ("another at its position",),
 }
 
 
+def notes(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report the kinds of notes that recur."""
+    for rank in trace.ranks[:1]:
+        rows: dict[str, dict[int, str]] = {}
+        for number, step in sorted(rank.steps.get(optimizer, {}).items()):
+            for kind, argument in step.observed or ():
+                rows.setdefault(kind, {}).setdefault(number, argument)
+        for kind, by_step in rows.items():
+            if kind not in KINDS or any(other in rows for other in UNLESS.get(kind, ())):
+                continue
+            if kind == "state carried" and not any(
+                e["shuffle"] and e["loader"] in by_step.values() for e in rank.loaders
+            ):
+                continue
+            if len(by_step) >= PATIENCE:
+                number, argument = next(iter(by_step.items()))
+                text = f"step {number}: {{}}; so in {len(by_step)} of the first steps"
+                yield _finding(kind, text, argument, number)
+
+
 def facts(trace: Trace) -> Iterator[Finding]:
-    """Report facts that are recorded once and may be intended: `FACTS`."""
+    """Report facts that are recorded once and may be intended."""
     for record in trace.ranks[0].facts:
-        code, what, cause, otherwise, decides = FACTS[record["fact"]]
-        yield Finding(code, what.format(record["argument"]), cause, None, SUSPICIOUS, otherwise, decides)
+        yield _finding(record["fact"], "{}", record["argument"])
 
 
-def _finding(kind: str, number: int, argument: str, count: int) -> Finding:
+def _finding(kind: str, text: str, argument: str = "", number: int | None = None) -> Finding:
     code, what, cause, otherwise, decides = KINDS[kind]
-    text = f"step {number}: {what.format(argument)}; so in {count} of the first steps"
-    finding = Finding(code, text, cause.format(argument), number)
+    finding = Finding(code, text.format(what.format(argument)), cause.format(argument), number)
     return weakened(finding, not otherwise, otherwise, decides.format(argument))
 
 
@@ -375,51 +505,14 @@ def statements(trace: Trace) -> Iterator[Finding]:
     result, a new tensor, is dropped. No correct program needs one, even if it never runs."""
     for rank in trace.ranks[:1]:
         for kind, text, where in (rank.ended or {}).get("idle", ()):
-            if kind in SOURCES:
-                code, what, cause, otherwise, decides = SOURCES[kind]
-                yield Finding(code, f"{where}: `{text}`: {what}", cause, None, SUSPICIOUS, otherwise, decides)
+            if kind in KINDS:
+                what = f"{where}: `{text}`: ".replace("{", "{{").replace("}", "}}")
+                yield _finding(kind, what + "{}")
                 continue
             what = f"{where}: `{text}` has no effect: " + STATEMENTS[kind][0]
             yield Finding("no-effect", what, STATEMENTS[kind][1], None, WRONG)
 
 
-SOURCES = {
-    "mean of batches": (
-        "mean-of-batches",
-        "a score that is no mean over examples is averaged over batches: it depends on how examples are batched",
-        "collect outputs or sums of all batches, and compute it once",
-        "a score of each batch on purpose",
-        "whether another batch size should give another number",
-    ),
-    "never reset": (
-        "never-reset",
-        "it includes the counts of all epochs before, which nothing resets",
-        "set the counts to zero before each epoch or evaluation",
-        "a mean since the start on purpose",
-        "what the number is compared with",
-    ),
-    "logits above": (
-        "logits-above-half",
-        "the model gives logits, whose threshold for a probability of 0.5 is 0",
-        "compare the sigmoid with 0.5, or the logit with 0",
-        "a threshold of 0.62 on purpose, or a model that applies a sigmoid in evaluation",
-        "what the compared numbers are",
-    ),
-    "codes": (
-        "codes-of-split",
-        "computed again from held-out rows: their numbers mean something else than in training",
-        "fit on the training rows, and apply that to the others",
-        "splits that each have a model of their own",
-        "whether both splits have the same numbers",
-    ),
-    "two orders": (
-        "orders-differ",
-        "one more permutation is drawn: rows no longer belong together",
-        "draw the permutation once, and index all with it",
-        "rows that should not belong together",
-        "whether the row numbers should match",
-    ),
-}
 STATEMENTS = {
     "method": ("the method is named, but not called", "call it: add ()"),
     "context": ("the context is not entered", "with ...:, or as a decorator"),
@@ -458,97 +551,3 @@ def _fed(rank: Rank) -> set[tuple[int, ...]]:
     split = {e.get("loader"): tuple(e["split"]) for e in rank.loaders if e.get("split")}
     fed = (name for steps in rank.steps.values() for s in steps.values() for name, _ in s.fed or ())
     return {split[name] for name in fed if name in split}
-
-
-def answers(trace: Trace, optimizer: int) -> Iterator[Finding]:
-    """Report faults in the inputs of the first losses, if they recur in three steps or more.
-
-    `classes-across-axes`: the logits are a view of a layer's output with as many classes as the layer has channels, but
-    the class axis is not the channel axis, because the view cuts memory in another order. No correct program gives a
-    layer one channel per class and then reads the classes along positions.
-    `answer-in-input`: at each position, a causal decoder reads the token that it must predict there, in every loss
-    examined. The graph and the numbers exclude a shift inside the model, autoencoders and masked prediction, but not a
-    tagger that seldom changes a token, so the finding is only suspected, as are targets that equal a column of the
-    input (`MAYBE`).
-    `itself-among-candidates`: embeddings are multiplied by their own transpose, the target of each row is another row,
-    and the diagonal is neither removed nor masked. If all embeddings have the same length, the diagonal is the largest
-    entry of each row, so no target can win; otherwise, as for consecutive states, the finding is suspected.
-    `positive-among-negatives`: the target's logit comes first and occurs a second time among the negatives, in every
-    row, so that the loss also pushes the positive away. Accidental copies do not occur in every row. Rows in which most
-    candidates occur twice are skipped, and so are candidates without a column of their own, which may be equal."""
-    for rank in trace.ranks[:1]:
-        rows: dict[str, list[tuple[Step, str]]] = {}
-        for _, step in sorted(rank.steps.get(optimizer, {}).items()):
-            for note in dict.fromkeys(step.notes or ()):
-                kind, _, rest = note.partition(" of ")
-                if kind in ANSWERS or kind == OTHERWISE:
-                    rows.setdefault(kind, []).append((step, rest))
-        for kind, each in rows.items():
-            if kind == OTHERWISE:
-                continue
-            if len(each) >= PATIENCE and not (kind == "answer at its position" and OTHERWISE in rows):
-                yield _answer(kind, *each[0])
-
-
-OTHERWISE = "another at its position"
-ANSWERS = {
-    "narrow": (
-        "similarities of unit vectors are {}",
-        "divide by a temperature below 1, or multiply by its inverse",
-    ),
-    "classes": (
-        "the logits are a view of a layer's output, {}, whose class axis is not the channel axis of the layer, though "
-        "both have the same size",
-        "move axes with transpose or permute before view or reshape",
-    ),
-    "answer in a column": (
-        "the targets are a column of the model's input, in every row",
-        "leave the target out of the features",
-    ),
-    "answer at its position": (
-        "at each position, the input of a causal decoder is the token that it must predict there",
-        "shift by one position: input tokens[:, :-1], targets tokens[:, 1:]",
-    ),
-    "itself among candidates": (
-        "each row is one of its own candidates, although its target is another row",
-        "mask the diagonal of the similarities (fill it with -inf) before the loss",
-    ),
-    "positive among negatives": (
-        "the logit of each row's target occurs again among its negatives",
-        "remove the positive from the negatives: enqueue keys after the loss, or mask them",
-    ),
-}
-
-
-ANSWERS["itself among products"] = ANSWERS["itself among candidates"]
-MAYBE = {
-    "answer at its position": (
-        "a tagger that seldom changes a token",
-        "whether the targets are the input tokens themselves",
-    ),
-    "narrow": ("weak training on purpose", "whether the number is a temperature"),
-    "answer in a column": (
-        "an autoencoder, a class that is part of the input on purpose, or a state that seldom changes",
-        "whether the column is known when the model is used",
-    ),
-    "itself among products": ("states that may follow themselves", "whether a row may be its own target"),
-}
-
-
-def _code(kind: str) -> str:
-    if kind == "classes":
-        return "classes-across-axes"
-    if kind == "narrow":
-        return "logits-too-close"
-    if kind.startswith("answer"):
-        return "answer-in-input"
-    if kind.startswith("itself"):
-        return "itself-among-candidates"
-    return "positive-among-negatives"
-
-
-def _answer(kind: str, step: Step, rest: str) -> Finding:
-    what, cause = ANSWERS[kind]
-    otherwise, decides = MAYBE.get(kind, ("", ""))
-    finding = Finding(_code(kind), f"step {step.step}: {what.format(rest)}", cause, step.step)
-    return weakened(finding, not otherwise, otherwise, decides)

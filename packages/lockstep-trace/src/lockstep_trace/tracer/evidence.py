@@ -1,9 +1,10 @@
-"""Looks in the graph of the first losses for values that a function excludes, mixed examples, padding, noise, and its
-terms.
+"""Looks in the graph of the first losses for values that a function excludes, mixed examples, shapes that spread over
+all pairs, padding, noise, and its terms.
 
-In: a loss before backward; inputs and outputs of the calls since the last one. Out: (kind, argument), and a bool on its
-device, or None if the graph suffices. Terms of a loss: means or sums over the batch, and factors and targets with a
-gradient. `rules/observed.py` explains each kind. Skipped while hooks on saved tensors are in use.
+In: a loss before backward; inputs and outputs of the calls since the last one; arguments of torch's loss functions.
+Out: (kind, argument), and a bool on its device, or None if the graph suffices. Terms of a loss: means or sums over the
+batch, and factors and targets with a gradient. `rules/observed.py` explains each kind. Skipped while hooks on saved
+tensors are in use.
 """
 
 from __future__ import annotations
@@ -15,34 +16,62 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .graph import KINDS, LAYERS, NODES, SIMPLE, VIEWS, is_mean, loss_nodes, name_of, nodes_of, shape_of
+from .fingerprint import signed
+from .graph import (
+    KINDS,
+    LAYERS,
+    NODES,
+    NOTHING,
+    SIMPLE,
+    VIEWS,
+    factors_of,
+    inputs_of,
+    is_mean,
+    loss_nodes,
+    name_of,
+    nodes_of,
+    only,
+    shape_of,
+    walk,
+)
 from .inputs import wrapped
-from .logits import _only, _signed, _unmoved, factor_of, is_number, place
+from .logits import ALONE, TOGETHER, _unmoved, factor_of, is_number, place
 from .placement import is_plain_tensor
 
 LEAST = 8  # examples
+MANY = 30  # targets of a class, on average, whose frequencies are compared
+BOUNDED = ("Sigmoid", "Relu", "LogSigmoid", "Softplus")
 ATTENTION = ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Permute", "Transpose", "T", "Unsqueeze", "Squeeze")
 Note = tuple[tuple[str, str], Tensor | None]
 SAME = ("Clone", "Alias", "Expand", "ToCopy", "NativeDropout")  # leave the axes of an attention's weights as they are
 
 
 def notes_on(
-    loss: Any, calls: Calls, columns: Sequence[Tensor], later: Callable[[tuple[str, str], Tensor], None]
+    loss: Any,
+    calls: Calls,
+    columns: Sequence[Tensor],
+    counts: dict[int, Tensor],
+    later: Callable[[tuple[str, str], Tensor], None],
 ) -> list[Note]:
-    """Return the notes on a loss. `later`: takes the notes that depend on its gradients."""
-    notes: list[Note] = []
+    """Return the notes on a loss. `counts`: targets of each class in earlier losses, by number of classes. `later`:
+    takes the notes that depend on its gradients."""
+    notes: list[Note] = [*_all_pairs(loss, calls.rows, calls.inputs)]
     for node in nodes_of(loss, 4 * NODES):
         name = name_of(node)
         if name in OF_NODES:
             notes += OF_NODES[name](node)
+        if name == "NllLoss":
+            notes += _classes(node, calls.rows, counts)
+        if name.startswith("NllLoss"):
+            notes += _bounded(node)
         if name == "CtcLoss":
-            _ctc(node, later)
+            notes += _ctc(loss, node, later)
         if name == "SoftMarginLoss" and _alone(loss, node):
             notes += _margin(node)
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
             notes += _batch(node, name, calls)
         if name == "Embedding":
-            notes += _padding(node, loss, later, calls)
+            notes += [*_padding(node, loss, later, calls), *_ids(node)]
     notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
     return [*notes, *_weights(loss, columns), *_noise(loss, calls)]
 
@@ -68,7 +97,11 @@ class Calls:
 # -- values that torch's functions do not take -------------------------------------------------------------------------
 
 
-def _ctc(node: Any, later: Callable[[tuple[str, str], Tensor], None]) -> None:
+def _ctc(loss: Any, node: Any, later: Callable[[tuple[str, str], Tensor], None]) -> Iterator[Note]:
+    under = _below_views(node)
+    if _alone(loss, node) and under is not None and name_of(under) in (*LAYERS, "Softmax"):
+        sums = node._saved_log_probs.detach().float().logsumexp(-1)
+        yield ("ctc", ""), (sums > 0.01).float().mean() > 0.5
     targets, lengths, blank = node._saved_targets, node._saved_target_lengths, int(node._saved_blank)
     if not is_plain_tensor(targets):
         return
@@ -92,7 +125,7 @@ def _ctc(node: Any, later: Callable[[tuple[str, str], Tensor], None]) -> None:
 def _binary(node: Any) -> Iterator[Note]:
     target, weight = node._saved_target, getattr(node, "_saved_pos_weight", None)
     masked = node._saved_reduction == 0 or isinstance(node._saved_weight, Tensor)  # may leave out what has no label
-    under = _only(node)
+    under = only(node)
     masked |= under is not None and (name_of(under) in ("MaskedFill", "Where") or name_of(under) == "Mul")
     if is_plain_tensor(target) and target.numel() and not masked:
         mean = target.float().mean()
@@ -109,23 +142,46 @@ def _margin(node: Any) -> Iterator[Note]:
         yield ("target 0", ""), ((target == 0) | (target == 1)).all() & (target == 0).any()
 
 
-def _classes(node: Any) -> Iterator[Note]:
+def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
     target, weight = node._saved_target, node._saved_weight
-    if isinstance(weight, Tensor) and is_plain_tensor(target) and target.numel() >= 4 * weight.numel() >= LEAST:
-        inside = target[(target >= 0) & (target < weight.numel())]
-        counts = torch.bincount(inside, minlength=weight.numel()).float()
-        there = (counts > 0) & (weight > 0)
-        table = torch.stack([counts[there], weight.detach().float()[there]])
-        if table.shape[1] > 1:
-            low, high = table.amin(1), table.amax(1)
-            uneven = (high[0] >= 3 * low[0]) & (high[1] >= 1.5 * low[1])
-            yield ("frequent weighs", ""), uneven & (torch.corrcoef(table)[0, 1] > 0.7)
+    if not isinstance(weight, Tensor) or not is_plain_tensor(target) or not 1 < (size := len(weight)) <= 4096:
+        return
+    target, weight = target.detach().reshape(-1), weight.detach().float()
+    place = target.where((target >= 0) & (target < size), size)
+    now = torch.zeros(size + 1, dtype=torch.int64, device=target.device).scatter_add_(0, place, torch.ones_like(place))
+    now = now[:size]
+    if len(target) >= 4 * size >= LEAST:
+        there = (now > 0) & (weight > 0)
+        number, of_there = there.sum(), [v.float().where(there, 0.0) for v in (now, weight)]
+        (low, high), (least, most) = ((v.where(there, math.inf).min(), v.max()) for v in of_there)
+        apart = [(v - v.sum() / number).where(there, 0.0) for v in of_there]
+        alike = (apart[0] * apart[1]).sum() > 0.7 * apart[0].norm() * apart[1].norm()
+        yield ("frequent weighs", ""), (number > 1) & (high >= 3 * low) & (most >= 1.5 * least) & alike
+    if size > 2 and node._saved_target.shape == (rows,):
+        counts[size] = total = now + counts.get(size, 0)
+        ordered = weight.sort().values * total.sort(descending=True).values
+        own = weight * total
+        inverse = (ordered.max() <= 2 * ordered.min()) & (own.max() >= 4 * own.min()) & (total.sum() >= MANY * size)
+        yield ("weights of others", ""), inverse & (total > 0).all()
+
+
+def _bounded(node: Any) -> Iterator[Note]:
+    under = _below_views(node)
+    below = _below_views(under) if under is not None and name_of(under) in ("LogSoftmax", "Log") else under
+    if below is not None and name_of(below) in BOUNDED:
+        yield ("bounded", name_of(below).lower()), None
+
+
+def _below_views(node: Any) -> Any:
+    node = only(node)
+    while node is not None and name_of(node) in VIEWS:
+        node = only(node)
+    return node
 
 
 OF_NODES: dict[str, Callable[[Any], Iterator[Note]]] = {
     "BinaryCrossEntropy": _binary,
     "BinaryCrossEntropyWithLogits": _binary,
-    "NllLoss": _classes,
     "Bmm": lambda node: _summed(node),
 }
 
@@ -139,7 +195,7 @@ def _batch(node: Any, name: str, calls: Calls) -> Iterator[Note]:
         return
     axis = shape.index(rows)
     if name == "Softmax":
-        if math.prod(shape) > rows and _signed(int(node._saved_dim)) % len(shape) == axis:
+        if math.prod(shape) > rows and signed(int(node._saved_dim)) % len(shape) == axis:
             yield ("softmax over the batch", f"{shape}"), None
         return
     before = [int(n) for n in getattr(node, "_saved_self_sym_sizes", ())]
@@ -151,7 +207,7 @@ def _summed(node: Any) -> Iterator[Note]:
     for (operand, _), axis in zip(node.next_functions[:2], (2, 1), strict=False):
         here: int | None = axis
         while operand is not None and here is not None and name_of(operand) in (*ATTENTION, *SAME, "Mul"):
-            name, shape, under = name_of(operand), shape_of(operand), _only(operand)
+            name, shape, under = name_of(operand), shape_of(operand), only(operand)
             if name in ("Permute", "Transpose", "T"):
                 here = _unmoved(operand, here)
             elif name in ATTENTION:
@@ -160,8 +216,8 @@ def _summed(node: Any) -> Iterator[Note]:
             operand = under
         size = shape_of(operand) if operand is not None and here is not None else []
         if here is not None and size and name_of(operand) == "Softmax":
-            over = _signed(int(operand._saved_dim)) % len(size)
-            scores = _only(operand)
+            over = signed(int(operand._saved_dim)) % len(size)
+            scores = only(operand)
             constant = scores is None or name_of(scores) == "AccumulateGrad"  # transitions that are a parameter
             if over != here and size[over] == size[here] > 2 and not constant:
                 yield ("softmax", f"axis {over} of {size}, sum over axis {here}"), None
@@ -171,7 +227,7 @@ def _summed(node: Any) -> Iterator[Note]:
 
 
 def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], None], calls: Calls) -> Iterator[Note]:
-    ids, ignored = node._saved_indices, _signed(int(node._saved_padding_idx))
+    ids, ignored = node._saved_indices, signed(int(node._saved_padding_idx))
     if is_plain_tensor(ids) and ids.shape[1:].numel() == 1 and len(ids) >= LEAST and ignored >= 0:
         count, rows = (ids == ignored).sum(), int(node._saved_weight_sym_argsize_0)
         if rows >= LARGE_TABLE:  # it comes about as often as the others: not what is missing
@@ -202,12 +258,12 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
 
     node.register_prehook(arrived)
     for end in loss_nodes(loss) if ignored >= 0 else ():
-        target, softmax = getattr(end, "_saved_target", None), _only(end)
+        target, softmax = getattr(end, "_saved_target", None), only(end)
         classes = shape_of(softmax)[1:2] if softmax is not None else []
         if not isinstance(target, Tensor) or not is_plain_tensor(target):
             continue
         if name_of(end) == "NllLoss" and classes == [node._saved_weight_sym_argsize_0]:
-            taught = target.eq(ignored).any() & (_signed(int(end._saved_ignore_index)) != ignored)
+            taught = target.eq(ignored).any() & (signed(int(end._saved_ignore_index)) != ignored)
             yield ("padding index", str(ignored)), padded & (value == ignored) & ~alone & taught
 
 
@@ -226,14 +282,12 @@ def _reached(gradient: Any, where: Tensor, zero: bool) -> Tensor:
 
 def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
     for node in _terms(loss):
-        shape, before = shape_of(node), [n for n, _ in node.next_functions]
-        if name_of(node) != "Mul" or len(shape) != 2 or shape[0] != shape[1] or len(before) != 2 or is_number(node):
+        shape, before, saved = shape_of(node), inputs_of(node), factors_of(node)
+        if name_of(node) != "Mul" or len(shape) != 2 or shape[0] != shape[1] or is_number(node):
             continue
-        saved = [t for n in ("_saved_self", "_saved_other") if isinstance(t := getattr(node, n, None), Tensor)]
-        value = next((shape_of(n) for n in before if n is not None), [])
-        if before.count(None) != 1 or len(saved) != 1 or shape[0] < LEAST:
+        if len(before) != 1 or len(node.next_functions) != 2 or len(saved) != 1 or shape[0] < LEAST:
             continue
-        weight, n = saved[0], shape[0]
+        value, weight, n = shape_of(before[0]), saved[0], shape[0]
         if [value, list(weight.shape)] in ([[n, 1], [n]], [[n, 1], [1, n]], [[n], [n, 1]], [[1, n], [n, 1]]):
             flat = weight.detach().reshape(-1)
             rows = [(flat == column.to(flat.device)).all() for column in columns if len(column) == n]
@@ -245,8 +299,7 @@ def _weights(loss: Any, columns: Sequence[Tensor]) -> Iterator[Note]:
 def _alone(loss: Any, end: Any) -> bool:
     node = getattr(loss, "grad_fn", None)
     while node is not None and node is not end:
-        before = [n for n, _ in node.next_functions if n is not None]
-        node = before[0] if len(before) == 1 else None
+        node = only(node)
     return node is end
 
 
@@ -260,7 +313,7 @@ def _terms(loss: Any) -> Iterator[Any]:
         name, shape = name_of(node), shape_of(node)
         of_pairs = name in ("Add", "Sub") and len(shape) == 2 and shape[0] == shape[1]  # each pair has its own term
         if name in SIMPLE and (name != "Mul" or is_number(node)) and not of_pairs:
-            waiting += [n for n, _ in node.next_functions if n is not None]
+            waiting += inputs_of(node)
 
 
 def _noise(loss: Any, calls: Calls) -> Iterator[Note]:
@@ -327,7 +380,7 @@ def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
         factor, divided, node = waiting.pop() if waiting else (0.0, False, None)
         if node is None:
             continue
-        name, before = name_of(node), [n for n, _ in node.next_functions if n is not None]
+        name, before = name_of(node), inputs_of(node)
         if name in ("Add", "Sub", "Neg", "View", "Squeeze") and not shape_of(node):
             waiting += [(factor, divided, n) for n in before]
         elif name in ("Mul", "Div") and len(before) == 1 and not shape_of(node):
@@ -343,22 +396,21 @@ def _summands(loss: Any, rows: int) -> Iterator[tuple[float, bool, Any]]:
 
 def _of_layers(node: Any) -> bool:
     """Return whether a term depends on a layer's output; a penalty depends on parameters alone."""
-    return any(name_of(n) in LAYERS for n in _below(node, lambda _: True))
+    return any(name_of(n) in LAYERS for n in walk([node]))
 
 
 def _of_rows(node: Any, rows: int) -> bool:
     """Return whether a sum is taken over a layer's output with one row for each example. Products and means over
     examples do not count, nor do weights that add to 1."""
-    waiting, ends = [n for n, _ in node.next_functions if n is not None], 0
+    waiting, ends = inputs_of(node), 0
     for _ in range(64):
         if not waiting:
             break
         each = waiting.pop()
-        name, before = name_of(each), [n for n, _ in each.next_functions if n is not None]
-        constants = [t for n in ("_saved_self", "_saved_other") if isinstance(t := getattr(each, n, None), Tensor)]
-        weights = [t for t in constants if name == "Mul" and len(before) == 1 and t.numel() == rows]
+        name, before = name_of(each), inputs_of(each)
+        weights = [t for t in factors_of(each) if name == "Mul" and len(before) == 1 and t.numel() == rows]
         if name in LAYERS:
-            leaves = [n for e in before for n in [e, _only(e)] if n is not None and name_of(n) == "AccumulateGrad"]
+            leaves = [n for e in before for n in [e, only(e)] if n is not None and name_of(n) == "AccumulateGrad"]
             ends += bool(leaves)
             if not leaves:
                 return False
@@ -369,21 +421,11 @@ def _of_rows(node: Any, rows: int) -> bool:
     return ends > 0
 
 
-def _below(node: Any, goes_on: Callable[[str], bool], most: int = 64) -> Iterator[Any]:
-    waiting, known = [node], set[Any]()
-    while waiting and len(known) < most:
-        node = waiting.pop(0)
-        if node is not None and node not in known:
-            known.add(node)
-            yield node
-            waiting += [n for n, _ in node.next_functions] if goes_on(name_of(node)) else []
-
-
 def _masked(mean: Any, inputs: Sequence[Tensor]) -> Iterator[Note]:
-    node = next((n for n, _ in mean.next_functions if n is not None), None)
+    node = next(iter(inputs_of(mean)), None)
     if name_of(mean) != "Mean" or node is None or name_of(node) != "Mul" or shape_of(mean):
         return
-    mask = [t for n in ("_saved_self", "_saved_other") if isinstance(t := getattr(node, n, None), Tensor)]
+    mask = factors_of(node)
     if len(mask) == 1 and is_plain_tensor(mask[0]) and mask[0].dim() == 2 and list(mask[0].shape) == shape_of(node):
         one = mask[0].detach().float()
         ends = (one[:, 1:] <= one[:, :-1]).all() | (one[:, 1:] >= one[:, :-1]).all()
@@ -419,7 +461,7 @@ def notes_on_gradients(loss: Any) -> Iterator[Note]:
         under = before[0] if before else None
         if name in ERRORS or (name in ("Pow", "Abs") and under is not None and name_of(under) == "Sub"):
             sides = before[:2] if name in ERRORS or under is None else [n for n, _ in under.next_functions]
-            values.update(n for s in sides for n in _below(s, JOINED.__contains__) if name_of(n) in LAYERS)
+            values.update(n for s in sides for n in walk([s], JOINED.__contains__) if name_of(n) in LAYERS)
             pair = [None if s is None else _is_bootstrapped(s) for s in sides]
             if len(sides) == 2 and None not in sides and pair[0] != pair[1] and _one_layer(sides):
                 yield ("target with a gradient", ""), None
@@ -429,17 +471,17 @@ def notes_on_gradients(loss: Any) -> Iterator[Note]:
         layer = _advantage(factor)
         if layer is None or layer not in values or _advantage(other) in values:  # of two errors, both are trained
             continue
-        if layer not in set(_below(other, lambda _: True)):
+        if layer not in set(walk([other])):
             yield ("advantage with a gradient", ""), None
             return
 
 
 def _advantage(node: Any) -> Any:
     """Return the layer of one output per row that a constant minus its output comes from, or None."""
-    for each in _below(node, PASSED.__contains__, 24):
+    for each in walk([node], PASSED.__contains__, 24):
         sides = [n for n, _ in each.next_functions] if name_of(each) == "Sub" else []
         for side in sides if len(sides) == 2 and None in sides else ():
-            for end in _below(side, JOINED.__contains__) if side is not None else ():
+            for end in walk([side], JOINED.__contains__):
                 if name_of(end) in LAYERS and shape_of(end)[-1:] == [1]:
                     return end
     return None
@@ -447,25 +489,22 @@ def _advantage(node: Any) -> Any:
 
 def _one_layer(sides: Sequence[Any]) -> bool:
     """Return whether both sides come from one layer, as values of two states do."""
-    leaves = [_weights_of(next((n for n in _below(s, lambda _: True) if name_of(n) in LAYERS), None)) for s in sides]
+    leaves = [_weights_of(next((n for n in walk([s]) if name_of(n) in LAYERS), None)) for s in sides]
     return bool(leaves[0] & leaves[1])
 
 
 def _weights_of(layer: Any) -> set[int]:
-    before = [n for n, _ in layer.next_functions if n is not None] if layer is not None else []
-    ends = [e for n in before for e in (n, _only(n)) if e is not None and name_of(e) == "AccumulateGrad"]
-    return {id(e.variable) for e in ends}
+    ends = [e for n in inputs_of(layer or NOTHING) for e in (n, only(n)) if e is not None]
+    return {id(e.variable) for e in ends if name_of(e) == "AccumulateGrad"}
 
 
 def _is_bootstrapped(node: Any) -> bool:
     """Return whether a value is a constant (a reward) plus a multiple of a layer's output."""
-    for each in _below(node, VIEWS.__contains__, 6):
+    for each in walk([node], VIEWS.__contains__, 6):
         sides = [n for n, _ in each.next_functions] if name_of(each) == "Add" else []
         rest = next((n for n in sides if n is not None), None)
-        if len(sides) == 2 and None in sides and rest is not None and name_of(rest) == "Mul":
-            parts = [n for n, _ in rest.next_functions]
-            if len([n for n in parts if n is not None]) == 1:
-                return any(name_of(n) in LAYERS for n in _below(rest, CHOSEN.__contains__, 24))
+        if len(sides) == 2 and None in sides and name_of(rest or NOTHING) == "Mul" and only(rest) is not None:
+            return any(name_of(n) in LAYERS for n in walk([rest], CHOSEN.__contains__, 24))
     return False
 
 
@@ -481,15 +520,14 @@ def notes_on_tokens(ids: Tensor, padding: Tensor, known: Tensor, ends: Sequence[
         if not isinstance(target, Tensor) or target.numel() != ids.numel() or not mean or target.is_floating_point():
             continue
         target = target.detach().reshape(ids.shape)
-        ignored = int(end._saved_ignore_index)
-        counted = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
+        counted = target != signed(int(end._saved_ignore_index))
         there = padding & counted
         least = target.masked_fill(~padding, 1 << 30).min()
         most = target.masked_fill(~padding, -1).max()
         real = counted & ~padding
         equal = real & (target == ids)
         share = equal.sum() / real.sum().clamp(min=1)
-        classes = shape_of(_only(end))[1:2] if _only(end) is not None else []
+        classes = shape_of(only(end))[1:2] if only(end) is not None else []
         next_token = (share < 0.5) & ((target == ids) | ~padding).all()  # padding is a token of the vocabulary
         next_token &= ids.max() < (classes or [0])[0]
         learned = (there.sum() >= 0.1 * ids.numel()) & (there == padding).all() & (least == most)
@@ -497,5 +535,115 @@ def notes_on_tokens(ids: Tensor, padding: Tensor, known: Tensor, ends: Sequence[
         other = ids[real & (target != ids)] if ids.device.type == "cpu" else ids.new_zeros(0)
         if len(other):  # one symbol stands for what is hidden, and for nothing else
             hidden = (other == other.mode().values).float().mean() > 0.7
-            only = ~(equal & (ids == other.mode().values)).any()
-            yield ("copies learned", ""), (share > 0.5) & (share < 0.95) & hidden & only
+            alone = ~(equal & (ids == other.mode().values)).any()
+            yield ("copies learned", ""), (share > 0.5) & (share < 0.95) & hidden & alone
+
+
+def _ids(node: Any) -> Iterator[Note]:
+    ids = node._saved_indices.detach()
+    if is_plain_tensor(ids) and ids.dim() == 2 and len(ids) >= 4 and ids.shape[1] > 4 and ids.shape[0] != ids.shape[1]:
+        same = ids == ids[0, 0]
+        end = same.flip(1).long().cumprod(1).flip(1).bool()  # an end token, or padding
+        twice = same[:, :2].all() & ~(same & ~end)[:, 2:].any() & ~same[:, 2].any()
+        yield (
+            ("start twice", ""),
+            twice & (ids[0, 0] != signed(int(node._saved_padding_idx))) & ids[:, 2].ne(ids[0, 2]).any(),
+        )
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------------
+
+# element-wise operations of a loss by hand, besides `ALONE` and `TOGETHER`
+ELEMENTS = {*ALONE, *TOGETHER, *KINDS, "Where", "Expand", "Rsub", "Xlogy", "Log1P", "Reciprocal", "Rsqrt", "Lgamma"}
+PARTS = ("Split", "Slice", "Gather", "Chunk")  # leave the last axis of one number there
+
+
+def _all_pairs(loss: Any, n: int, inputs: Sequence[Tensor]) -> Iterator[Note]:
+    """Yield whether values [N, 1] of a layer are combined with others to [N, N], of which all pairs count equally."""
+    if n < 4 or any(n in t.shape[1:] for t in inputs):
+        return
+    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
+    known, spread = set[Any](), False
+    while waiting and len(known) < NODES:
+        node = waiting.pop()
+        if node in known:
+            continue
+        known.add(node)
+        name, shape = name_of(node), shape_of(node)
+        before = inputs_of(node)
+        if shape == [] and name in ELEMENTS:
+            waiting += before
+        elif shape == [n, n]:
+            constant = len(before) < 2 and name in ("Mul", "Div") and not is_number(node)
+            if name not in ELEMENTS or (constant and any(t.dim() > 1 and t.shape[-1] == n for t in factors_of(node))):
+                return  # pairs that were made, masked or weighted on purpose
+            sizes = [shape_of(b) for b in before]
+            waiting += [b for b, size in zip(before, sizes, strict=True) if size == [n, n]]
+            narrow = [b for b, size in zip(before, sizes, strict=True) if size == [n, 1]]
+            if any(size not in ([n, n], [n, 1], []) for size in sizes):
+                return  # [N]: of two outputs, pairs may be meant
+            if narrow and [n, n] not in sizes and (name == "Expand" or len(narrow) < len(node.next_functions)):
+                if not all(_of_a_layer(b) for b in narrow):
+                    return
+                spread = True
+    if spread:
+        yield ("all pairs", str(n)), None
+
+
+def _of_a_layer(node: Any) -> bool:
+    """Return whether values [N, 1] are those of a layer, and no axis was added to them on purpose."""
+    waiting, known = [node], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in known or shape_of(node) == []:
+            continue
+        known.add(node)
+        before = inputs_of(node)
+        if name_of(node) in LAYERS or (name_of(node) in PARTS and len(shape_of(before[0])) == 2):
+            continue
+        if name_of(node) not in ELEMENTS or len(known) > 32 or not before:
+            return False
+        waiting += before
+    return True
+
+
+# -- arguments of loss functions ---------------------------------------------------------------------------------------
+
+
+def _signs(name: str) -> Callable[..., Iterator[Note]]:
+    def look(*args: Any, target: Any = None, **_: Any) -> Iterator[Note]:
+        tensors = [a for a in (*args, target) if isinstance(a, Tensor)]
+        value = tensors[-1]
+        if value.numel() > 3:
+            yield ("pairs of 0", name), ((value == 0) | (value == 1)).all() & (value == 0).any() & (value == 1).any()
+
+    return look
+
+
+def _divergence(
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+    log_target: bool = False,
+) -> Iterator[Note]:
+    if not is_plain_tensor(target) or target.dim() < 2 or target.shape != input.shape or reduction == "none":
+        return
+    own, other = input.detach().float().exp().sum(-1), target.detach().float()
+    if log_target:
+        yield (
+            ("target of kl_div", "log_target=True, and its targets are above 0"),
+            (other > 1e-3).any() & (other >= 0).all(),
+        )
+    else:
+        normal = (own - 1).abs().max() < 0.01
+        yield ("target of kl_div", "targets that do not add to 1"), normal & ((other.sum(-1) - 1).abs().min() > 0.05)
+
+
+ARGUMENTS: dict[str, Callable[..., Iterator[Note]]] = {
+    "kl_div": _divergence,
+    "cosine_embedding_loss": _signs("cosine_embedding_loss"),
+    "hinge_embedding_loss": _signs("hinge_embedding_loss"),
+    "margin_ranking_loss": _signs("margin_ranking_loss"),
+}

@@ -230,7 +230,8 @@ def mix(index: int) -> int:
 
 
 def signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
+    """Return a number of 64 bits with its sign."""
+    return number - (1 << 64 if number >= 1 << 63 else 0)
 
 
 def shifted(z: Tensor, by: int) -> Tensor:

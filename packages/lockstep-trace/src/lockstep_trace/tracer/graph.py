@@ -7,7 +7,7 @@ targets, on their device.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,36 +52,55 @@ def objectives(loss: Any) -> list[LossFunction]:
     return [loss_function(node) for node in loss_nodes(loss)]
 
 
-def nodes_of(loss: Any, most: int) -> Iterator[Any]:
-    """Yield the nodes of a loss's graph, breadth first from the loss, each once and at most `most`."""
-    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
+def walk(nodes: Sequence[Any], goes_on: Callable[[str], bool] = bool, most: int = 64) -> Iterator[Any]:
+    """Yield nodes and those that they are computed from, breadth first, each once and at most `most`. `goes_on`: takes
+    a node's name, whether to visit what it is computed from."""
+    queue, known = deque(nodes), set[Any]()
     while queue and len(known) < most:
         node = queue.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        yield node
-        queue.extend(before for before, _ in node.next_functions)
+        if node is not None and node not in known:
+            known.add(node)
+            yield node
+            queue.extend(inputs_of(node) if goes_on(name_of(node)) else ())
+
+
+def nodes_of(loss: Any, most: int) -> Iterator[Any]:
+    """Yield the nodes of a loss's graph as `walk` does."""
+    return walk([getattr(loss, "grad_fn", None)], most=most)
 
 
 def loss_nodes(loss: Any) -> list[Any]:
     """Return the graph nodes of `objectives`."""
-    rows: list[Any] = []
-    queue: deque[Any] = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
-    count = 0
-    while queue and count < NODES and len(rows) < MOST:
-        node = queue.popleft()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        count += 1
-        if name_of(node) in KINDS:
-            rows.append(node)
-        else:
-            queue.extend(before for before, _ in node.next_functions)
-    return rows
+    nodes = walk([getattr(loss, "grad_fn", None)], lambda name: name not in KINDS, NODES)
+    return [node for node in nodes if name_of(node) in KINDS][:MOST]
+
+
+def inputs_of(node: Any) -> list[Any]:
+    """Return the nodes that a node is computed from; constants have none."""
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def only(node: Any) -> Any:
+    """Return the one node that a node is computed from, or None."""
+    before = inputs_of(node)
+    return before[0] if len(before) == 1 else None
+
+
+class _Nothing:
+    """Stands for no node."""
+
+    next_functions: tuple[Any, ...] = ()
+
+    def name(self) -> str:
+        return ""
+
+
+NOTHING = _Nothing()
+
+
+def factors_of(node: Any) -> list[Tensor]:
+    """Return the tensors that a product, sum or quotient keeps for its gradient."""
+    return [t for name in ("_saved_self", "_saved_other") if isinstance(t := getattr(node, name, None), Tensor)]
 
 
 def name_of(node: Any) -> str:
@@ -94,7 +113,7 @@ def loss_function(node: Any) -> LossFunction:
     """Return the facts about a loss function's node."""
     name, target = name_of(node), getattr(node, "_saved_target", None)
     reduction, ignored = getattr(node, "_saved_reduction", -1), getattr(node, "_saved_ignore_index", None)
-    before = [n for n, _ in node.next_functions if n is not None]
+    before = inputs_of(node)
     chain: list[str] = []
     expanded, normalized, viewed = None, None, False
     while before and len(chain) < 6:
@@ -108,7 +127,7 @@ def loss_function(node: Any) -> LossFunction:
                 normalized = _normalized(before[0], viewed)
         elif step != "Expand":
             viewed = True
-        before = [n for n, _ in before[0].next_functions if n is not None]
+        before = inputs_of(before[0])
     about = {
         "kind": KINDS[name],
         "of": name,
@@ -123,7 +142,7 @@ def loss_function(node: Any) -> LossFunction:
     counted = target.numel()
     numbers = [torch.full((), counted, dtype=torch.int64, device=target.device), *hash_of(target)]
     if ignored is not None and not target.is_floating_point():
-        numbers[0] = (target != signed(int(ignored) & (1 << 64) - 1)).sum()  # torch 2.4: -100 without its sign
+        numbers[0] = (target != signed(int(ignored))).sum()  # torch 2.4: -100 without its sign
     numbers.append(torch.zeros_like(numbers[0]) if target.is_floating_point() else (target == target.view(-1)[0]).all())
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     about["gathered"] = _gathered(node) if name == "NllLoss" and ranks else None
@@ -182,18 +201,17 @@ def _normalized(node: Any, viewed: bool) -> list[Any]:
     dim = getattr(node, "_saved_dim", None)
     if viewed or dim is None or not shape:
         return []
-    dim = int(dim) - (1 << 64 if int(dim) >= 1 << 63 else 0)
-    return [dim % len(shape), shape]
+    return [signed(int(dim)) % len(shape), shape]
 
 
-def handmade(loss: Any) -> list[str]:
+def handmade(loss: Any) -> list[tuple[str, str]]:
     """Return notes on hand-written losses in a graph.
 
-    `spread squares N`: the square of a difference [N, N] of an output [N, 1] and a constant, averaged or summed
+    `spread squares`, N: the square of a difference [N, N] of an output [N, 1] and a constant, averaged or summed
     without weights; `kl of probabilities`: the form of kl_div, a constant minus its product with the output of a
     softmax."""
     queue: deque[Any] = deque([(getattr(loss, "grad_fn", None), ())])
-    notes: list[str] = []
+    notes: list[tuple[str, str]] = []
     for _ in range(NODES):
         node, above = queue.popleft() if queue else (None, ())
         if node is None:
@@ -205,7 +223,7 @@ def handmade(loss: Any) -> list[str]:
             factors = [n for n, _ in under.next_functions] if before[0] is None and name_of(under) == "Mul" else []
             softmax = [n for n in factors if n is not None and name_of(n) == "Softmax"]
             if len(factors) == 2 and None in factors and softmax:
-                notes.append("kl of probabilities")
+                notes.append(("kl of probabilities", ""))
         if name in SIMPLE:
             queue.extend((n, (*above, (name, shape_of(node), getattr(node, "_saved_exponent", None)))) for n in before)
     return list(dict.fromkeys(notes))
@@ -214,7 +232,7 @@ def handmade(loss: Any) -> list[str]:
 SIMPLE = ("Mean", "Sum", "Div", "Mul", "Add", "Sub", "Pow", "Abs", "Neg")
 
 
-def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
+def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[tuple[str, str]]:
     shape = shape_of(node)
     n = shape[0] if len(shape) == 2 and shape[0] == shape[1] else 0
     if n < 2 or not above or shape_of(under) != [n, 1]:
@@ -222,12 +240,12 @@ def _spread(node: Any, under: Any, above: tuple[Any, ...]) -> list[str]:
     kind, _, exponent = above[-1]
     plain = len(above) > 1 and above[-2][0] in ("Mean", "Sum") and not above[-2][1]
     proved = kind == "Pow" and exponent == 2 and plain and all(not size for _, size, _ in above[:-2])
-    return [f"spread squares {n}"] if proved else []
+    return [("spread squares", str(n))] if proved else []
 
 
 def is_mean(node: Any) -> bool:
     """Return whether a node computes a mean: a loss function's, or a hand-written one."""
-    before = [n for n, _ in node.next_functions if n is not None]
+    before = inputs_of(node)
     if name_of(node) == "Add" and len(before) == 2 and all(name_of(n) == "Mul" for n in before):  # smoothed labels
         other = before[1].next_functions[0][0]
         node = before[0]
@@ -244,7 +262,7 @@ def divisors(loss: Any) -> tuple[bool, list[float]]:
     integers."""
     node, numbers = getattr(loss, "grad_fn", None), list[float]()
     while node is not None and name_of(node) in ("Div", "Mul") and len(node.next_functions) < 3:
-        before = [n for n, _ in node.next_functions if n is not None]
+        before = inputs_of(node)
         number = getattr(node, "_saved_other", None)
         if isinstance(number, Tensor) and number.dim() == 0 and number.device.type == "cpu":
             number = number.item()
@@ -283,7 +301,7 @@ def ratios_all_one(loss: Any) -> Tensor | None:
 
 
 def _ratio_is_one(node: Any) -> Tensor | None:
-    inner = next((n for n, _ in node.next_functions if n is not None), None)
+    inner = next(iter(inputs_of(node)), None)
     if name_of(node) == "Exp" and inner is not None and name_of(inner) == "Sub":
         ratio = node._saved_result.detach()
         return (ratio == 1).all()

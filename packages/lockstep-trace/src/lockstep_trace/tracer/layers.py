@@ -9,7 +9,6 @@ graphs of a model's first losses are searched.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from . import placement
-from .graph import name_of, nodes_of
+from .graph import LAYERS, inputs_of, name_of, nodes_of, walk
 
 UNITS_AT = 4  # step before which units are compared
 BORN = 256  # remembered parameters created in forward passes
-PRODUCTS, TRANSPOSED = ("Addmm", "Mm", "Linear", "Convolution"), ("T", "Transpose", "View")
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+TRANSPOSED = ("T", "Transpose", "View")
 WITH_UNITS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -44,9 +41,9 @@ def odd_settings(root: nn.Module) -> list[tuple[str, str, float]]:
     rows: list[tuple[str, str, float]] = []
     for name, module in root.named_modules():
         momentum, drop = getattr(module, "momentum", None), getattr(module, "p", None)
-        if isinstance(module, BATCH_NORMS) and isinstance(momentum, float) and 0.9 <= momentum < 1:
+        if isinstance(module, placement.BATCH_NORM) and isinstance(momentum, float) and 0.9 <= momentum < 1:
             rows.append(("momentum", placement.plain_name(name), momentum))
-        if isinstance(module, DROPOUTS) and isinstance(drop, float) and 0.8 <= drop < 1:
+        if isinstance(module, placement.DROPOUT) and isinstance(drop, float) and 0.8 <= drop < 1:
             rows.append(("dropout", placement.plain_name(name), drop))
         attribute = vars(module).get("requires_grad")
         if attribute is False and any(p.requires_grad for p in module.parameters()) and not _reads(module):
@@ -96,44 +93,27 @@ class Born:
         uses = _uses(loss, set(rows)) if rows else {}
         kinds = set()
         for key, (ref, kind) in rows.items():
-            products = [node for node in uses.get(key, ()) if name_of(node) in PRODUCTS]
+            products = [node for node in uses.get(key, ()) if name_of(node) in LAYERS]
             if ref() is None or not products or len(products) < len(uses[key]):
                 continue
-            others = [n for n, _ in products[0].next_functions if n is not None and key not in _variables(n, 2)]
+            others = [n for n in inputs_of(products[0]) if key not in _variables(n, 2)]
             if any(_variables(n, NODES) & registered for n in others):
                 kinds.add(kind)
         return sorted(kinds)
 
 
 def _uses(loss: Any, keys: set[int]) -> dict[int, list[Any]]:
-    waiting: list[Any] = [getattr(loss, "grad_fn", None)]
-    known: set[Any] = set()
     rows: dict[int, list[Any]] = {}
-    while waiting and len(known) < NODES:
-        node = waiting.pop()
-        if node is None or node in known:
-            continue
-        known.add(node)
-        before = [n for n, _ in node.next_functions if n is not None]
-        for each in before if name_of(node) not in TRANSPOSED else ():
+    for node in nodes_of(loss, NODES):
+        for each in inputs_of(node) if name_of(node) not in TRANSPOSED else ():
             for key in _variables(each, 2) & keys:
                 rows.setdefault(key, []).append(node)
-        waiting.extend(before)
     return rows
 
 
 def _variables(node: Any, count: int) -> set[int]:
-    waiting, known = deque([node]), set[Any]()
-    rows: set[int] = set()
-    while waiting and len(known) < count:
-        node = waiting.popleft()
-        if node is None or node in known or (count == 2 and name_of(node) not in (*TRANSPOSED, "AccumulateGrad")):
-            continue
-        known.add(node)
-        if hasattr(node, "variable"):
-            rows.add(id(node.variable))
-        waiting.extend(n for n, _ in node.next_functions)
-    return rows
+    nodes = walk([node], lambda name: count > 2 or name in TRANSPOSED, count)
+    return {id(each.variable) for each in nodes if hasattr(each, "variable")}
 
 
 def units_alike(models: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -20,15 +20,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph import NODES, loss_nodes, name_of, nodes_of, shape_of
+from .fingerprint import signed
+from .graph import LAYERS, NODES, NOTHING, factors_of, inputs_of, loss_nodes, name_of, nodes_of, only, shape_of
 from .placement import is_plain_tensor
 
 DEPTH = 24  # operations between a loss and the layer that its logits come from
 WHOLE = ("Clone", "ToCopy", "Alias", "Div", "Mul", "Neg", "Slice")  # leave axes as they are
 CLOSE = 1e-5  # of a row's spread: two equal logits, summed in different orders, may differ by this
 CERTAIN = 30.0  # negative logarithm of the probability that all rows have such a pair by chance
-LARGEST = 1 << 22  # max. logits to compare
-Note = tuple[str, Tensor | None]
+LARGEST = 1 << 22  # most logits to compare
+Note = tuple[tuple[str, str], Tensor | None]  # (kind, argument), and whether it holds
 
 
 def logits_notes(loss: Any) -> list[Note]:
@@ -44,19 +45,10 @@ def logits_notes(loss: Any) -> list[Note]:
 
 def _softmax(node: Any) -> Any:
     for _ in range(4):
-        node = next((n for n, _ in node.next_functions if n is not None), None)
+        node = next(iter(inputs_of(node)), None)
         if node is None or name_of(node) == "LogSoftmax":
             return node
     return None
-
-
-def _only(node: Any) -> Any:
-    before = [n for n, _ in node.next_functions if n is not None]
-    return before[0] if len(before) == 1 else None
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64 if number >= 1 << 63 else 0)
 
 
 # -- axes --------------------------------------------------------------------------------------------------------------
@@ -64,25 +56,25 @@ def _signed(number: int) -> int:
 
 def _axes(softmax: Any) -> Iterator[Note]:
     shape = shape_of(softmax)
-    axis: int | None = _signed(int(softmax._saved_dim)) % max(len(shape), 1)
+    axis: int | None = signed(int(softmax._saved_dim)) % max(len(shape), 1)
     classes = shape[axis] if axis is not None and len(shape) > 1 else 0
-    node, text = _only(softmax), ""
+    node, text = only(softmax), ""
     for _ in range(DEPTH):
         if node is None or classes < 2:
             return
         name = name_of(node)
-        if name in ("Addmm", "Mm", "Linear", "Convolution"):
+        if name in LAYERS:
             size = shape_of(node)
             channel = 1 if name == "Convolution" else len(size) - 1
             if text and axis != channel and len(size) > 1 and size[channel] == classes:
-                yield f"classes of {text}", None
+                yield ("classes", text), None
             return
         if name in ("View", "UnsafeView", "ReshapeAlias"):
             before, after = [int(n) for n in node._saved_self_sym_sizes], shape_of(node)
-            if len(before) == 2 and before[-1] == after[-1] and name_of(_only(node) or node) in ("Addmm", "Mm"):
+            if len(before) == 2 and before[-1] == after[-1] and name_of(only(node) or node) in ("Addmm", "Mm"):
                 # a layer of several axes, which it puts together beforehand
                 if text and axis != len(after) - 1 and after[-1] == classes:
-                    yield f"classes of {text}", None
+                    yield ("classes", text), None
                 return
             here = None if axis is None else place(before, after, axis)
             if here is None and axis is not None and is_union(before, after, axis):
@@ -92,9 +84,9 @@ def _axes(softmax: Any) -> Iterator[Note]:
             axis = here
         elif name in ("Transpose", "T", "Permute"):
             axis = _unmoved(node, axis)
-        elif name not in WHOLE or len(shape_of(node)) != len(shape_of(_only(node) or node)):
+        elif name not in WHOLE or len(shape_of(node)) != len(shape_of(only(node) or node)):
             return
-        node = _only(node)
+        node = only(node)
 
 
 def place(before: list[int], after: list[int], axis: int) -> int | None:
@@ -120,9 +112,9 @@ def _unmoved(node: Any, axis: int | None) -> int | None:
         return None
     count = len(shape_of(node))
     if name_of(node) == "Permute":
-        return _signed(int(node._saved_dims[axis])) % count
+        return signed(int(node._saved_dims[axis])) % count
     pair = (0, 1) if name_of(node) == "T" else (node._saved_dim0, node._saved_dim1)
-    one, other = (_signed(int(n)) % count for n in pair)
+    one, other = (signed(int(n)) % count for n in pair)
     return {one: other, other: one}.get(axis, axis)
 
 
@@ -137,7 +129,7 @@ def _twice(node: Any, softmax: Any) -> Iterator[Note]:
     joined = _scaled(softmax)
     if name_of(joined) != "Cat" or -shape[0] * math.log(chance) < CERTAIN:
         return
-    sizes = [shape_of(n) for n, _ in joined.next_functions if n is not None]
+    sizes = [shape_of(n) for n in inputs_of(joined)]
     if len(sizes) < 2 or any(len(size) != 2 or size[0] != shape[0] for size in sizes) or [shape[0], 1] not in sizes:
         return
     result = softmax._saved_result.detach()
@@ -147,7 +139,8 @@ def _twice(node: Any, softmax: Any) -> Iterator[Note]:
     again = (
         result.sort(1).values.diff(dim=1) <= 0
     ).float().mean() > 0.25  # all candidates occur twice, not only positives
-    yield "positive among negatives", ((near >= 1) & (near <= shape[1] // 4) & (spread[:, 0] > 1e-3)).all() & ~again
+    pair = "positive among negatives", ""
+    yield pair, ((near >= 1) & (near <= shape[1] // 4) & (spread[:, 0] > 1e-3)).all() & ~again
 
 
 def _self(node: Any, softmax: Any) -> Iterator[Note]:
@@ -166,27 +159,27 @@ def _self(node: Any, softmax: Any) -> Iterator[Note]:
     unit = _equally_long(product, shape[0])
     if unit is None:
         return
-    yield "itself among candidates", holds & unit
-    yield "itself among products", holds & ~unit
+    yield ("itself among candidates", ""), holds & unit
+    yield ("itself among products", ""), holds & ~unit
 
 
 def _narrow(softmax: Any) -> Iterator[Note]:
     """Yield whether similarities of unit vectors are multiplied by so small a number that all classes stay alike."""
-    shape, node, factor = shape_of(softmax), _only(softmax), 1.0
+    shape, node, factor = shape_of(softmax), only(softmax), 1.0
     for _ in range(8):
         if node is None or name_of(node) not in ("Mul", "Div", "MaskedFill", "CopySlices", "Clone", "T", "Transpose"):
             break
         factor *= factor_of(node) if name_of(node) in ("Mul", "Div") else 1
-        node = _only(node)
+        node = only(node)
     saved = (getattr(node, n, None) for n in ("_saved_self", "_saved_mat2"))
     sides = [s for s in saved if isinstance(s, Tensor) and is_plain_tensor(s)]
-    if len(shape) != 2 or shape[1] < 8 or name_of(node or _NOTHING) != "Mm" or len(sides) != 2:
+    if len(shape) != 2 or shape[1] < 8 or name_of(node or NOTHING) != "Mm" or len(sides) != 2:
         return
     least = math.log1p((shape[1] - 1) * math.exp(-2 * abs(factor)))  # at similarities of 1 and -1
     if math.isfinite(factor) and factor and least > 0.8 * math.log(shape[1]):
         lengths = torch.cat([sides[0].detach().float().norm(dim=1), sides[1].detach().float().norm(dim=0)])
-        about = f"multiplied by {abs(factor):.3g}, which keeps the loss above {least:.3g} ({math.log(shape[1]):.3g}"
-        yield f"narrow of {about} is that of equal scores)", (lengths - 1).abs().max() < 1e-3
+        about = f"{abs(factor):.3g}, which keeps the loss above {least:.3g} ({math.log(shape[1]):.3g}"
+        yield ("narrow", about), (lengths - 1).abs().max() < 1e-3
 
 
 def factor_of(node: Any) -> float:
@@ -208,26 +201,14 @@ def _equally_long(node: Any, count: int) -> Tensor | None:
 
 
 def _scaled(node: Any) -> Any:
-    node = _only(node)
+    node = only(node)
     while node is not None and name_of(node) in ("Div", "Mul") and is_number(node):
-        node = _only(node)
-    return _NOTHING if node is None else node
+        node = only(node)
+    return NOTHING if node is None else node
 
 
 def _over_moves(node: Any) -> Any:
-    return _only(node) if name_of(node) in ("T", "Transpose", "Permute") else node
-
-
-class _Nothing:
-    """Stands for no node."""
-
-    next_functions: tuple[Any, ...] = ()
-
-    def name(self) -> str:
-        return ""
-
-
-_NOTHING = _Nothing()
+    return only(node) if name_of(node) in ("T", "Transpose", "Permute") else node
 
 
 SOFTMAX = ("Softmax", "SafeSoftmax")
@@ -236,7 +217,6 @@ LEAST = 8  # targets
 MOVES = 0.3  # share of tokens that differ from their predecessor
 # move positions, or mix them
 MOVING = ("Cat", "Slice", "Roll", "ConstantPadNd", "Index", "IndexSelect", "Gather", "Flip", "Convolution", "Stack")
-LAYERS = ("Addmm", "Mm", "Linear", "Convolution")
 MIXING = ("Bmm", "Baddbmm", "Mean", "Sum", "Max", "CopySlices", "SliceScatter", "IndexPut", *SOFTMAX)
 
 
@@ -261,7 +241,7 @@ def _columns(target: Tensor, floats: Sequence[Tensor]) -> Iterator[Note]:
     for rows in floats:
         if rows.dim() == 2 and len(rows) == len(flat) and rows.shape[1] > 1 and rows.device == flat.device:
             equal = (rows == flat.to(rows.dtype).unsqueeze(1)).all(0).any()
-            yield "answer in a column", equal & (flat != flat[0]).any()
+            yield ("answer in a column", ""), equal & (flat != flat[0]).any()
 
 
 def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
@@ -272,8 +252,7 @@ def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
     if not is_plain_tensor(node._saved_target):
         return []
     target = node._saved_target.detach().reshape(-1)
-    ignored = int(node._saved_ignore_index)
-    counted = target != ignored - (1 << 64 if ignored >= 1 << 63 else 0)
+    counted = target != signed(int(node._saved_ignore_index))
     same = [node for node in nodes_of(loss, ANSWER_NODES) if name_of(node) == "Embedding" and _fits(node, target)]
     looks = attentions(loss) if same else None
     for embedding in same if looks else ():
@@ -283,7 +262,8 @@ def _decoded(loss: Any, node: Any, drawn: bool) -> list[Note]:
             causal = torch.stack([_is_causal(each, ids) for each in reads]).any()
             equal = ((ids.reshape(-1) == target) | ~counted).all() & (counted.sum() >= LEAST)
             moves = (ids[:, 1:] != ids[:, :-1]).float().mean() > MOVES
-            return [("answer at its position", equal & moves & causal), ("another at its position", causal & ~equal)]
+            notes = ("answer at its position", equal & moves & causal), ("another at its position", causal & ~equal)
+            return [((kind, ""), holds) for kind, holds in notes]
     return []
 
 
@@ -325,7 +305,7 @@ def _directly(attention: Any, embedding: Any, size: tuple[int, ...], drawn: bool
     known: set[Any] = set()
     if name_of(attention) in SOFTMAX:
         while len(waiting) == 1 and name_of(waiting[0]) not in ("Bmm", "Baddbmm"):
-            waiting = [n for n, _ in waiting[0].next_functions if n is not None]
+            waiting = inputs_of(waiting[0])
         waiting = [n for each in waiting if each is not None for n, _ in each.next_functions]
     while waiting and len(known) < ANSWER_NODES:
         node = waiting.pop()
@@ -396,7 +376,7 @@ def compares_all(loss: Any, targets: Sequence[Tensor]) -> Tensor | None:
         if _is_of_pairs(node) and pairs in (None, node):
             pairs = node
             continue
-        name, before = name_of(node), [n for n, _ in node.next_functions if n is not None]
+        name, before = name_of(node), inputs_of(node)
         weighted = name in ("Mul", "Div") and len(before) < 2 and not is_number(node)
         weighted |= name in ("Maximum", "Minimum") and len(before) < 2
         weighted |= any(isinstance(getattr(node, bound, None), Tensor) for bound in ("_saved_min", "_saved_max"))
@@ -428,8 +408,7 @@ def _is_of_pairs(node: Any) -> bool:
 
 def is_number(node: Any) -> bool:
     """Return whether a product's other factor is a number, not a tensor of weights."""
-    other = [getattr(node, name, None) for name in ("_saved_self", "_saved_other")]
-    return all(not isinstance(value, Tensor) or value.dim() == 0 for value in other)
+    return all(value.dim() == 0 for value in factors_of(node))
 
 
 def _matches(value: Tensor, targets: Sequence[Tensor]) -> Tensor | None:
@@ -527,8 +506,7 @@ def weights_of(node: Any, parent: Any, ids: Tensor) -> Tensor | None:
     if name_of(node) in SOFTMAX:
         result = node._saved_result
         if name_of(parent) == "Mul":  # dropout, or a mask after the softmax
-            other = [getattr(parent, n, None) for n in ("_saved_self", "_saved_other")]
-            others = [t for t in other if isinstance(t, Tensor) and t.shape[-2:] == result.shape[-2:]]
+            others = [t for t in factors_of(parent) if t.shape[-2:] == result.shape[-2:]]
             result = result * others[0] if others and others[0] is not result else result
         return _over_heads(result > 1e-6, size, lengths)
     query, key = node._saved_query, node._saved_key
@@ -567,8 +545,7 @@ def _targets(node: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     if target is None or target.numel() not in (size * length, size * (length - 1)) or length < 3:
         return None
     target = target.reshape(size, -1)
-    ignored = int(ignored) - (1 << 64 if int(ignored) >= 1 << 63 else 0)
-    counted = target != ignored
+    counted = target != signed(int(ignored))
     inside = counted[:, : length - 1]
     following = inside & (target[:, : length - 1] == ids[:, 1:])
     return [inside.sum(), following.sum(), inside]

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from . import by_hand, modes
+from .evidence import ARGUMENTS
 from .graph import LAYERS, VIEWS, name_of
 from .inputs import hash_of, tensors_of, wrapped
 from .lifetimes import is_dropped
-from .loss_inputs import ARGUMENTS
 from .versions import written
 
 COLLECTIVES = (
@@ -347,7 +347,7 @@ def _divergence(recorder: Any, value: Any) -> None:
         node = next((n for n, _ in node.next_functions), None)
     kinds = {"Softmax": "kl_div of probabilities"} | dict.fromkeys(LAYERS, "kl_div of logits")
     if node is not None and name_of(node) in kinds:
-        recorder.since.notes.append(kinds[name_of(node)])
+        recorder.since.observed.append((kinds[name_of(node)], ""))
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------

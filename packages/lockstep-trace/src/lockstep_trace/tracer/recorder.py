@@ -45,7 +45,6 @@ from .lifetimes import (
     own_loss_of_a_trainer,
 )
 from .logits import answer_notes, attention_counts, compares_all, floats_of, logits_notes
-from .loss_inputs import notes_on_inputs
 from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
 from .modes import FrozenNorms, ModelModes, UnusedNorms
 from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
@@ -286,8 +285,8 @@ class Recorder:
                 self.since.ratios += [] if one is None else [one]
             if self.loss_looks < TOKEN_LOOKS:
                 self.loss_looks += 1
-                wide = {n for tensor in self.arguments for n in tensor.shape[1:]}  # not only the batch has this length
-                self.since.notes += [n for n in handmade(loss) if n not in {f"spread squares {size}" for size in wide}]
+                wide = {str(n) for tensor in self.arguments for n in tensor.shape[1:]}  # as long as the batch
+                self.since.observed += [note for note in handmade(loss) if note[1] not in wide]
                 self._look(loss)
                 self.since.born += self.born.in_graph(loss, self.strays.look(loss, self.models()), self.models())
                 if not self.saved_hooks and (look := attention_counts(loss, self.called)) is not None:
@@ -307,19 +306,16 @@ class Recorder:
     def _look(self, loss: Tensor) -> None:
         self.since.notes += ["own loss of a Trainer"] if own_loss_of_a_trainer() else []
         pairs = compares_all(loss, self.columns) if self.columns else None
-        rows: list[tuple[Any, Tensor]] = [] if pairs is None else [("spread over targets", pairs)]
+        notes: list[tuple[Any, Tensor | None]] = [] if pairs is None else [(("spread over targets", ""), pairs)]
         if not self.saved_hooks:
             drawn = loss.device.type != "cpu" or len(set(self.since.drawn)) != 1
             rows_ = len(self.since.inputs[-1].hashes) if self.since.inputs else 0
             calls = Calls(self.models(), self.outputs, rows_, self.arguments)
-            noted = self.since.noted
-            others = notes_on(loss, calls, self.columns, lambda note, holds: noted.append((note, holds)))
-            others += notes_on_inputs(loss, rows_, self.arguments, self.classes)
-            notes: list[tuple[Any, Tensor | None]] = [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
-            self.since.notes += [note for note, holds in notes if holds is None]
-            self.since.observed += [note for note, holds in others if holds is None]
-            rows += [(note, holds) for note, holds in [*notes, *others] if holds is not None]
-        self.since.noted += rows
+            later = self.since.noted.append
+            notes += notes_on(loss, calls, self.columns, self.classes, lambda note, holds: later((note, holds)))
+            notes += [*logits_notes(loss), *answer_notes(loss, self.floats, drawn)]
+        self.since.observed += [note for note, holds in notes if holds is None]
+        self.since.noted += [(note, holds) for note, holds in notes if holds is not None]
 
     def after_backward(self) -> None:
         """Record that `backward` has returned."""
