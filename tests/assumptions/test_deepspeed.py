@@ -29,7 +29,7 @@ def test_weights_without_a_gradient_are_updated() -> None:
 
 @rests_on_it(
     "src/lockstep/strategies/engines/zero_steps.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/engines.py",
 )
 def test_flat_layout_of_weights_at_stage_1() -> None:
     """At stage 1 `round_robin_bit16_offsets` holds the weights' offsets in a flat tensor of `partition_size` elements
@@ -59,7 +59,7 @@ def test_an_engine_can_leave_gradients_to_autograd() -> None:
 @rests_on_it(
     "src/lockstep/strategies/engines/zero_steps.py",
     "src/lockstep/strategies/engines/zero_graph.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/engines.py",
 )
 def test_weights_are_partitioned_at_stage_3() -> None:
     """At stage 3 a weight is empty, has its full shape and this rank's shard size as attributes, and is complete after
@@ -123,7 +123,7 @@ def test_warmup_is_logarithmic_by_default() -> None:
     "src/lockstep/strategies/engines/zero_steps.py",
     "src/lockstep/strategies/engines/zero_config.py",
     "src/lockstep/lab/import_config/loops.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/deepspeed_engine.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/engines.py",
 )
 def test_gradient_norm_accumulation_boundary_and_default_clipping() -> None:
     """get_global_grad_norm after step() is the norm over all weights. safe_get_full_grad before step() gives complete

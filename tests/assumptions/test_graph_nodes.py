@@ -158,7 +158,7 @@ def test_foreach_operations_have_the_bits_of_single_ones() -> None:
         assert torch.allclose(a, b.norm())
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/evaluation_noise.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/modes.py")
 def test_random_operations_and_their_python_frames() -> None:
     """torch.nn.functional's dropout functions run bernoulli_ or native_dropout in the frame of a function with
     "dropout" in its name. Attention with dropout draws inside scaled_dot_product_attention, which has no Python frame.

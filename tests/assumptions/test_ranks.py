@@ -148,7 +148,7 @@ def test_fsdp_misses_tensors_in_unknown_containers() -> None:
         assert seen[2] or Version(torch.__version__) < Version("2.13")
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/fsdp1.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/engines.py")
 def test_shard_information_of_a_flat_parameter() -> None:
     """FSDP1's `_handle.flat_param` has `_fqns`, `_shapes` and `_shard_param_infos`: for each weight, the start of this
     rank's part in the weight and in the shard, and its length. `_params` is None, or with use_orig_params the weights'

@@ -47,7 +47,7 @@ def test_random_split_creates_its_subsets_itself(monkeypatch: pytest.MonkeyPatch
     assert sorted(i for part in parts for i in part.indices) == list(range(10))
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/versions.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/gradient_history.py")
 def test_writes_through_data_are_not_counted() -> None:
     """A tensor's version increases with each in-place write, except writes through .data."""
     tensor = torch.ones(2)
@@ -235,7 +235,7 @@ def test_compiler_options_that_turn_off_timing() -> None:
 
 
 @rests_on_it(
-    "packages/lockstep-trace/src/lockstep_trace/tracer/versions.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/gradient_history.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
     "src/lockstep/strategies/engines/side_effects.py",
 )

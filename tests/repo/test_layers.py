@@ -25,8 +25,7 @@ PACKAGE_TOOLS = ("lockstep_clouds/sagemaker_script.py",)  # of `lockstep init --
 GROUND = "lockstep_trace"  # beneath the core, which imports it: torch and numpy, and nothing of lockstep
 PACKAGE_ADAPTERS = (  # as `ADAPTERS` below
     "lockstep_plan/simulated.py",
-    "lockstep_trace/tracer/deepspeed_engine.py",
-    "lockstep_trace/tracer/fsdp1.py",
+    "lockstep_trace/tracer/engines.py",
 )
 PACKAGE_FILES = {name: sorted((CHECKOUT / "packages").glob(f"*/src/{name}/**/*.py")) for name in (*PACKAGES, GROUND)}
 
@@ -259,7 +258,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/lifetimes.py": ("torch._foreach_", "getattr(kind, '_shared_state'"),
     # owners of a tensor in C++, as gloo's threads
     "tracer/observers.py": ("tensor._use_count", "value._use_count", "hasattr(value, '_use_count')"),
-    "tracer/evaluation_noise.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
+    "tracer/modes.py": ("from torch.utils._python_dispatch", "func._schema"),  # as operations.py
     # what autograd keeps of a loss: targets, reduction, shapes, masks, ratios before a clamp
     "tracer/graph.py": ("getattr(node, '_", "node._saved"),
     "tracer/evidence.py": ("getattr(node, '_", "node._saved", "getattr(end, '_", "end._saved", "operand._saved"),
@@ -272,7 +271,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/layouts.py": "getattr(module, '_tied_weights_keys'",  # whether a model of transformers has any to tie
     # the rates of a scheduler's state, and what SequentialLR is made of
     "tracer/schedules.py": ("getattr(scheduler, '_last_lr'", "scheduler._schedulers", "scheduler._milestones"),
-    "tracer/versions.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
+    "tracer/gradient_history.py": ("getattr(tensor, '_version'", "getattr(part, '_version'"),  # torch's count of writes
     "tracer/inputs.py": "torch._C",  # a tensor inside of vmap has no values
     # what a copy of a module would call beside its forward, and the module inside of a compiled one
     "check/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),

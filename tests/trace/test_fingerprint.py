@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_trace.read import width_of
 from lockstep_trace.tracer import fingerprint
 from lockstep_trace.tracer.fingerprint import Block, measure, whole
+from lockstep_trace.tracer.settings import width_of
 
 
 def parts(vector: torch.Tensor) -> tuple[int, float, np.ndarray]:
@@ -195,4 +195,4 @@ def test_no_width_divides_a_dimension() -> None:
     assert width_of((257, 3)) == 263
     assert width_of((5, 257 * 263)) == 269
     assert all(n % width_of((n, 2)) for n in range(1, 3000))
-    assert fingerprint.width_of((768, 3072)) == width_of((768, 3072)) == 257
+    assert width_of((768, 3072)) == 257

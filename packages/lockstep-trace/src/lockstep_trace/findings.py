@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from lockstep_trace.read import Trace
 from lockstep_trace.rules import (
+    LEVELS,
+    SUSPICIOUS,
+    WRONG,
+    Finding,
     checks,
     data,
     gradients,
@@ -22,7 +26,6 @@ from lockstep_trace.rules import (
     replicas,
     schedules,
 )
-from lockstep_trace.rules.finding import LEVELS, SUSPICIOUS, WRONG, Finding
 
 __all__ = ["LIKELY", "Finding", "findings", "likely", "proved"]
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep_trace.coded import TraceError
 from lockstep_trace.redaction import redact_words
+from lockstep_trace.tracer.settings import clipping_factor, width_of
 
 ABOUT = "trace.json"
 PATTERN = "rank-*.jsonl"
@@ -398,17 +399,6 @@ def decode(packed: Mapping[str, str] | None, widths: Sequence[int]) -> list[Valu
     sketches = np.frombuffer(base64.b64decode(packed["sk"]), dtype="<f4").astype(np.float64)
     parts = np.split(sketches, np.cumsum(widths)[:-1])
     return [Value(int(p), float(s), k) for p, s, k in zip(prints, squares, parts, strict=True)]
-
-
-def width_of(shape: Sequence[int]) -> int:
-    """Return the sketch length; a copy of tracer/fingerprint.py's, which imports torch."""
-    widths = (257, 263, 269, 271, 277, 281, 283, 293)
-    return next((p for p in widths if all(n % p for n in shape if n)), widths[-1])
-
-
-def clipping_factor(limit: float, norm: float) -> float:
-    """Return the factor of `clip_grad_norm_`; a copy of tracer/gradient_history.py's, which imports torch."""
-    return limit / (norm + 1e-6) if not limit / (norm + 1e-6) >= 1.0 else 1.0
 
 
 def _scaled(value: Value, factor: float) -> Value:

@@ -23,7 +23,7 @@ from lockstep_trace.ranks import merged_start
 from lockstep_trace.read import Trace, read
 from lockstep_trace.redaction import redact_words
 from lockstep_trace.report import write
-from lockstep_trace.rules.finding import SUSPICIOUS, WRONG
+from lockstep_trace.rules import SUSPICIOUS, WRONG
 from lockstep_trace.run import note_difference, run, step_of_difference
 
 LINES = 15  # last lines of a failed command's output that `verify` prints

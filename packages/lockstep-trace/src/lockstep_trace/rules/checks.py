@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep_trace.causes import few
 from lockstep_trace.read import OptimizerLayout, Rank, Step, Trace, Value, decode
-from lockstep_trace.rules.finding import INFO, SUSPICIOUS, Finding
+from lockstep_trace.rules import INFO, SUSPICIOUS, Finding
 from lockstep_trace.rules.premises import declared
 
 ROUNDING = 2e-3  # relative; sketches are float32, and repeated forward passes may round differently

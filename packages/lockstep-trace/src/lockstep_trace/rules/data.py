@@ -15,7 +15,7 @@ from typing import Any
 from lockstep_trace.coded import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 from lockstep_trace.rules.inputs import batches_with_classes
 from lockstep_trace.rules.premises import batches_of_passes, examples_of_passes, first_step, known, passes_of
 

@@ -15,10 +15,9 @@ from lockstep_trace import causes
 from lockstep_trace.causes import few
 from lockstep_trace.ranks import model_parallel, scales_of_clipping
 from lockstep_trace.read import Rank, Step, Trace
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding, premises, weakened
 
-BY_HAND = "updates by hand"  # `tracer/by_hand.py`
+BY_HAND = "updates by hand"  # `tracer/lifetimes.py`
 UNSCALED_LIMIT = 100.0  # a limit this many times below the loss scale was not multiplied by it
 
 

@@ -1,7 +1,7 @@
 """Rules on inputs: scale, parts of the data on ranks, token ids with labels and masks; on random numbers; on how layers
 are created.
 
-Evidence: `tracer/inputs.py`, `tracer/evaluation_noise.py`, `tracer/layers.py`, hashes of examples, the state of torch's
+Evidence: `tracer/inputs.py`, `tracer/modes.py`, `tracer/layouts.py`, hashes of examples, the state of torch's
 generator at calls with dropout, and the loss functions in the graph.
 """
 
@@ -16,8 +16,7 @@ from lockstep_trace.causes import few
 from lockstep_trace.coded import quantity
 from lockstep_trace.ranks import data_ranks
 from lockstep_trace.read import Rank, Step, Trace, Value
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding, premises, weakened
 from lockstep_trace.rules.premises import known
 
 LOOKS = 4  # training calls

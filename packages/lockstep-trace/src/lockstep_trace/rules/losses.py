@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep_trace.ranks import losses_of, targets_of_micro
 from lockstep_trace.read import Trace
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding
 
 LAYERS = ("Addmm", "Mm", "Linear", "Convolution")  # layers whose outputs are not log-probabilities
 REGRESSIONS = ("MseLoss", "SmoothL1Loss", "HuberLoss")  # l1_loss has no operation of its own: see `handmade`

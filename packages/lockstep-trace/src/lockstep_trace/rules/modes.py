@@ -12,8 +12,7 @@ from typing import Any
 
 from lockstep_trace.causes import few
 from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding, premises, weakened
 
 
 def evaluated(trace: Trace) -> Iterator[Finding]:

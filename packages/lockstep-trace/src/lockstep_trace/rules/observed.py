@@ -1,6 +1,6 @@
 """Rules on values observed in the first losses, on the inputs of classification losses and on settings of a model.
 
-Evidence: `tracer/evidence.py`, `tracer/logits.py`, `tracer/graph.py`, `tracer/layers.py`. Each kind of note is a row
+Evidence: `tracer/evidence.py`, `tracer/logits.py`, `tracer/graph.py`, `tracer/layouts.py`. Each kind of note is a row
 of `KINDS`: the evidence, the change to make, and, unless it is proved, other explanations and how to decide. A note is
 reported if it holds in three steps or more.
 """
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep_trace.read import Rank, Trace
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding, premises, weakened
 
 SHAPES = "give both the same shape (squeeze or unsqueeze the last dimension of one)"
 FIRST = "pass the output of log_softmax to kl_div as its first argument, then the target"

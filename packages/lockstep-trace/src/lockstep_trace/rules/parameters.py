@@ -10,7 +10,7 @@ from typing import Any
 from lockstep_trace.causes import few
 from lockstep_trace.ranks import merged
 from lockstep_trace.read import Step, Trace, Value
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
 
 
 def stale(trace: Trace, optimizer: int) -> Finding | None:

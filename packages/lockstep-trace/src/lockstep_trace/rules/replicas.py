@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lockstep_trace.causes import few
 from lockstep_trace.ranks import Whole, data_ranks, merged, merged_buffers, merged_start, model_parallel, pipelined
 from lockstep_trace.read import Step, Trace, Value
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, weakened
+from lockstep_trace.rules import INFO, PATIENCE, SUSPICIOUS, WRONG, Finding, premises, weakened
 
 PARTS = "ranks may hold parts of a model that is split by hand, independent models, or weights that are averaged later"
 MEANT = "whether ranks should hold the same model; if so, wrap it in DDP, or reduce every gradient"

@@ -9,8 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 from lockstep_trace.read import Rank, Step, Trace
-from lockstep_trace.rules import premises
-from lockstep_trace.rules.finding import PATIENCE, SUSPICIOUS, Finding, weakened
+from lockstep_trace.rules import PATIENCE, SUSPICIOUS, Finding, premises, weakened
 
 LENGTH = "a schedule whose length accounts for it"
 COUNTS = "the unit of the schedule's length: optimizer steps, micro-batches, examples or epochs"

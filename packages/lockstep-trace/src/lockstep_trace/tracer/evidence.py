@@ -34,7 +34,7 @@ from .graph import (
     shape_of,
     walk,
 )
-from .inputs import wrapped
+from .inputs import trailing, wrapped
 from .logits import ALONE, TOGETHER, _unmoved, factor_of, is_number, place
 from .placement import is_plain_tensor
 
@@ -240,7 +240,7 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
         return  # may be a matrix of relative positions (T5's bias), where distant ones share an index
     value = ids[:, -1].mode().values
     same = ids == value
-    run = same.flip(1).long().cumprod(1).flip(1).bool()
+    run = trailing(same)
     lengths = run.sum(1)
     padded: Tensor = (lengths.max() > lengths.min()) & ((lengths > 1).sum() >= 2) & (lengths < ids.shape[1]).all()
     alone: Tensor = ~(same & ~run).any()
@@ -543,7 +543,7 @@ def _ids(node: Any) -> Iterator[Note]:
     ids = node._saved_indices.detach()
     if is_plain_tensor(ids) and ids.dim() == 2 and len(ids) >= 4 and ids.shape[1] > 4 and ids.shape[0] != ids.shape[1]:
         same = ids == ids[0, 0]
-        end = same.flip(1).long().cumprod(1).flip(1).bool()  # an end token, or padding
+        end = trailing(same)  # an end token, or padding
         twice = same[:, :2].all() & ~(same & ~end)[:, 2:].any() & ~same[:, 2].any()
         yield (
             ("start twice", ""),

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WIDTHS = (257, 263, 269, 271, 277, 281, 283, 293)
+from .settings import width_of
+
 ROWS = 256  # of a chunk, which has ROWS * P elements
 BATCH = 1 << 20  # elements of small tensors measured together
 UNIT = 32  # rows of a unit; a chunk has ROWS // UNIT units
@@ -37,7 +38,7 @@ DEVICE_BATCH = 1 << 22  # elements measured together on a device, where each lau
 CPU = torch.device("cpu")
 _MASK = (1 << 64) - 1
 GOLDEN, M1, M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,6 @@ def whole(tensor: Tensor) -> Block:
 @functools.lru_cache(maxsize=4096)
 def _whole(shape: torch.Size) -> Block:
     return Block(tuple(shape), (0,) * len(shape), tuple(shape))
-
-
-def width_of(shape: Sequence[int]) -> int:
-    """Return the number of buckets: the first prime of `WIDTHS` that divides no dimension.
-
-    If P divided the row length of a matrix, elements of a column would share a bucket."""
-    return _width_of(tuple(shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _width_of(shape: tuple[int, ...]) -> int:
-    return next((p for p in WIDTHS if all(n % p for n in shape if n)), WIDTHS[-1])
 
 
 def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = True) -> list[Tensor]:
@@ -177,7 +166,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _bits(flat: Tensor) -> Tensor:
-    bits = flat.view(_INTEGERS[flat.element_size()]).to(torch.int64)
+    bits = flat.view(INTEGERS[flat.element_size()]).to(torch.int64)
     return bits ^ shifted(bits, 32) if flat.element_size() == 8 else bits
 
 
@@ -533,7 +522,7 @@ def _add(flat: Tensor, chunk: int, begin: int, p: int, sums: tuple[Tensor, Tenso
     n = flat.numel()
     _, odd = _tables(p, CPU)
     scratch = _scratch(p, threading.get_ident())
-    bits = scratch.integers[:n].copy_(flat.view(_INTEGERS[flat.element_size()]))
+    bits = scratch.integers[:n].copy_(flat.view(INTEGERS[flat.element_size()]))
     if flat.element_size() == 8:  # as `_bits`
         bits.bitwise_xor_(shifted(bits, 32))
     # torch.dot takes 0.8 of the time, and is refused for integers by `strategy.exact: portable`

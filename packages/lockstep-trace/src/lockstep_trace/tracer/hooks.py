@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import fsdp1, layouts, observers, workers
+from . import engines, layouts, observers, workers
 from .fingerprint import measure, whole
 from .inputs import RECURRENT
 from .logits import columns
@@ -172,7 +172,7 @@ def _wrap_call(hooks: Hooks) -> None:
             return original(module, *args, **kwargs)
         if next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
-        hooks.guarded(fsdp1.install, hooks)
+        hooks.guarded(engines.install_fsdp1, hooks)
         hooks.guarded(recorder.entered, module, args, kwargs)
         checker = recorder.checker
         checked = None if checker is None else hooks.guarded(checker.before_call, module, args, kwargs)

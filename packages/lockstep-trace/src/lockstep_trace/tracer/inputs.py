@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import GOLDEN, M1, mixed, plain, shifted, signed
+from .fingerprint import GOLDEN, INTEGERS, M1, mixed, plain, shifted, signed
 from .placement import is_plain_tensor
 
 MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
-HASHED = 1 << 20  # max. elements of a tensor that `hash_of` reads
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
 OF_LABELS, OF_ENDS = ("labels", "first", "equal", "next"), ("ends", "unlearned", "learned")
 TOKENS = ("hash", "count", *OF_LABELS, "holes", "kept", *OF_ENDS, "padded")  # of `_tokens`
 LABELS = ("labels", "label", "label_ids", "start_positions")
@@ -120,7 +119,7 @@ def _tokens(tensors: list[tuple[str, Tensor]], mask: Tensor | None) -> Tensor | 
         keep = mask.bool()
         before, after = keep.long().cumsum(1) > 0, keep.flip(1).long().cumsum(1).flip(1) > 0
         last = ids[:, -1:]
-        run = (ids == last).flip(1).long().cumprod(1).flip(1).bool()
+        run = trailing(ids == last)
         padding = run & ((ids == last) == run).all(1, keepdim=True) & (run.sum(1, keepdim=True) > 1)
         numbers[6:8] = [(~keep & before & after).sum(), (keep & padding).sum()]
         if labels is not None and labels.shape == ids.shape and not labels.is_floating_point():
@@ -138,6 +137,11 @@ def _ends(ids: Tensor, labels: Tensor, keep: Tensor) -> list[Tensor]:
     ends = (least.min() == value) & (ids.gather(1, at) == value) & (last > 0)
     unlearned = ends & (labels.gather(1, at) == -100) & (labels.gather(1, before) == ids.gather(1, before))
     return [ends.sum(), unlearned.sum(), (labels == value).sum()]
+
+
+def trailing(same: Tensor) -> Tensor:
+    """Return the run of True at the end of each row, bool [B, T]."""
+    return same.flip(1).long().cumprod(1).flip(1).bool()
 
 
 def token_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -75,11 +75,11 @@ class Beginning(ModuleSpec):
 
 def install(hooks: Hooks, module: str) -> None:
     """Wrap a module's functions, also between two traces of a process."""
-    from . import deepspeed_engine
+    from .engines import install_deepspeed
 
     works: list[Callable[[], None]] = [functools.partial(install_evaluator, hooks, module)]
     if module in (ENGINE, LOADS):
-        works = [functools.partial(deepspeed_engine.install if module == ENGINE else _install_loads, hooks)]
+        works = [functools.partial(install_deepspeed if module == ENGINE else _install_loads, hooks)]
     if module == "transformers.trainer":
         works.append(functools.partial(_install_columns, hooks))
     for work in works:

@@ -1,15 +1,17 @@
 """Follows values over time: loaded weights until they are used, saved optimizer states, state kept from batch to batch,
-updates, and copies of a trained model.
+updates, copies of a trained model, and parameters that a script without an optimizer writes to.
 
-In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`. Out: `fact` records, written once, and notes
-as in `evidence.py`; an `empty load` record if a load with `strict=False` contained none of a module's keys; the states
-that an optimizer could have continued from; [name, distance, update] of each copy that no optimizer holds: its distance
-from the trained model, and the model's from the previous step.
+In: loads, calls and steps, `state_dict`, `load_state_dict`, `torch.load`, losses and gradients. Out: `fact` records,
+written once, and notes as in `evidence.py`; an `empty load` record if a load with `strict=False` contained none of a
+module's keys; the states that an optimizer could have continued from; [name, distance, update] of each copy that no
+optimizer holds: its distance from the trained model, and the model's from the previous step; whether parameters were
+written to since backward, which is a step of `ByHand`, a stand-in for an optimizer.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import sys
 import weakref
@@ -23,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from . import placement
+from .gradient_history import version
+from .graph import KINDS, name_of, nodes_of
 from .inputs import tensors_of, wrapped
 from .placement import is_plain_tensor
-from .versions import version
 
 SAMPLE, ALIKE = 64, 0.5  # numbers of a matrix that are compared; correlation of a matrix with itself
 PART = 4096  # numbers of a parameter whose updates are looked at
@@ -395,3 +398,82 @@ def _matching(name: str, parameter: Any, trained: Sequence[tuple[str, Any]]) -> 
         and (f".{n.partition('.')[2]}" if name.startswith(".") else n) == name
     ]
     return fits[0] if len(fits) == 1 else None
+
+
+# -- updates by hand ---------------------------------------------------------------------------------------------------
+
+
+LEAVES = 4096  # nodes of a graph to visit
+
+
+class ByHand:
+    """Parameters that statements of the script update, as a group of an optimizer."""
+
+    kind = "updates by hand"
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": []}]
+        self.state: dict[Any, Any] = {}
+        self._rows: list[tuple[Any, Tensor, Tensor | None]] = []  # parameter, samples of it and of its gradient
+        self._errors = True  # losses are all torch's functions of errors
+        self.ascends = False
+
+    def reads(self, loss: Any, models: Sequence[nn.Module]) -> bool:
+        """Record the parameters that a loss depends on; return whether others of their shapes were there before."""
+        nodes = list(nodes_of(loss, LEAVES))
+        self._errors = bool(nodes) and name_of(nodes[0]) in KINDS
+        leaves = [v for n in nodes if isinstance(v := getattr(n, "variable", None), Tensor)]
+        leaves = [v for v in leaves if is_plain_tensor(v) and v.is_floating_point() and not wrapped(v) and v.numel()]
+        own = {id(p) for model in models for p in model.parameters()}
+        if models:  # an input may be a leaf, too
+            shapes = {p.shape for model in models for p in model.parameters()}
+            rows = [v for v in leaves if id(v) in own]
+            leaves = rows or [v for v in leaves if v.shape in shapes]
+        old = self.param_groups[0]["params"]
+        self.param_groups[0]["params"] = leaves
+        anew = bool(old) and all(a is not b for a in old for b in leaves)
+        return anew and sorted(map(str, (v.shape for v in old))) == sorted(map(str, (v.shape for v in leaves)))
+
+    def arrived(self, gradients: Iterable[Tensor | None] | None = None) -> None:
+        """Remember parameters and gradients after backward."""
+        params = self.param_groups[0]["params"]
+        grads = [p.grad for p in params] if gradients is None else [None] * len(params)
+        plain = [g is not None and g.layout == torch.strided for g in grads]
+        self._rows = [
+            (p, _sample(p), _sample(g) if there else None) for p, g, there in zip(params, grads, plain, strict=True)
+        ]
+
+    def wrote(self) -> bool:
+        """Return whether parameters have changed since; `ascends`: along their gradients, of a mean of errors."""
+        rows = [(_sample(p), before, g) for p, before, g in self._rows]
+        changes = [(now - before, g) for now, before, g in rows if not torch.equal(now, before)]
+        known = [(d.double(), g.double()) for d, g in changes if g is not None and bool(g.any())]
+        along = [bool(d.dot(g) > 0.999 * d.norm() * g.norm()) for d, g in known]
+        self.ascends = self._errors and bool(along) and len(known) == len(changes) and all(along)
+        self._rows = [] if changes else self._rows
+        return bool(changes)
+
+
+def install(hooks: Any) -> None:
+    """Wrap `torch.autograd.grad`."""
+    original = torch.autograd.grad
+
+    @functools.wraps(original)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        outputs, inputs = (tuple(v) if isinstance(v, Iterator) else v for v in (outputs, inputs))
+        rows, leaves = ([v] if isinstance(v, Tensor) else list(v) for v in (outputs, inputs))
+        loss: Any = rows[0] if len(rows) == 1 else None
+        own = recorder is not None and not (torch.compiler.is_compiling() or hooks.backward_depth)
+        own = own and not recorder.optimizers_made and not kwargs.get("create_graph", args[2] if len(args) > 2 else 0)
+        own = own and is_plain_tensor(loss) and loss.numel() == 1
+        own = own and all(isinstance(t, Tensor) and t.is_leaf for t in leaves)
+        own = own and not any(wrapped(t) for t in (loss, *leaves))
+        if own:
+            hooks.guarded(recorder.backward, loss, False, False)
+        result = original(outputs, inputs, *args, **kwargs)
+        if own:
+            hooks.guarded(recorder.by_hand.arrived, result)
+        return result
+
+    torch.autograd.grad = grad

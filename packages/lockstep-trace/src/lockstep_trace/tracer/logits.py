@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .fingerprint import signed
 from .graph import LAYERS, NODES, NOTHING, factors_of, inputs_of, loss_nodes, name_of, nodes_of, only, shape_of
+from .inputs import trailing
 from .placement import is_plain_tensor
 
 DEPTH = 24  # operations between a loss and the layer that its logits come from
@@ -558,7 +559,7 @@ def _padding(ids: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
         return zero, zero
     values, counts = ids[:, -1].unsqueeze(0) == ids[:, -1:], ids.shape[1]
     value = ids[values.sum(1).argmax(), -1]
-    run = (ids == value).flip(1).long().cumprod(1).flip(1).bool()
+    run = trailing(ids == value)
     lengths = run.sum(1)
     alone = ~((ids == value) & ~run).any()
     rows = (lengths > 1) & (lengths < counts) & alone & (lengths.max() != lengths.min())

@@ -19,12 +19,12 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from . import by_hand, modes
+from . import lifetimes, modes
 from .evidence import ARGUMENTS
+from .gradient_history import written
 from .graph import LAYERS, VIEWS, name_of
 from .inputs import hash_of, tensors_of, wrapped
 from .lifetimes import is_dropped
-from .versions import written
 
 COLLECTIVES = (
     "all_reduce",
@@ -90,7 +90,7 @@ def install(hooks: Any) -> None:
     _wrap_checkpoint(hooks)
     _wrap_saved(hooks)
     _wrap_losses(hooks)
-    by_hand.install(hooks)
+    lifetimes.install(hooks)
     modes.install(hooks)
     _wrap_reading(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))

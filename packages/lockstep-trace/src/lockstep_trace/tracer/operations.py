@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
+from .check.replay import tensors as _tensors
 from .fingerprint import measure, whole
 from .hooks import Hooks, working
 from .late_imports import watch_compiler
@@ -493,16 +494,6 @@ def _popped() -> list[Any]:
 
 def _is_plain_type(kind: type) -> bool:
     return kind.__torch_dispatch__ is Tensor.__torch_dispatch__  # type: ignore[attr-defined]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
 
 
 def _base(func: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import Block, mixed, shifted, whole
+from .fingerprint import INTEGERS, Block, mixed, shifted, whole
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
@@ -143,13 +143,14 @@ def is_fsdp(root: nn.Module) -> bool:
 
 def kinds_of(root: nn.Module) -> list[str]:
     """Return the wrappers around a model, outermost first."""
-    kinds = []
-    module = root
-    while [name for name, _ in module.named_children()] in [[w] for w in WRAPPERS]:
-        kinds.append(type(module).__name__)
-        module = next(module.children())
-    kinds.append(type(module).__name__)
-    return kinds
+    return [type(module).__name__ for module in _inwards(root)]
+
+
+def _inwards(root: nn.Module) -> list[nn.Module]:
+    modules = [root]
+    while [name for name, _ in modules[-1].named_children()] in [[w] for w in WRAPPERS]:
+        modules.append(next(modules[-1].children()))
+    return modules
 
 
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -158,33 +159,23 @@ BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 def stochastic(root: nn.Module) -> list[str]:
     """Return the names of modules in training mode whose output depends on the mode: dropout, batch norm."""
-    modules = []
-    for name, module in root.named_modules():
-        if not module.training:
-            continue
-        if (isinstance(module, DROPOUT) and module.p > 0) or (
-            isinstance(module, BATCH_NORM) and module.momentum is not None
-        ):
-            modules.append(plain_name(name) or type(module).__name__)
-    return modules
+    active = [(n, m) for n, m in root.named_modules() if m.training and _is_modal(m)]
+    return [plain_name(n) or type(m).__name__ for n, m in active if getattr(m, "momentum", 0) is not None]
+
+
+def _is_modal(module: Any) -> bool:
+    return isinstance(module, BATCH_NORM) or (isinstance(module, DROPOUT) and module.p > 0)
 
 
 def deciding(root: nn.Module) -> list[nn.Module]:
     """Return the modules whose `training` flag defines the model's mode: dropout and batch norm, else the innermost
     module. A wrapper's flag may differ from its model's (Lightning around DDP)."""
-    modules: list[nn.Module] = [
-        m for m in root.modules() if isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0)
-    ]
-    if modules:
-        return modules
-    while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
-        root = next(root.children())
-    return [root]
+    return [m for m in root.modules() if _is_modal(m)] or [unwrapped(root)]
 
 
 def has_stochastic(root: nn.Module) -> bool:
     """Return whether the model's output depends on the mode."""
-    return any(isinstance(m, BATCH_NORM) or (isinstance(m, DROPOUT) and m.p > 0) for m in root.modules())
+    return any(map(_is_modal, root.modules()))
 
 
 def has_dropout(root: nn.Module) -> bool:
@@ -193,9 +184,7 @@ def has_dropout(root: nn.Module) -> bool:
 
 def unwrapped(root: nn.Module) -> nn.Module:
     """Return the model inside all wrappers."""
-    while [name for name, _ in root.named_children()] in [[w] for w in WRAPPERS]:
-        root = next(root.children())
-    return root
+    return _inwards(root)[-1]
 
 
 def replicas_of(root: nn.Module, wrappers: list[Any]) -> dict[str, Any] | None:
@@ -248,21 +237,13 @@ def one_memory(parameters: Iterable[Any], names: Mapping[int, str]) -> list[list
     return [[names.get(id(p), "?") for p in same] for same in twins]
 
 
-INTEGERS = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
-
-
 def perturb(module: nn.Module) -> None:
     """Flip the last bit of half of the weights, by a fixed pattern: a change of the size of rounding."""
     with torch.no_grad():
         for parameter in module.parameters():
             tensor, _, _ = local(parameter.detach())
-            if tensor.dtype in INTEGERS and tensor.is_contiguous() and tensor.numel():
-                bits = tensor.view(INTEGERS[tensor.dtype]).view(-1)
+            if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.is_contiguous() and tensor.numel():
+                bits = tensor.view(INTEGERS[tensor.element_size()]).view(-1)
                 for at in range(0, bits.numel(), 1 << 20):
                     part = bits[at : at + (1 << 20)]
                     flips = shifted(mixed(part.numel(), first=(1 << 46) + at), 41) & 1

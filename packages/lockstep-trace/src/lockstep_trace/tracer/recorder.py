@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import fsdp1, placement, workers
-from .by_hand import ByHand
+from . import engines, placement, workers
 from .check.checker import Checker
-from .evaluation_noise import Evaluation, EvaluationNoise, Setting
 from .evidence import Calls, notes_on
-from .gradient_history import LOOKED_AT, GradientHistory, GradientUse, Leaks, shared_with_gradients
+from .gradient_history import (
+    LOOKED_AT,
+    GradientHistory,
+    GradientUse,
+    Leaks,
+    shared_with_gradients,
+    watch_foreach,
+    written,
+)
 from .graph import RATIO_LOOKS, divisors, handmade, objectives, ratios_all_one, unmasked_attention
 from .inputs import (
     EVALUATED,
@@ -32,10 +38,10 @@ from .inputs import (
     tensors_of,
     token_numbers,
 )
-from .layers import UNITS_AT, Born, Strays, adapters, odd_settings, repeated, units_alike
-from .layouts import Layouts, SketchedLayout
+from .layouts import UNITS_AT, Born, Layouts, SketchedLayout, Strays, adapters, odd_settings, repeated, units_alike
 from .lifetimes import (
     Averages,
+    ByHand,
     Carried,
     LoadedWeights,
     Resumes,
@@ -45,13 +51,27 @@ from .lifetimes import (
     own_loss_of_a_trainer,
 )
 from .logits import answer_notes, attention_counts, compares_all, floats_of, logits_notes
-from .measurements import SPARSE, Before, after_step, before_step, buffers, measured_gradients, modules, moments
-from .modes import FrozenNorms, ModelModes, UnusedNorms
-from .records import OF_STEP, Since, fill_in, hexed, numbers_of, options_of, packed
+from .modes import Evaluation, EvaluationNoise, FrozenNorms, ModelModes, Setting, UnusedNorms
+from .records import (
+    OF_STEP,
+    SPARSE,
+    Before,
+    Since,
+    after_step,
+    before_step,
+    buffers,
+    fill_in,
+    hexed,
+    measured_gradients,
+    modules,
+    moments,
+    numbers_of,
+    options_of,
+    packed,
+)
 from .schedules import Schedules, unread_rate
 from .settings import Settings
 from .statements import without_effect
-from .versions import watch_foreach, written
 from .writer import Pending, Writer
 
 if TYPE_CHECKING:
@@ -390,7 +410,7 @@ class Recorder:
 
     def parts(self, parameters: Iterable[Any]) -> list[Any]:
         """Return the parameters themselves, or the parts of them in a rank's shard."""
-        return [part for parts in fsdp1.expanded(parameters, self.models()) for part in parts]
+        return [part for parts in engines.expanded(parameters, self.models()) for part in parts]
 
     def versions(self) -> dict[int, tuple[int, int]]:
         """Return (version, address) of each optimized parameter after the last measured step, by id."""

@@ -1,14 +1,36 @@
-"""Settings of a traced process, in a file next to `sitecustomize.py`: some launchers drop environment variables."""
+"""Settings of a traced process, in a file next to `sitecustomize.py`: some launchers drop environment variables. Numbers
+that records and their readers share. Imports no torch.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 LEVELS = ("losses", "gradients", "modules", "operations")
 CHECKED = (1, 10)  # steps that --check recomputes if none is given
+WIDTHS = (257, 263, 269, 271, 277, 281, 283, 293)  # of sketches
+
+
+def width_of(shape: Sequence[int]) -> int:
+    """Return the number of a sketch's buckets: the first prime of `WIDTHS` that divides no dimension.
+
+    If P divided the row length of a matrix, elements of a column would share a bucket."""
+    return _width_of(tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _width_of(shape: tuple[int, ...]) -> int:
+    return next((p for p in WIDTHS if all(n % p for n in shape if n)), WIDTHS[-1])
+
+
+def clipping_factor(limit: float, norm: float) -> float:
+    """Return the factor by which `clip_grad_norm_` multiplies; NaN if the norm is NaN."""
+    return limit / (norm + 1e-6) if not limit / (norm + 1e-6) >= 1.0 else 1.0
 
 
 @dataclass(frozen=True)

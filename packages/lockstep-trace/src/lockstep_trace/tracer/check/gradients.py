@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from .. import placement
+from ..gradient_history import written
 from ..graph import loss_function, loss_nodes
-from ..versions import written
 from . import replay
 from .replay import ModuleCall, NotRecomputable, connect, mapped, tensors
 from .rows import batch_of, distance_between, exactly, first_difference, limit_of, quiet

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import placement
+from ..inputs import trailing
 from . import replay
 from .replay import ModuleCall, NotRecomputable, Replay, mapped, tensors
 
@@ -207,7 +208,7 @@ def _real(call: ModuleCall, size: int) -> tuple[Tensor, str] | None:
             ids = tensor.cpu().flip(1) if left else tensor.cpu()
             values, counts = ids[:, -1].unique(return_counts=True)
             value = values[counts.argmax()]
-            run = (ids == value).flip(1).long().cumprod(1).sum(1)
+            run = trailing(ids == value).sum(1)
             inner = (ids == value).sum(1) - run
             if bool(inner.any()) or int(run.max()) < 2 or len(run.unique()) < 2 or int(run.max()) == ids.shape[1]:
                 continue

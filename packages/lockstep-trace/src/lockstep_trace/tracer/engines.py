@@ -1,19 +1,21 @@
-"""Support for DeepSpeed engines, whose optimizers hold flat partitions: this rank's part of each parameter.
+"""Parts of parameters in the flat tensors of FSDP1 and DeepSpeed: their blocks of the full parameters.
 
-In: an engine at its step. Out: records like those of one optimizer. For stages 1 and 2 this reads `_hp_mapping`,
-because no public accessor works without communication; stage 3 has `safe_get_local_*`.
+In: an optimizer's parameters and the called models; an engine at its step. Out: `FlatPart`s; of an engine, records like
+those of one optimizer. No public API describes a rank's shard, or works without communication: this reads `_handle` and
+`_shard_param_infos` of FSDP1, and `_hp_mapping` of DeepSpeed's stages 1 and 2; stage 3 has `safe_get_local_*`.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .fingerprint import Block
-from .hooks import Hooks
-from .placement import FlatPart
+from .placement import FlatPart, plain_name
 
 
 class EngineOptimizer:
@@ -84,7 +86,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1)
 
 
-def install(hooks: Hooks) -> None:
+def install_deepspeed(hooks: Any) -> None:
     """Wrap the engine's step, after deepspeed is imported."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -124,3 +126,71 @@ def _after(recorder: Any, optimizer: EngineOptimizer, here: dict[str, Any]) -> N
     if "measured" in here:
         here["measured"].locals = [(p.tensor, p.block, "") for p, _ in here["parameters"]]
     recorder.after_step(optimizer, here)
+
+
+# -- FSDP1 -------------------------------------------------------------------------------------------------------------
+
+
+MODULE = "torch.distributed.fsdp"
+
+
+def wrapper() -> Any:
+    """Return `FullyShardedDataParallel` if the script has imported it, else None."""
+    return getattr(sys.modules.get(MODULE), "FullyShardedDataParallel", None)
+
+
+def expanded(parameters: Iterable[Any], roots: Iterable[nn.Module]) -> list[list[Any]]:
+    """Return for each parameter [itself], or the `FlatPart`s of a rank's shard. A part of length 0 is a parameter that
+    the rank does not hold."""
+    known = dict(_known(roots)) if wrapper() is not None else {}
+    return [known.get(id(p)) or [p] for p in parameters]
+
+
+def _known(roots: Iterable[nn.Module]) -> Iterator[tuple[int, list[FlatPart]]]:
+    for root in roots:
+        for name, module in root.named_modules():
+            handle = getattr(module, "_handle", None) if isinstance(module, wrapper()) else None
+            if handle is None or not handle.uses_sharded_strategy:
+                continue  # unsharded: its parameters are views of full tensors
+            flat, prefix = handle.flat_param, plain_name(name) if name else ""
+            infos = list(zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True))
+            names = [plain_name(f"{prefix}.{fqn}" if prefix else fqn) for fqn, *_ in infos]
+            if flat._params is None:
+                pairs = zip(names, infos, strict=True)
+                yield id(flat), [_part_of_shard(flat, n, shape, info, True) for n, (_, shape, info) in pairs]
+                continue
+            for n, parameter, (_, shape, info) in zip(names, flat._params, infos, strict=True):
+                yield id(parameter), [_part_of_shard(parameter, n, shape, info, False)]
+
+
+def _part_of_shard(source: Any, name: str, shape: Any, info: Any, flat: bool) -> FlatPart:
+    size = info.numel_in_shard if info.in_shard else 0
+    start = info.intra_param_start_idx if info.in_shard else 0
+    block = Block(tuple(shape), (start,), (size,))
+    first = info.offset_in_shard if flat and info.in_shard else 0
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(-1)[first : first + size]
+
+    grad = None if source.grad is None else FlatPart(source, own(source.grad), block)
+    return FlatPart(source, own(source), block, grad, name)
+
+
+def install_fsdp1(hooks: Any) -> None:
+    """Wrap `FullyShardedDataParallel.clip_grad_norm_`, which clips by the norm over all ranks."""
+    kind = wrapper()
+    if kind is None or hasattr(kind.clip_grad_norm_, "lockstep"):
+        return
+    original = kind.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip(self: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = hooks.recorder
+        if recorder is None:
+            return original(self, max_norm, *args, **kwargs)
+        hooks.guarded(recorder.clipping, list(self.parameters()), "clip_grad_norm_", max_norm)
+        with hooks.clipping():
+            return original(self, max_norm, *args, **kwargs)
+
+    clip.lockstep = True  # type: ignore[attr-defined]
+    kind.clip_grad_norm_ = clip
