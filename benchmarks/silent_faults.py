@@ -42,8 +42,11 @@ from lockstep_trace.compare_traces import Comparison, compare_traces  # noqa: E4
 from lockstep_trace.findings import findings, proved  # noqa: E402
 from lockstep_trace.read import Trace, read  # noqa: E402
 from lockstep_trace.run import environment_of, prepare  # noqa: E402
-from lockstep_trace.tracer import late_imports, recorder  # noqa: E402, F401
-from lockstep_trace.tracer.settings import Settings  # noqa: E402
+from lockstep_trace.tracer import (  # noqa: E402, F401
+    Settings,
+    engines,
+    recorder,
+)
 from museum.exhibit import Exhibit, Healthy  # noqa: E402
 from museum.exhibits import FAULTS, HEALTHY, OWN  # noqa: E402
 from museum.patches import PATCHES  # noqa: E402

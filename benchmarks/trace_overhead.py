@@ -22,7 +22,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from lockstep_trace import tracer
-from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer import Settings
 
 SIZES = {
     "MiniLM, 22.7M parameters": (384, 6, 12, 30522, 8, 64),

@@ -20,7 +20,7 @@ pytestmark = [
     "src/lockstep/distributed/torch_internals.py",
     "src/lockstep/checkpoint/shard_files.py",
     "src/lockstep/training/utilization.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/writer.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/records.py",
 )
 def test_synchronize_of_events_streams_and_devices() -> None:
     """A non_blocking copy is complete after `synchronize` of an event recorded after it, of the current stream, or of

@@ -133,7 +133,7 @@ def test_attributes_of_skipped_batches() -> None:
 
 
 @pytest.mark.long  # importing Lightning takes many seconds
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/engines.py")
 def test_callbacks_of_lightning_select_by_a_score() -> None:
     """ModelCheckpoint.check_monitor_top_k(trainer, current) and EarlyStopping._evaluate_stopping_criteria(current)
     receive the score. Both callbacks have `mode` and `monitor`, which is None for a ModelCheckpoint without a metric.
@@ -314,7 +314,7 @@ def test_accelerate_calls_get_input_embeddings() -> None:
     "src/lockstep/strategies/hf_trainer.py",
     "src/lockstep/distributed/world.py",
     "src/lockstep/strategies/engines/accelerated_sharding.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/engines.py",
 )
 def test_attributes_that_trainer_and_accelerate_read() -> None:
     """TrainingArguments has these fields. Trainer takes compute_loss_func and optimizers, and its training_step enters

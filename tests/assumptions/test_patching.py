@@ -201,7 +201,7 @@ def test_attributes_of_schedules_and_loaders() -> None:
         layer.load_state_dict({"other": torch.ones(1)})
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/workers.py")
+@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/observers.py")
 def test_loaders_prefer_getitems() -> None:
     """A DataLoader calls __getitems__ with the list of a batch's indices if the data set's class has it, as Subset
     does, and __getitem__ otherwise. get_worker_info is None in the main process, and has the data set as `dataset` in a
@@ -231,7 +231,7 @@ def test_loaders_prefer_getitems() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )
 def test_nodes_of_ctc_bce_and_embeddings() -> None:
     """A node CtcLoss holds targets, their lengths (a tuple or a tensor) and the blank. BinaryCrossEntropyWithLogits

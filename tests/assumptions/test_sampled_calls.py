@@ -167,7 +167,7 @@ def test_the_compiler_has_the_options_of_compiled_blocks() -> None:
 @rests_on_it(
     "src/lockstep/strategies/engines/blocks.py",
     "src/lockstep/strategies/engines/region.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/late_imports.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/engines.py",
 )
 def test_compiler_stances_for_new_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """For input sizes that a compiled function's code does not accept, set_stance("eager_on_recompile") runs it eagerly

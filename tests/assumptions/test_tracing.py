@@ -409,7 +409,7 @@ def test_modes_can_be_pushed_below_others() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )
 def test_an_operation_in_backward_knows_its_node() -> None:
     """During a backward, the current node is the running operation's; its sequence number is the value of
@@ -439,7 +439,7 @@ def test_an_operation_in_backward_knows_its_node() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
     "src/lockstep/strategies/engines/side_effects.py",
 )
 def test_attributes_that_hold_hooks() -> None:
@@ -534,7 +534,7 @@ def test_attributes_that_hold_a_wrapped_model() -> None:
     "src/lockstep/strategies/exact/tensor_leaves.py",
     "src/lockstep/training/plain_sides.py",
     "packages/lockstep-plan/src/lockstep_plan/simulated.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/gradients.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint import export
 from lockstep.config import error_messages as messages
+from lockstep.config.redaction import holds_secret, redact_all
 from lockstep.config.run import load
 from lockstep.distributed.event_log import EventLog
 from lockstep.track import console
 from lockstep_trace import redaction
-from lockstep_trace.redaction import holds_secret, printable, redact, redact_all, redact_words, visible
+from lockstep_trace.redaction import printable, redact, redact_words, visible
 from support.harness import tiny
 from support.messages import raises
 

@@ -243,7 +243,7 @@ OTHERS: dict[str, str | tuple[str, ...]] = {
 # And of lockstep-trace, in which nothing else private is used.
 GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     "tracer/hooks.py": "self._scale",  # the loss scale on its device: GradScaler.get_scale waits for it
-    "tracer/late_imports.py": (  # importlib's; and what Trainer removes from a data set
+    "tracer/engines.py": (  # importlib's; and what Trainer removes from a data set
         "getattr(spec, '_initializing'",
         "getattr(kind, '_remove_unused_columns'",
     ),
@@ -276,7 +276,7 @@ GROUND_OTHERS: dict[str, str | tuple[str, ...]] = {
     # what a copy of a module would call beside its forward, and the module inside of a compiled one
     "check/replay.py": ("torch_module._global_forward", "module._orig_mod", "getattr(m, '_compiled_call_impl'"),
     # what changes a gradient on its way to a parameter
-    "check/gradients.py": ("getattr(p, '_backward_hooks'", "getattr(p, '_post_accumulate_grad_hooks'"),
+    "check/checker.py": ("getattr(p, '_backward_hooks'", "getattr(p, '_post_accumulate_grad_hooks'"),
 }
 
 

@@ -14,7 +14,7 @@ from lockstep_trace import tracer
 from lockstep_trace.compare_traces import Comparison, compare_traces
 from lockstep_trace.findings import findings, proved
 from lockstep_trace.read import read
-from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer import Settings
 
 X = torch.randn(6, 8, 5, generator=torch.Generator().manual_seed(1))
 Y = X[..., :3].argmax(-1)

@@ -25,8 +25,7 @@ from lockstep_trace.commands import checked_steps
 from lockstep_trace.findings import Finding, findings, proved
 from lockstep_trace.read import read
 from lockstep_trace.rules import checks
-from lockstep_trace.tracer import observers
-from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer import Settings, observers
 from support.checked_cases import (
     KEEP_BITS,
     PAIRS,

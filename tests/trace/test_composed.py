@@ -12,9 +12,9 @@ import torch
 from lockstep_trace import tracer
 from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import read
-from lockstep_trace.tracer.late_imports import _constants
+from lockstep_trace.tracer import Settings
+from lockstep_trace.tracer.engines import _constants
 from lockstep_trace.tracer.lifetimes import accumulates
-from lockstep_trace.tracer.settings import Settings
 from lockstep_trace.tracer.statements import _suspects
 from support.composed_cases import COMPOSED
 

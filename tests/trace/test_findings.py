@@ -16,8 +16,7 @@ from lockstep_trace.findings import findings, likely, proved
 from lockstep_trace.read import OptimizerLayout, Parameter, Rank, Step, Trace, Value, read
 from lockstep_trace.rules import data, gradients, inputs, losses, observed, replicas, schedules
 from lockstep_trace.terminal import suspected
-from lockstep_trace.tracer import evidence, graph
-from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer import Settings, evidence, graph
 from lockstep_trace.tracer.statements import without_effect
 from support.answer_cases import ANSWERS, ANSWERS_SUSPECTED, NEAR_ANSWERS, a_decoder_of_its_targets
 from support.contradiction_cases import CONTRADICTIONS, UNUSUAL

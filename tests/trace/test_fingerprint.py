@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep_trace.tracer import fingerprint
+from lockstep_trace.tracer import fingerprint, width_of
 from lockstep_trace.tracer.fingerprint import Block, measure, whole
-from lockstep_trace.tracer.settings import width_of
 
 
 def parts(vector: torch.Tensor) -> tuple[int, float, np.ndarray]:

@@ -22,10 +22,9 @@ from lockstep_trace.findings import findings
 from lockstep_trace.ranks import Losses
 from lockstep_trace.read import Step, read
 from lockstep_trace.terminal import PlainOutput, diff
-from lockstep_trace.tracer import inputs, late_imports
+from lockstep_trace.tracer import Settings, engines, inputs
 from lockstep_trace.tracer.hooks import Hooks
 from lockstep_trace.tracer.placement import is_dtensor, plain_name
-from lockstep_trace.tracer.settings import Settings
 from support.messages import raises
 from support.traced_cases import Averaging
 
@@ -570,22 +569,22 @@ def test_an_engine_that_imports_the_tracer_is_traced_from_the_end_of_its_import(
     module.__spec__ = spec
     monkeypatch.setitem(sys.modules, "deepspeed", module)
     installed: list[str] = []
-    monkeypatch.setattr(late_imports, "install", lambda hooks, name: installed.append(name))
-    monkeypatch.setattr(late_imports, "EVALUATORS", {})
-    monkeypatch.setattr(late_imports, "LOADS", "no_such_module")
+    monkeypatch.setattr(engines, "install", lambda hooks, name: installed.append(name))
+    monkeypatch.setattr(engines, "EVALUATORS", {})
+    monkeypatch.setattr(engines, "LOADS", "no_such_module")
     hooks = Hooks()
-    late_imports.watch(hooks)
+    engines.watch(hooks)
     assert installed == []
     setattr(spec, "_initializing", False)  # noqa: B010 - as importlib does
     assert installed == ["deepspeed"]
-    late_imports.watch(hooks)
+    engines.watch(hooks)
     assert installed == ["deepspeed", "deepspeed"]
 
 
-@pytest.mark.parametrize("name", [*late_imports.EVALUATORS])
+@pytest.mark.parametrize("name", [*engines.EVALUATORS])
 def test_scores_of_known_evaluators_are_recorded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of that name is imported after the trace began; what it returns is what its caller gets."""
-    kind, method = late_imports.EVALUATORS[name]
+    kind, method = engines.EVALUATORS[name]
     result = {"eval_accuracy": 0.5, "eval_runtime": 3.0, "names": ["a"], "count": 7}
     package, last = tmp_path / "own" / name.partition(".")[0], name.partition(".")[2]
     package.mkdir(parents=True)
@@ -596,8 +595,8 @@ def test_scores_of_known_evaluators_are_recorded(name: str, tmp_path: Path, monk
         monkeypatch.delitem(sys.modules, known)
     monkeypatch.syspath_prepend(tmp_path / "own")
     recorder = tracer.begin(Settings(str(tmp_path / "t")))
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, late_imports.Finder)])
-    late_imports.watch(tracer._INSTALLED[0])
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, engines.Finder)])
+    engines.watch(tracer._INSTALLED[0])
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lockstep_trace
 from lockstep_trace.findings import findings
 from lockstep_trace.read import Step, read
-from lockstep_trace.tracer import fingerprint, writer
+from lockstep_trace.tracer import fingerprint
+from lockstep_trace.tracer import records as written
 from lockstep_trace.tracer.fingerprint import Block, measure, whole
 from lockstep_trace.tracer.gradient_history import ClippingFactors
 from support.harness import lockstep_environment
@@ -36,7 +37,7 @@ def test_a_step_starts_one_copy_without_waiting(tmp_path: Path, monkeypatch: pyt
         events.append("copy")
         return torch.zeros(joined.shape, dtype=joined.dtype), lambda: events.append("wait")
 
-    monkeypatch.setattr(writer, "transfer", transfer)
+    monkeypatch.setattr(written, "transfer", transfer)
     device = torch.device("meta")
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
@@ -83,7 +84,7 @@ def test_a_steady_step_measures_gradients_once_without_a_wait(tmp_path: Path, mo
     def transfer(joined: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         return torch.zeros(joined.shape, dtype=joined.dtype), lambda: None
 
-    monkeypatch.setattr(writer, "transfer", transfer)
+    monkeypatch.setattr(written, "transfer", transfer)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to("meta")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     launched = []

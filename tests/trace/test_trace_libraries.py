@@ -19,9 +19,8 @@ from lockstep_trace import tracer
 from lockstep_trace.compare_traces import compare_traces
 from lockstep_trace.findings import findings
 from lockstep_trace.read import Trace, read
-from lockstep_trace.tracer import late_imports
+from lockstep_trace.tracer import Settings, engines
 from lockstep_trace.tracer.hooks import Hooks
-from lockstep_trace.tracer.settings import Settings
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -212,11 +211,11 @@ def test_library_that_triggers_the_trace_is_patched_after_its_import(
     """`from transformers import Trainer` in a script's first line, for one: torch is imported while Trainer is not."""
     hooks = Hooks()
     for name, value in (("ENGINE", "no_engine"), ("LOADS", "no_loads"), ("SELECTORS", {})):
-        monkeypatch.setattr(late_imports, name, value)
-    monkeypatch.setattr(late_imports, "EVALUATORS", {"half": ("Trainer", "evaluate")})
-    monkeypatch.setattr(late_imports, "begin_here", lambda: late_imports.watch(hooks), raising=False)
+        monkeypatch.setattr(engines, name, value)
+    monkeypatch.setattr(engines, "EVALUATORS", {"half": ("Trainer", "evaluate")})
+    monkeypatch.setattr(engines, "begin_here", lambda: engines.watch(hooks), raising=False)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    body = "from lockstep_trace.tracer import late_imports\nlate_imports.begin_here()\n"
+    body = "from lockstep_trace.tracer import engines\nlate_imports.begin_here()\n"
     body += "class Trainer:\n    def evaluate(self):\n        return {}\n" + ("1 / 0\n" if fails else "")
     (tmp_path / "half.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)

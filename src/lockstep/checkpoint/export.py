@@ -18,10 +18,11 @@ from lockstep._version import __version__
 from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.folder import size_of
 from lockstep.config import output_files
+from lockstep.config.redaction import redact_all
 from lockstep.config.run import RunError
 from lockstep.tasks.task import Task
 from lockstep_trace.coded import quantity
-from lockstep_trace.redaction import printable, redact_all
+from lockstep_trace.redaction import printable
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData

@@ -19,10 +19,10 @@ from lockstep.checkpoint import export_hashes
 from lockstep.checkpoint.export import HERE, check_card
 from lockstep.config.errors import CodedError, coded
 from lockstep.config.output_files import replace_text, require_output
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.data.hub import explained, status_of, transient
 from lockstep.track.console import error as tell
-from lockstep_trace.redaction import one_line
 
 PUSH_KEY = "hub.push_to"  # run-file key that requests a push
 _COMMIT = "Trained with lockstep"  # title of a push

@@ -18,12 +18,12 @@ from lockstep import commands
 from lockstep.config import error_messages as messages
 from lockstep.config import plugins
 from lockstep.config.errors import DONE, FAILED, coded
+from lockstep.config.redaction import one_line
 from lockstep.config.run import QUICK_START, Run, RunError, load, overrides_of, schema
 from lockstep.track import json_output
 from lockstep.track.busy import ACTIVITY
 from lockstep.track.console import RECORD, Console, error
 from lockstep_trace.coded import quantity
-from lockstep_trace.redaction import one_line
 
 if TYPE_CHECKING:
     from lockstep.data.job import Job

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from lockstep.config import plugins
 from lockstep.config.errors import CodedError, RunError, appended, coded, uncoded
 from lockstep.config.lazy import lazy
+from lockstep.config.redaction import holds_secret, kept_secret
 from lockstep_trace import redaction
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def secret(values: Any) -> str | None:
         if key == "launch.secrets":
             leaves = [("", str(text).partition("=")[2] or text) for _, text in leaves]
         texts = [key, *(inner for inner, _ in leaves), *(text for _, text in leaves if isinstance(text, str))]
-        if any(redaction.holds_secret(text, of_environment) for text in texts) or any(
-            starmap(redaction.kept_secret, leaves)
-        ):
+        if any(holds_secret(text, of_environment) for text in texts) or any(starmap(kept_secret, leaves)):
             return redaction.printable(key)
     return None
 

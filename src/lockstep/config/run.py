@@ -30,6 +30,7 @@ from lockstep.config.errors import RunError as RunError
 from lockstep.config.lazy import lazy
 from lockstep.config.model_selection import AverageSection, EvaluateSection, choose_best
 from lockstep.config.output_files import replace_text
+from lockstep.config.redaction import redact_all
 from lockstep.config.sections import (
     ALONE,
     DEVICES,
@@ -58,7 +59,6 @@ from lockstep.config.sections import (
     at_length,
     without_empty,
 )
-from lockstep_trace import redaction
 
 if TYPE_CHECKING:
     from lockstep.config import key_aliases
@@ -227,7 +227,7 @@ class Run(Section):
         values = self.model_dump(mode="json")
         if (hidden := messages.secret(values)) is not None:
             raise messages.secret_in(hidden)
-        body = messages.dump_yaml(redaction.redact_all(values, filtered), sort_keys=False, width=110)
+        body = messages.dump_yaml(redact_all(values, filtered), sort_keys=False, width=110)
         return written.header(body, map(filtered, self.written_keys)) + body
 
     def as_one_process(self) -> Run:

@@ -28,11 +28,11 @@ from urllib.request import getproxies
 
 from lockstep.config.data_sources import USUAL, address_of
 from lockstep.config.errors import InvalidValue
+from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.config.sections import DataSection
 from lockstep.data.cache import cache_folder
 from lockstep.track.busy import ACTIVITY
-from lockstep_trace.redaction import one_line
 
 # Retryable status codes: time-outs, commit conflicts, rate limits and server errors.
 _AGAIN = (408, 409, 412, 425, 429, 500, 502, 503, 504)

@@ -28,9 +28,9 @@ from urllib.parse import quote
 
 from lockstep.config.data_sources import Address
 from lockstep.config.errors import CodedError
+from lockstep.config.redaction import one_line
 from lockstep.config.run import RunError
 from lockstep.data.hub import explained, transient
-from lockstep_trace.redaction import one_line
 
 _BLOCK = 2**20
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)

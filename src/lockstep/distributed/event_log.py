@@ -23,11 +23,11 @@ import torch
 
 from lockstep.config.errors import CodedError
 from lockstep.config.output_files import open_file, redirected
+from lockstep.config.redaction import redact_all
 from lockstep.config.sections import LaunchSection, ModelSection
 from lockstep.distributed import step_timer
 from lockstep.distributed.hardware import processor
 from lockstep.distributed.world import World
-from lockstep_trace.redaction import redact_all
 
 
 class EventLog:

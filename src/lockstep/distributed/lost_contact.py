@@ -13,10 +13,10 @@ import traceback
 from pathlib import Path
 
 from lockstep.config.errors import CodedError, coded, no_threads
+from lockstep.config.redaction import one_line
 from lockstep.distributed import job_record
 from lockstep.distributed.world import World
 from lockstep.track.console import error
-from lockstep_trace.redaction import one_line
 
 MARKER = "lockstep-failure-"  # prefix of files in TMPDIR
 

@@ -22,8 +22,8 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from lockstep.config.errors import CodedError, RunError
+from lockstep.config.redaction import one_line
 from lockstep.distributed import network, torch_internals
-from lockstep_trace.redaction import one_line
 
 
 def open_store(host: str, port: int, several: bool, timeout_s: float) -> TCPStore:

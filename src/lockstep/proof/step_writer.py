@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from lockstep_trace.read import ABOUT
+from lockstep_trace.tracer import width_of
 from lockstep_trace.tracer.fingerprint import measure, subtracted, whole
 from lockstep_trace.tracer.placement import dtype_name
-from lockstep_trace.tracer.records import packed
-from lockstep_trace.tracer.settings import width_of
-from lockstep_trace.tracer.writer import FORMAT
+from lockstep_trace.tracer.records import FORMAT, packed
 
 EMPTY = {"fp": "", "sq": "", "sk": ""}
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from lockstep.config.redaction import redact_all
 from lockstep.track.console import LOG, RECORD, Record
 from lockstep_trace import streams
-from lockstep_trace.redaction import printable, redact_all
+from lockstep_trace.redaction import printable
 
 
 class Answer(BaseModel):

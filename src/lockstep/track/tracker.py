@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from lockstep.config import plugins
+from lockstep.config.redaction import one_line, redact_all
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Section
 from lockstep.track import history
-from lockstep_trace.redaction import one_line, printable, redact_all
+from lockstep_trace.redaction import printable
 
 MOST_WAITING = 10_000  # calls; a tracker further behind will not catch up
 # How a run ended: at its last step, stopped on request (resumable), or failed.

@@ -18,12 +18,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config.output_files import FolderInside
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run
 from lockstep.config.sections import Section
 from lockstep.track import wandb_file
 from lockstep.track.tracker import End, Sample, Tracker, named
 from lockstep.track.wandb_file import HEADER
-from lockstep_trace.redaction import one_line
 
 SECONDS_TO_CONNECT = 30.0
 

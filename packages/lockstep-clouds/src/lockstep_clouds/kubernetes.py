@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import Field
 
 from lockstep.config.errors import STOPPED
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section, Steps
 from lockstep.distributed import job_record
@@ -29,7 +30,6 @@ from lockstep.launchers.launcher import LaunchPlan, SubmittedJob, write_files
 from lockstep.track.console import Console
 from lockstep_clouds.code_bundle import distributions_of
 from lockstep_clouds.kubernetes_manifests import dump, manifests, name_of, output_of, processes_of
-from lockstep_trace.redaction import one_line
 
 
 class Kubernetes(SubmittedJob):

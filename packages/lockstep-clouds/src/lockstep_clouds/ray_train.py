@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from lockstep.config.errors import BAD, DONE, FAILED, STOPPED, coded
+from lockstep.config.redaction import one_line
 from lockstep.config.run import Run, RunError
 from lockstep.config.sections import Positive, Section
 from lockstep.distributed import network
@@ -31,7 +32,6 @@ from lockstep.distributed.job_record import TRAIN
 from lockstep.launchers.launcher import Launcher, LaunchPlan
 from lockstep.launchers.local import processes_of
 from lockstep.track.console import Console, error
-from lockstep_trace.redaction import one_line
 
 # Command of the child process. It dies with the Ray worker (PR_SET_PDEATHSIG), so that no rank continues alone.
 RANK = (

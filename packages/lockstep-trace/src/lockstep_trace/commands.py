@@ -17,7 +17,7 @@ from pathlib import Path
 from lockstep_trace import DEFAULT, __version__, streams
 from lockstep_trace.coded import TraceError, coded
 from lockstep_trace.redaction import redact
-from lockstep_trace.tracer.settings import CHECKED, LEVELS
+from lockstep_trace.tracer import CHECKED, LEVELS
 
 WATCH_S = 2.0  # polling interval of a trace that is being written
 

@@ -39,7 +39,7 @@ class ScopedTrace:
         check: Sequence[int] = (),
         step: int | None = None,
     ) -> None:
-        from lockstep_trace.tracer.settings import LEVELS
+        from lockstep_trace.tracer import LEVELS
 
         if level not in LEVELS:
             raise ValueError(f"level: invalid value {level!r}; expected one of {', '.join(LEVELS)}")
@@ -59,7 +59,7 @@ class ScopedTrace:
             text = f"lockstep trace: this process is traced already, into {place}; {self.folder} is not used\n"
             streams.put(sys.stderr, text)
         if recorder is None:
-            from lockstep_trace.tracer.settings import Settings
+            from lockstep_trace.tracer import Settings
 
             self._own = True
             recorder = tracer.begin(Settings(folder, level=self.level, check=self.check, replace=True, step=self.step))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lockstep_trace.coded import TraceError
 from lockstep_trace.redaction import redact_words
-from lockstep_trace.tracer.settings import clipping_factor, width_of
+from lockstep_trace.tracer import clipping_factor, width_of
 
 ABOUT = "trace.json"
 PATTERN = "rank-*.jsonl"

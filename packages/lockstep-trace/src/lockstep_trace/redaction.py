@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import lru_cache
 from urllib.parse import quote
 
 STRUCK = "***"
-_SHORTEST = 8  # min. length of an environment secret to redact; shorter ones are words
-_NO_WORD = 16  # min. length to reject a run file: a weak password may also be a project name
+_SHORTEST = 8  # least length of an environment secret to redact; shorter ones are words
 # Patterns of tokens and keys, by issuer.
 _TOKENS = [
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face
@@ -36,7 +34,7 @@ _TOKENS = [
     r"wandb_v1_[A-Za-z0-9_-]{20,}|local-[a-f0-9]{40}",  # Weights & Biases
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S])*(?:-----END [A-Z ]*PRIVATE KEY-----)?",
 ]
-_TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(_TOKENS) + ")|-----BEGIN [A-Z ]*PRIVATE KEY")
+TOKEN = re.compile("(?<![A-Za-z0-9])(?:" + "|".join(_TOKENS) + ")|-----BEGIN [A-Z ]*PRIVATE KEY")
 # scheme://user:password@host, also with @ in the password; scheme://token@host
 _ADDRESS = re.compile(r"(?P<keep>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/@:\"']*:[^\s/\"']+|[^\s/@:\"']{20,})(?=@)")
 _ADDRESSED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:\"']*:([^\s/\"']+)@")  # captures the password
@@ -76,7 +74,7 @@ _OPTION = re.compile(
     r"(?!\*\*\*|(?-i:[A-Z_]+\b)|-)(?:\"[^\"\n]*\"|'[^'\n]*'|\S+)",
     re.IGNORECASE,
 )
-_PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _HEADER, _OPTION)
+PATTERNS = (_ADDRESS, _QUERY, _ASSIGNED, _LISTED, _HEADER, _OPTION)
 # "token": "value" in JSON among the words of a command; in other texts a token may be a piece of text
 _SIGN_IN = "(?:proxy-)?authorization|(?:set-)?cookies?|bearer|pwd|pw|pass|passcode"  # in commands alone
 _FIELD = re.compile(
@@ -146,25 +144,10 @@ def redact(text: str, of_environment: tuple[str, ...] | None = None) -> str:
     if len(text) >= _SHORTEST:
         for value in secrets_in_environment() if of_environment is None else of_environment:
             text = text.replace(value, STRUCK)
-    text = _TOKEN.sub(STRUCK, text)
-    for pattern in _PATTERNS:
+    text = TOKEN.sub(STRUCK, text)
+    for pattern in PATTERNS:
         text = pattern.sub(rf"\g<keep>{STRUCK}", text)
     return text
-
-
-def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:
-    """Redact every text in nested mappings and lists, including keys, and every value whose key names a secret.
-    `filtered`: function applied to each text."""
-    if filtered in (redact, printable):  # the environment is read once, which takes longer than a short text
-        filtered = partial(filtered, of_environment=secrets_in_environment())
-    if isinstance(values, str):
-        return filtered(values)
-    if isinstance(values, dict):
-        return {
-            filtered(k) if isinstance(k, str) else k: STRUCK if kept_secret(k, v) else redact_all(v, filtered)
-            for k, v in values.items()
-        }
-    return [redact_all(value, filtered) for value in values] if isinstance(values, list | tuple) else values
 
 
 def redact_words(words: Sequence[str]) -> list[str]:
@@ -209,25 +192,6 @@ def names_secret(key: str) -> bool:
     return _NAME.search(key) is not None and _SPECIAL.search(key) is None
 
 
-def kept_secret(key: Any, value: Any) -> bool:
-    """Return whether a key indicates that its value, a text or a number, is a secret. Token counts are not."""
-    if not isinstance(key, str) or isinstance(value, bool) or not names_secret(key):
-        return False
-    return bool(value) if isinstance(value, str) else isinstance(value, int | float) and key[-5:].lower() != "token"
-
-
-def holds_secret(text: str, of_environment: tuple[str, ...] | None = None) -> bool:
-    """Return whether a text contains something that looks like a secret, or a secret of this process's environment that
-    is not a plain word. Redacted values do not count. `of_environment`: the result of `secrets_in_environment`, to
-    reuse for many texts."""
-    values = secrets_in_environment() if of_environment is None else of_environment
-    return (
-        _TOKEN.search(text) is not None
-        or any(len(value) >= _NO_WORD and value in text and not os.path.exists(value) for value in values)
-        or any(STRUCK not in match.group() for pattern in _PATTERNS for match in pattern.finditer(text))
-    )
-
-
 def visible(text: str) -> str:
     """Escape control characters in a text (`\\x1b`), except tabs and newlines."""
     return _COMMANDS.sub(lambda match: match.group().encode("unicode_escape").decode(), text)
@@ -236,11 +200,6 @@ def visible(text: str) -> str:
 def printable(text: str, of_environment: tuple[str, ...] | None = None) -> str:
     """Redact a text and escape control characters, for a terminal or a log."""
     return visible(redact(text, of_environment))
-
-
-def one_line(text: object, most: int) -> str:
-    """Return a message on one line of at most `most` characters, redacted before it is shortened."""
-    return redact(" ".join(str(text).split()))[:most]
 
 
 def secrets_in_environment() -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from lockstep_trace import streams
 from lockstep_trace.coded import TraceError
 from lockstep_trace.read import ABOUT, about
 from lockstep_trace.redaction import printable, redact, redact_words
-from lockstep_trace.tracer.settings import Settings
+from lockstep_trace.tracer import Settings
 
 INJECT = "inject"
 SOURCES = Path(__file__).parent

@@ -4,7 +4,6 @@ It does not import torch itself, and runs the `sitecustomize` that it shadows.
 """
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import sys
@@ -53,7 +52,7 @@ def start():  # type: ignore[no-untyped-def]
         spec.loader.exec_module(tracer)
         from pathlib import Path
 
-        settings = importlib.import_module("lockstep_tracer.settings").Settings.load(Path(HERE, "settings.json"))
+        settings = tracer.Settings.load(Path(HERE, "settings.json"))
         tracer.begin(settings)
     except Exception as error:
         text = f"lockstep trace: this process is not traced: {type(error).__name__}: {error}\n"

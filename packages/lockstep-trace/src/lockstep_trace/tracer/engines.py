@@ -1,15 +1,25 @@
-"""Parts of parameters in the flat tensors of FSDP1 and DeepSpeed: their blocks of the full parameters.
+"""Engines, evaluators and loads of other libraries: their wrappers, installed when their modules are imported, and the
+parts of parameters in the flat tensors of FSDP1 and DeepSpeed.
 
-In: an optimizer's parameters and the called models; an engine at its step. Out: `FlatPart`s; of an engine, records like
-those of one optimizer. No public API describes a rank's shard, or works without communication: this reads `_handle` and
-`_shard_param_infos` of FSDP1, and `_hp_mapping` of DeepSpeed's stages 1 and 2; stage 3 has `safe_get_local_*`.
+In: an optimizer's parameters and the called models; an engine at its step. Out: `FlatPart`s with their blocks of the
+full parameters; of an engine, records like those of one optimizer. No public API describes a rank's shard, or works
+without communication: this reads `_handle` and `_shard_param_infos` of FSDP1, and `_hp_mapping` of DeepSpeed's stages 1
+and 2; stage 3 has `safe_get_local_*`. Results of transformers' `Trainer.evaluate` and of `compute` of the library
+evaluate are recorded as scores; calls of Lightning's `ModelCheckpoint` and `EarlyStopping` show the metric by which the
+best weights are chosen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+import numbers
 import sys
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -194,3 +204,266 @@ def install_fsdp1(hooks: Any) -> None:
 
     clip.lockstep = True  # type: ignore[attr-defined]
     kind.clip_grad_norm_ = clip
+
+
+# -- imports -----------------------------------------------------------------------------------------------------------
+
+
+ENGINE = "deepspeed"
+
+
+class Finder:
+    """Import finder that calls `then` with a module after it is imported."""
+
+    def __init__(self, then: Callable[[ModuleType], None], module: str) -> None:
+        self.then, self.module = then, module
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # find_spec may only check for the module, without importing it
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            load(module)
+            self.then(module)
+
+        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010
+        return spec
+
+
+class Beginning(ModuleSpec):
+    """The spec of a module whose own import has imported torch, and so began the trace: calls `then` at its end."""
+
+    then: Callable[[], None]
+
+    @property
+    def _initializing(self) -> bool:
+        return bool(self.__dict__.get("_initializing"))
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value:
+            self.__class__ = ModuleSpec  # type: ignore[assignment]
+            then = self.__dict__.pop("then")
+            if self.name in sys.modules:  # its import did not fail
+                then()
+
+
+def install(hooks: Any, module: str) -> None:
+    """Wrap a module's functions, also between two traces of a process."""
+
+    works: list[Callable[[], None]] = [functools.partial(install_evaluator, hooks, module)]
+    if module in (ENGINE, LOADS):
+        works = [functools.partial(install_deepspeed if module == ENGINE else _install_loads, hooks)]
+    if module == "transformers.trainer":
+        works.append(functools.partial(_install_columns, hooks))
+    for work in works:
+        if hooks.recorder is not None:
+            hooks.guarded(work)
+        else:
+            with contextlib.suppress(Exception):
+                work()
+
+
+def watch(hooks: Any) -> None:
+    """Install the wrappers of each module now, or when it is imported."""
+    for name in (ENGINE, LOADS, *EVALUATORS, *SELECTORS):
+        module = sys.modules.get(name)
+        spec = getattr(module, "__spec__", None)
+        if type(spec) is ModuleSpec and getattr(spec, "_initializing", False):
+            spec.__class__ = Beginning
+            spec.__dict__["then"] = functools.partial(install, hooks, name)
+        elif module is not None:
+            install(hooks, name)
+        else:
+            sys.meta_path.insert(0, Finder(lambda module: install(hooks, module.__name__), name))
+
+
+LOADS = "transformers.modeling_utils"
+EVALUATORS = {"transformers.trainer": ("Trainer", "evaluate"), "evaluate.module": ("EvaluationModule", "compute")}
+LIGHTNING = {
+    "model_checkpoint": ("ModelCheckpoint", "check_monitor_top_k"),
+    "early_stopping": ("EarlyStopping", "_evaluate_stopping_criteria"),
+}
+SELECTORS = {
+    f"{package}.callbacks.{module}": method
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for module, method in LIGHTNING.items()
+}
+TIMES = ("runtime", "per_second", "compilation_time", "epoch")  # parts of names that are not scores
+
+
+def install_evaluator(hooks: Any, module: str) -> None:
+    """Wrap the evaluator, or the code that selects by a score, after its module is imported."""
+    if module in SELECTORS:
+        _install_selector(hooks, getattr(sys.modules[module], SELECTORS[module][0]), SELECTORS[module][1])
+        return
+    name, method = EVALUATORS[module]
+    kind = getattr(sys.modules[module], name)
+    original = getattr(kind, method)
+
+    @functools.wraps(original)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library evaluate copies this function's code, and adds to the docstring that is in it."""
+        scores = original(self, *args, **kwargs)
+        if hooks.recorder is not None and isinstance(scores, Mapping):
+            hooks.guarded(_write, hooks.recorder, f"{name}.{method}", scores)
+            hooks.guarded(_selects, hooks.recorder, getattr(self, "args", None), scores)
+        return scores
+
+    setattr(kind, method, evaluate)
+
+
+def _write(recorder: Any, by: str, scores: Mapping[str, Any]) -> None:
+    named = {str(name): value for name, value in scores.items() if isinstance(value, numbers.Real)}
+    values = {name: float(value) for name, value in named.items() if not any(part in name for part in TIMES)}
+    if values:
+        recorder.end_evaluation()
+        recorder.write("scores", by=by, scores=values, steps=list(recorder.steps))
+
+
+def _selects(recorder: Any, options: Any, scores: Mapping[str, Any]) -> None:
+    metric = getattr(options, "metric_for_best_model", None)
+    if getattr(options, "load_best_model_at_end", False) and isinstance(metric, str):
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        if isinstance(scores.get(name), numbers.Real):
+            mode = "max" if options.greater_is_better else "min"
+            recorder.write("selection", by="Trainer", metric=metric, mode=mode, value=float(scores[name]))
+
+
+def _install_selector(hooks: Any, kind: Any, method: str) -> None:
+    original = getattr(kind, method, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def select(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor | float)), None)
+        recorder = hooks.recorder
+        if recorder is not None and value is not None:
+            about = {"by": kind.__name__, "metric": str(self.monitor), "mode": str(self.mode)}
+            hooks.guarded(lambda: recorder.write("selection", **about, value=float(value)))
+        return original(self, *args, **kwargs)
+
+    setattr(kind, method, select)
+
+
+def _install_loads(hooks: Any) -> None:
+    """Wrap `from_pretrained`, whose call and result stay as they are, and its inner function, whose result says which
+    weights a checkpoint lacks: an object in transformers 5, a tuple before. Another result is not recorded."""
+    kind = sys.modules[LOADS].PreTrainedModel
+    original, loads = kind.from_pretrained.__func__, vars(kind).get("_load_pretrained_model")
+    if not isinstance(loads, classmethod | staticmethod):
+        return
+    inner, results = loads.__func__, dict[int, Any]()
+
+    @functools.wraps(inner)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        result = inner(*args, **kwargs)
+        model = next((a for a in (*args, *kwargs.values()) if isinstance(a, nn.Module)), None)
+        if hooks.recorder is not None and model is not None:
+            results[id(model)] = result
+        return result
+
+    @functools.wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(cls, *args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        absent = hooks.guarded(_absent, results.pop(id(model), ()))
+        if hooks.recorder is not None and absent is not None:
+            hooks.guarded(hooks.recorder.loaded.loaded, model, absent)
+        return result
+
+    kind._load_pretrained_model = type(loads)(load)
+    kind.from_pretrained = classmethod(from_pretrained)
+
+
+def _absent(result: Any) -> set[str] | None:
+    """Return the names that a checkpoint lacks, or has in another shape."""
+    rows = result if isinstance(result, tuple) else ()
+    about = next((each for each in rows if hasattr(each, "missing_keys")), None)
+    if about is not None:
+        missing, other = about.missing_keys, getattr(about, "mismatched_keys", None) or ()
+    elif len(rows) > 3 and isinstance(rows[0], nn.Module):
+        missing, other = rows[1], rows[3]
+    else:
+        return None
+    return {*missing, *(each if isinstance(each, str) else each[0] for each in other)}
+
+
+def _install_columns(hooks: Any) -> None:
+    kind = sys.modules["transformers.trainer"].Trainer
+    original = getattr(kind, "_remove_unused_columns", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def remove(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, dataset, *args, **kwargs)
+        if hooks.recorder is not None:
+            hooks.guarded(_removed, hooks.recorder, self, dataset, result)
+        return result
+
+    kind._remove_unused_columns = remove
+
+
+def _removed(recorder: Any, trainer: Any, before: Any, after: Any) -> None:
+    gone = set(getattr(before, "column_names", ())) - set(getattr(after, "column_names", ()))
+    collator = trainer.data_collator
+    own = [type(trainer).compute_loss, collator if hasattr(collator, "__code__") else type(collator).__call__]
+    named = {name for function in own for name in _constants(getattr(function, "__code__", None))}
+    if names := sorted(gone & named):
+        recorder.write("fact", fact="column removed", argument=", ".join(names))
+
+
+def _constants(code: Any) -> set[str]:
+    if code is None or "site-packages" in code.co_filename:
+        return set()
+    inner = (name for each in code.co_consts if hasattr(each, "co_consts") for name in _constants(each))
+    return {each for each in code.co_consts if isinstance(each, str)} | set(inner)
+
+
+COMPILER = "torch._dynamo.eval_frame"
+CONTEXTS = ("_TorchDynamoContext", "OptimizeContext")
+
+
+def watch_compiler(around: Callable[..., Any]) -> None:
+    """Wrap everything that `torch.compile` compiles from now on: it becomes one entry of `around`, since it would fall
+    back to eager mode under a dispatch mode. `call_site` sees those compiled before."""
+    if COMPILER in sys.modules:
+        _wrap(sys.modules[COMPILER], around)
+    else:
+        sys.meta_path.insert(0, Finder(lambda module: _wrap(module, around), COMPILER))
+
+
+def _wrap(module: Any, around: Callable[..., Any]) -> None:
+    for name in CONTEXTS:
+        kind = getattr(module, name, None)
+        if kind is not None and "__call__" in vars(kind):
+            kind.__call__ = _outside(kind.__call__, getattr(module, "DisableContext", ()), around)
+
+
+def _outside(original: Any, disabling: Any, around: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def call(self: Any, function: Any) -> Any:
+        result = original(self, function)
+        if isinstance(self, disabling) or not isinstance(result, types.FunctionType):
+            return result  # called from a module's own forward
+
+        @functools.wraps(result)  # with the attributes by which dynamo finds the function inside
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            return around(result, args, kwargs)
+
+        return compiled
+
+    return call

@@ -154,8 +154,8 @@ def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
         there = (now > 0) & (weight > 0)
         number, of_there = there.sum(), [v.float().where(there, 0.0) for v in (now, weight)]
         (low, high), (least, most) = ((v.where(there, math.inf).min(), v.max()) for v in of_there)
-        apart = [(v - v.sum() / number).where(there, 0.0) for v in of_there]
-        alike = (apart[0] * apart[1]).sum() > 0.7 * apart[0].norm() * apart[1].norm()
+        spread = [(v - v.sum() / number).where(there, 0.0) for v in of_there]
+        alike = (spread[0] * spread[1]).sum() > 0.7 * spread[0].norm() * spread[1].norm()
         yield ("frequent weighs", ""), (number > 1) & (high >= 3 * low) & (most >= 1.5 * least) & alike
     if size > 2 and node._saved_target.shape == (rows,):
         counts[size] = total = now + counts.get(size, 0)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .settings import width_of
+from . import width_of
 
 ROWS = 256  # of a chunk, which has ROWS * P elements
 BATCH = 1 << 20  # elements of small tensors measured together

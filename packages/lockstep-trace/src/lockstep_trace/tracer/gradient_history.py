@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import placement
-from .settings import clipping_factor
+from . import clipping_factor, placement
 
 LOOKED_AT = 8  # first steps in which values are read, which synchronizes with the device
 PROBED = 8  # elements of each gradient that are compared between clipping and step, on a CPU

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from . import engines, layouts, observers, workers
+from . import engines, layouts, observers
 from .fingerprint import measure, whole
 from .inputs import RECURRENT
 from .logits import columns
 from .placement import is_plain_tensor, local, plain_name
 from .recorder import TOKEN_LOOKS as LOOKS
 from .recorder import Recorder
-from .writer import warn
+from .records import warn
 
 _THREAD = threading.local()
 
@@ -433,7 +433,7 @@ def _watched(hooks: Hooks, loader: Any) -> Any:
     assert recorder is not None
     number = getattr(loader, "lockstep_number", recorder.loaders + 1)
     name = f"{number}.{getattr(loader, 'lockstep_passes', 0)}"
-    return workers.watched(loader, recorder.write, name)
+    return observers.watched(loader, recorder.write, name)
 
 
 def _wrap_next(hooks: Hooks, kind: Any) -> None:
@@ -494,7 +494,7 @@ def _began(recorder: Recorder, loader: Any, iterator: Any) -> None:
         rows=getattr(getattr(loader, "dataset", None), "lockstep_rows", None),
         streamed=isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset),
         seed=getattr(inner, "seed", None),
-        generators=workers.states(),
+        generators=observers.generator_states(),
         steps=list(recorder.steps),
     )
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import placement
+from . import placement, width_of
 from .graph import LAYERS, inputs_of, name_of, nodes_of, walk
-from .settings import width_of
 
 
 @dataclass

@@ -25,13 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch as dispatch
 
 from .check.replay import tensors as _tensors
+from .engines import watch_compiler
 from .fingerprint import measure, whole
 from .hooks import Hooks, working
-from .late_imports import watch_compiler
 from .placement import WRAPPERS, plain_name
 from .recorder import Recorder
-from .records import packed
-from .writer import Pending
+from .records import Pending, packed
 
 MOST = 50_000  # operations recorded
 BUCKETS = 16  # of a sketch

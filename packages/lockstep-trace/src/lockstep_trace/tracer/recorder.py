@@ -1,6 +1,6 @@
 """Records the events of a process between optimizer steps, and writes one record per step.
 
-In: calls from `hooks.py`. Out: records (`writer.py`): process, layout, start, step, skipped, epoch, evaluation, note,
+In: calls from `hooks.py`. Out: records (`records.py`): process, layout, start, step, skipped, epoch, evaluation, note,
 error, end. Never communicates. Device data is copied once per step and written at the next step.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from . import engines, placement, workers
+from . import Settings, engines, observers, placement
 from .check.checker import Checker
 from .evidence import Calls, notes_on
 from .gradient_history import (
@@ -56,7 +56,9 @@ from .records import (
     OF_STEP,
     SPARSE,
     Before,
+    Pending,
     Since,
+    Writer,
     after_step,
     before_step,
     buffers,
@@ -70,9 +72,7 @@ from .records import (
     packed,
 )
 from .schedules import Schedules, unread_rate
-from .settings import Settings
 from .statements import without_effect
-from .writer import Pending, Writer
 
 if TYPE_CHECKING:
     from .operations import Operations
@@ -585,7 +585,7 @@ class Recorder:
             "closure": bool(here.get("closure")),
             "unregistered": self.strays.with_gradients(optimized),
             "elsewhere": self.schedules.elsewhere(here["optimizer"]),
-            "generators": workers.states(),
+            "generators": observers.generator_states(),
             "born": since.born,
             "sequences": since.sequences,
             "drawn": since.drawn,
