@@ -20,10 +20,14 @@ def before(node: Any, place: int = 0) -> Any:
     return node.next_functions[place][0]
 
 
-@rests_on_it("packages/lockstep-trace/src/lockstep_trace/tracer/logits.py")
+@rests_on_it(
+    "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
+    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
+)
 def test_nodes_of_views_hold_axes_and_sizes() -> None:
     """View holds the input size as `_saved_self_sym_sizes`, Permute holds `_saved_dims`, Transpose `_saved_dim0` and
     `_saved_dim1`; negative values may appear as unsigned numbers. T holds nothing. Cat has an input node for each part.
+    Select holds the input size, and its axis and index.
     """
     x = torch.ones(2, 3, 4, requires_grad=True)
 
@@ -32,6 +36,9 @@ def test_nodes_of_views_hold_axes_and_sizes() -> None:
 
     view: Any = x.view(6, 4).grad_fn
     assert (name_of(view), list(view._saved_self_sym_sizes)) == ("View", [2, 3, 4])
+    last: Any = x[:, -1].grad_fn
+    assert (name_of(last), list(last._saved_self_sym_sizes), last._saved_dim) == ("Select", [2, 3, 4], 1)
+    assert signed(int(last._saved_index)) % 3 == 2
     moved: Any = x.permute(2, 0, -2).grad_fn
     assert (name_of(moved), [signed(int(n)) % 3 for n in moved._saved_dims]) == ("Permute", [2, 0, 1])
     turned: Any = x.transpose(-1, 0).grad_fn
@@ -69,8 +76,6 @@ def test_a_product_with_its_own_transpose_has_one_input_twice() -> None:
 
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 @pytest.mark.parametrize("op", [torch.mul, torch.div])
@@ -97,7 +102,6 @@ def test_products_and_quotients_hold_tensors_only(op: Any) -> None:
 @rests_on_it(
     "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/logits.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/graph.py",
 )
 def test_nodes_of_ratios_and_differences() -> None:
     """Exp holds its result and has Sub as input. Clamp has the clamped value as input. Pow holds `_saved_exponent`. Sub

@@ -273,7 +273,6 @@ def test_nodes_of_ctc_bce_and_embeddings() -> None:
     "packages/lockstep-trace/src/lockstep_trace/tracer/operations.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/modes.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/evidence.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/modes.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/rows.py",
 )
 def test_storage_references_batch_norms_and_result_order() -> None:

@@ -536,7 +536,6 @@ def test_attributes_that_hold_a_wrapped_model() -> None:
     "packages/lockstep-plan/src/lockstep_plan/simulated.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
     "packages/lockstep-trace/src/lockstep_trace/tracer/check/replay.py",
-    "packages/lockstep-trace/src/lockstep_trace/tracer/check/checker.py",
 )
 def test_trees_modes_errors_and_wrapped_steps() -> None:
     """tree_leaves flattens lists, tuples and mappings, but not dataclasses and None. _get_current_dispatch_mode returns

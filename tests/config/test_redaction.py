@@ -357,7 +357,8 @@ def test_nested_values_read_the_environment_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SERVICE_TOKEN", "opensesame-1")
     read = redaction.secrets_in_environment
     times: list[None] = []
-    monkeypatch.setattr(redaction, "secrets_in_environment", lambda: times.append(None) or read())
+    place = "lockstep.config.redaction.secrets_in_environment"
+    monkeypatch.setattr(place, lambda: times.append(None) or read())
     values = {"a": [{"b": f"with opensesame-1 and {n}"} for n in range(9)], "opensesame-1": "\x1b"}
     for filtered in (redact, printable):
         assert "opensesame" not in str(redact_all(values, filtered))

@@ -49,6 +49,7 @@ def test_every_finding_has_an_exhibit() -> None:
         "equal-shards",
         "labels-without-offset",
         "parts-overlap",
+        "reduced-after-step",
         "best-is-worst",
         "codes-of-split",
         "column-removed",
@@ -56,7 +57,9 @@ def test_every_finding_has_an_exhibit() -> None:
         "mean-of-batches",
         "never-reset",
         "step-while-accumulating",
+        "term-without-gradient",
         "no-effect",
+        "one-object",
         "one-rank-steps",
         "split-by-rank",
     }  # tests/trace

@@ -6,8 +6,10 @@ In: torch. Out: functions of a kind; `COMPOSED`: the code of the expected findin
 import copy
 import io
 import math
+import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -295,6 +297,121 @@ def a_schedule(kind: str) -> None:
     assert math.isfinite(optimizer.param_groups[0]["lr"])
 
 
+class RowState(nn.Module):
+    """Classes of token rows by the state of one position."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.table, self.head = kind, nn.Embedding(20, 16), nn.Linear(16, 3)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.recurrent = nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        real = mask == 0 if self.kind == "a mask of padding" else mask != 0
+        if self.kind == "recurrent":
+            states = self.recurrent(self.table(ids))[0]
+        else:
+            states = self.layer(self.table(ids), src_key_padding_mask=~real)
+        if self.kind in ("first", "mean"):
+            of = real.unsqueeze(2) / real.sum(1).view(-1, 1, 1)
+            return self.head(states[:, 0] if self.kind == "first" else (states * of).sum(1))
+        if self.kind == "the last real one":
+            return self.head(states[torch.arange(len(ids)), real.sum(1) - 1])
+        if self.kind == "all, masked":
+            return torch.stack([self.head(states[:, t]) for t in range(ids.shape[1])], 1)
+        if self.kind == "detached":
+            return self.head(states[:, 0] + states[:, -1].detach())
+        return self.head(states[:, -1])
+
+
+def a_state_of_a_row(kind: str) -> None:
+    model = RowState(kind)
+
+    def losses() -> Iterator[Tensor]:
+        for i in torch.arange(96).split(12):
+            ids = torch.randint(1, 20, (12, 7))
+            lengths = torch.randint(3, 8, (12, 1)) if kind != "no padding" else torch.full((12, 1), 7)
+            mask = (torch.arange(7) < lengths).long()
+            if kind == "padded on the left":
+                mask = mask.flip(1)
+            if kind == "a token for the row":
+                ids, mask = torch.cat([ids, ids.new_full((12, 1), 19)], 1), torch.cat([mask, mask[:, :1]], 1)
+            if kind != "a mask of other positions":
+                ids = ids * mask
+            out = model(ids, 1 - mask if kind == "a mask of padding" else mask)
+            if out.dim() == 3:
+                each = functional.cross_entropy(out.transpose(1, 2), Y[i, None].expand(12, 7), reduction="none")
+                yield (each * mask).sum() / mask.sum()
+            else:
+                yield functional.cross_entropy(out, Y[i])
+
+    learned(sgd(model, 0.01), losses())
+
+
+def seeds(kind: str) -> None:
+    """Noise of inputs, drawn by numpy or Python."""
+    model, numbers = net(), [np.random.default_rng(0)]
+    np.random.seed(5)
+    random.seed(5)
+
+    def losses() -> Iterator[Tensor]:
+        for number, i in enumerate(torch.arange(96).split(8)):
+            if kind in ("each step", "not drawn") or (kind == "an evaluation" and number % 4 == 0):
+                np.random.seed(0)
+            if kind == "by step":
+                np.random.seed(number)
+            if kind == "by example":
+                for each in i.tolist():
+                    np.random.seed(each % 8)
+            if kind == "Python's":
+                random.seed(0)
+            noise = np.random.normal(size=(8, 12)) if kind not in ("Python's", "not drawn") else np.zeros((8, 12))
+            if kind == "Python's":
+                noise += random.random()
+            if kind == "its own generator":
+                noise = numbers[0].normal(size=(8, 12))
+            if kind == "restored":
+                before = np.random.get_state()
+                np.random.normal()
+                np.random.set_state(before)
+            yield functional.cross_entropy(model(X[i] + 0.01 * torch.from_numpy(noise).float()), Y[i])
+
+    learned(sgd(model, 0.01), losses())
+
+
+def normalized(kind: str) -> None:
+    """Pixels from 0 to 1, both of which come in each batch."""
+    pixels = torch.rand(96, 40).round(decimals=1)
+    pixels[:, 0], pixels[:, 1] = 0, 1
+    low, model = 0.4 if kind == "other numbers" else 0.5, nn.Linear(40, 3)
+
+    def prepared(x: Tensor, training: bool) -> Tensor:
+        if kind in ("raw", "raw in evaluation") and not (training and kind != "raw"):
+            return x
+        if kind == "brighter" and training:
+            x = (x * 1.3).clamp(0, 1) * 0.9
+        x = (x - low) / 0.25
+        if kind in ("twice", "twice in evaluation") and training == (kind == "twice"):
+            x = (x - low) / 0.25
+        if training and kind in ("scaled", "noisy", "other numbers"):
+            x = {"scaled": 2 * x, "noisy": x + 0.1 * torch.randn_like(x)}.get(kind, (x + 0.1) * 1.2)
+        return (x - low) / 0.25 if kind == "twice in both" else x
+
+    def losses() -> Iterator[Tensor]:
+        loader = DataLoader(TensorDataset(prepared(pixels[:64], True), Y[:64]), 16, shuffle=True)
+        held_out = DataLoader(TensorDataset(prepared(pixels[64:], False), Y[64:96]), 16)
+        for _ in range(3):
+            for x, y in loader:
+                yield functional.cross_entropy(model(x), y)
+            model.eval()
+            with torch.no_grad():
+                for x, _y in held_out:
+                    model(x)
+            model.train()
+
+    learned(sgd(model, 0.001), losses())
+
+
 COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     a_variational_loss: {
         "mean-beside-sum": (
@@ -346,6 +463,27 @@ COMPOSED: dict[Callable[[str], None], dict[str, tuple[tuple[str, ...], tuple[str
         "scheduler-unit": (
             ("", "a floor", "one cycle", "warm"),
             ("each step", "epochs", "a factor", "a long one", "short warm-up"),
+        ),
+    },
+    a_state_of_a_row: {
+        "padding-picked": (
+            ("the last", "recurrent", "a mask of padding"),
+            (
+                *("the last real one", "first", "mean", "all, masked", "no padding", "padded on the left", "detached"),
+                *("a token for the row", "a mask of other positions"),
+            ),
+        ),
+    },
+    seeds: {
+        "seeded-again": (
+            ("each step", "Python's"),
+            ("once", "by step", "by example", "not drawn", "an evaluation", "its own generator", "restored"),
+        ),
+    },
+    normalized: {
+        "inputs-on-another-scale": (
+            ("twice", "twice in evaluation", "raw in evaluation"),
+            ("once", "raw", "twice in both", "brighter", "scaled", "noisy", "other numbers"),
         ),
     },
 }

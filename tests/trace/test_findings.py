@@ -381,3 +381,58 @@ def test_an_optimizer_that_steps_on_one_rank_is_a_finding(
     assert [f.code for f in replicas.of_one_rank(trace)] == ["one-rank-steps"] * codes
     monkeypatch.setattr("lockstep_trace.rules.premises.reduced", lambda *_: set())
     assert [*replicas.of_one_rank(trace)] == []
+
+
+@pytest.mark.parametrize(
+    ("way", "counted", "suspected_"),
+    [
+        ("after the step", 2, True),
+        ("after the step, of .data", 2, True),
+        ("before the step", 0, False),
+        ("after the step, kept for the next one", 0, False),
+        ("after the step, of copies", 0, False),
+        ("after the step, of a loss", 0, False),
+        ("after the step, of equal gradients", 2, False),
+        ("at times", 2, False),
+    ],
+)
+def test_gradients_that_are_reduced_after_the_step_are_suspected(
+    tmp_path: Path, way: str, counted: int, suspected_: bool
+) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = nn.Linear(4, 3)
+    optimizer = sgd(model, 0.1)
+    late = way.startswith("after") or way == "at times"
+    try:
+        with lockstep_trace.traced(model, optimizer, folder=tmp_path / "trace"):
+            for number in range(7):
+                loss = model(torch.randn(8, 4)).square().mean()
+                loss.backward()
+                for after in (False, True):
+                    if after:
+                        optimizer.step()
+                    grads = [p.grad for p in model.parameters()]
+                    grads = [g.clone() for g in grads] if way.endswith("copies") else grads
+                    grads = [g.data for g in grads] if way.endswith(".data") else grads  # type: ignore[union-attr]
+                    grads = [loss.detach()] if way.endswith("a loss") else grads
+                    each = None
+                    for each in grads if after == late and (way != "at times" or number == 2) else ():
+                        torch.distributed.all_reduce(each)
+                    del grads, each
+                if "kept" not in way:
+                    optimizer.zero_grad()
+    finally:
+        torch.distributed.destroy_process_group()
+    steps = read(tmp_path / "trace").ranks[0].steps[0]
+    assert max(s.reduced_late for s in steps.values()) == counted
+    ranks = []
+    for number in range(2):
+        rank = Rank({"rank": number, "world": 2}, Path())
+        rank.steps[0] = {n: Step(s.raw, s.layout) for n, s in steps.items()}
+        for n, step in rank.steps[0].items():  # that of another rank
+            other = number if "equal" not in way else 0
+            values = {k: Value(v.fingerprint + other, v.square, None) for k, v in steps[n].grads.items()}
+            step.__dict__["unclipped"] = values
+        ranks.append(rank)
+    rows = [*replicas.reduced_late(Trace(Path(), {}, tuple(ranks), 0), 0)]
+    assert [f.code for f in rows] == (["reduced-after-step"] if suspected_ else [])

@@ -608,6 +608,8 @@ def test_scores_of_known_evaluators_are_recorded(name: str, tmp_path: Path, monk
     assert copied(evaluator()) == result
     assert recorder.steps == [1]
     tracer.end()
+    for own in [m for m in sys.modules if m.partition(".")[0] == package.name]:
+        del sys.modules[own]  # else later tests import it in place of the library
     (record,) = read(tmp_path / "t").ranks[0].scores
     assert (record["by"], record["steps"]) == (f"{kind}.{method}", [1])
     assert record["scores"] == {"eval_accuracy": 0.5, "count": 7.0}

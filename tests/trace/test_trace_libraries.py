@@ -215,7 +215,7 @@ def test_library_that_triggers_the_trace_is_patched_after_its_import(
     monkeypatch.setattr(engines, "EVALUATORS", {"half": ("Trainer", "evaluate")})
     monkeypatch.setattr(engines, "begin_here", lambda: engines.watch(hooks), raising=False)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    body = "from lockstep_trace.tracer import engines\nlate_imports.begin_here()\n"
+    body = "from lockstep_trace.tracer import engines\nengines.begin_here()\n"
     body += "class Trainer:\n    def evaluate(self):\n        return {}\n" + ("1 / 0\n" if fails else "")
     (tmp_path / "half.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)

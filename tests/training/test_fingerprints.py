@@ -19,11 +19,11 @@ import lockstep
 from lockstep.checkpoint.shard_files import StateHash
 from lockstep.cli import main
 from lockstep.config.run import Run, load
+from lockstep.distributed.tensor_hashes import hash_sum
 from lockstep.distributed.world import World
 from lockstep.training import fingerprints
 from lockstep.training.data_loader import StepLoader
 from lockstep.training.step_record import StepRecord
-from lockstep_trace.tracer.fingerprint import hash_sum
 from support.harness import TINY, build, run_on, tiny
 from support.marks import needs
 from support.messages import mentions

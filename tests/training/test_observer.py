@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from lockstep.config.run import Run
+from lockstep.distributed.tensor_hashes import hash_text
 from lockstep.distributed.world import World
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
-from lockstep_trace.tracer.fingerprint import hash_text
 from support.harness import build_with_feed, run_on, tiny
 from support.marks import needs
 

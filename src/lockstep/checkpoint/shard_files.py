@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from lockstep.distributed.sharded import Saved, TensorSlice, WholeState
+from lockstep.distributed.tensor_hashes import combined, hash_sum
 from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
-from lockstep_trace.tracer.fingerprint import combined, hash_sum
 
 
 class StateHash:

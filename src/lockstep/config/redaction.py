@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep_trace.redaction import PATTERNS, STRUCK, TOKEN, names_secret, printable, redact, secrets_in_environment
 
-_NO_WORD = 16  # least length to reject a run file: a weak password may also be a project name
+_NO_WORD = 16  # min. length to reject a run file: a weak password may also be a project name
 
 
 def redact_all(values: Any, filtered: Callable[[str], str] = redact) -> Any:

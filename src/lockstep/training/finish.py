@@ -21,8 +21,7 @@ from lockstep.config import output_files
 from lockstep.config.errors import FAILED, coded
 from lockstep.config.output_files import redirected, replace_text
 from lockstep.config.redaction import redact_all
-from lockstep.config.run import RunError, write_run_yaml
-from lockstep.data.job import Job, Scope
+from lockstep.data.job import Job
 from lockstep.distributed.event_log import EventLog
 from lockstep.distributed.world import World
 from lockstep.strategies.strategy import Strategy
@@ -36,8 +35,7 @@ from lockstep.training.evaluation import evaluate_with_tables, validation_rows
 from lockstep.training.publish import publish_until_stopped, write_model
 from lockstep.training.session import Session, Sinks
 from lockstep.training.summary import Promised, best_so_far, better_step, closing, digest_of, precisions
-from lockstep.training.throughput import Counts
-from lockstep.training.train_state import TrainState
+from lockstep.training.train_state import Counts, TrainState
 from lockstep_trace.redaction import printable
 
 Final = tuple[dict[str, float], dict[str, Any]]  # (metrics, tables) of a split

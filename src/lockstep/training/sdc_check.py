@@ -31,6 +31,7 @@ from lockstep.data.batch import StepBatch, StepResult
 from lockstep.data.job import Job
 from lockstep.distributed import job_record
 from lockstep.distributed.event_log import launched_by
+from lockstep.distributed.tensor_hashes import combined, hash_sum, hash_text
 from lockstep.strategies.observer import StepObserver, WholeGradient, listening
 from lockstep.strategies.strategy import recomputes
 from lockstep.track.busy import ACTIVITY
@@ -38,7 +39,6 @@ from lockstep.training.errors import CorruptionDetected, Regroup, TrainingFailed
 from lockstep.training.resolve import launcher_class, refuse_eviction, shards_this_model
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
-from lockstep_trace.tracer.fingerprint import combined, hash_sum, hash_text
 
 
 class SdcCheck:

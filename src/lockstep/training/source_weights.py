@@ -15,11 +15,11 @@ from torch import Tensor
 
 from lockstep.checkpoint.shard_files import StateHash
 from lockstep.data.raw_rows import RawRows
+from lockstep.distributed.tensor_hashes import hash_sum
 from lockstep.plain.rows import NotCovered
 from lockstep.plain.train import load_pretrained
 from lockstep.training.plain_sides import WHOLE, job_of, plain_path
 from lockstep.training.session import Session
-from lockstep_trace.tracer.fingerprint import hash_sum
 
 _NAMES = 4  # maximum names in a message
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.distributed.tensor_hashes import combined, measure_all
 from lockstep_trace.coded import TraceError
-from lockstep_trace.tracer.fingerprint import combined, measure_all
 
 # Kinds of values of a step, in the order of computation: the first that differs is reported. A trace has some of them,
 # the record of a step others. `weights` and `optimizer` are hashes of the whole state.

@@ -26,9 +26,7 @@ class ScopedTrace:
     """A trace of a part of a process. A command that records the process takes precedence over it; so does `import
     lockstep_trace`, unless another folder or level is given.
 
-    `folder`: default: $LOCKSTEP_TRACE, else lockstep-trace; an older trace there is replaced. `level`: losses,
-    gradients, modules or operations. `check`: steps to recompute on copies, counted from 0. `step`: at the level
-    operations, the step whose operations are recorded (default: 0). Errors: `ValueError` for an unknown level."""
+    Arguments and errors are those of `lockstep_trace.traced`."""
 
     by_import: Any = None  # recorder that `import lockstep_trace` began
 

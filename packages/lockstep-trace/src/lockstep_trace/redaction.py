@@ -18,7 +18,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 STRUCK = "***"
-_SHORTEST = 8  # least length of an environment secret to redact; shorter ones are words
+_SHORTEST = 8  # min. length of an environment secret to redact; shorter ones are words
 # Patterns of tokens and keys, by issuer.
 _TOKENS = [
     r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}",  # Hugging Face

@@ -40,12 +40,12 @@ from lockstep.data.host_facts import RealTokens
 from lockstep.data.job import Job, with_compile
 from lockstep.distributed.hardware import available_cores
 from lockstep.distributed.randomness import seed_everything
+from lockstep.distributed.tensor_hashes import hash_text
 from lockstep.strategies.engines import blocks
 from lockstep.strategies.exact.step_totals import LossOutput
 from lockstep.tasks.models import masks, padding, repeatable
 from lockstep.tasks.task import Task
 from lockstep.track.busy import ACTIVITY
-from lockstep_trace.tracer.fingerprint import hash_text
 
 if TYPE_CHECKING:
     from lockstep.data.arrow_cache import Columns

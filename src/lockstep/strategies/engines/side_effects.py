@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lockstep.config.run import RunError
+from lockstep.distributed.tensor_hashes import hash_text
 from lockstep.distributed.torch_internals import is_dtensor
 from lockstep.distributed.world import World
-from lockstep_trace.tracer.fingerprint import hash_text
 
 _ENGINES = frozenset(["accelerate", "builtins", "deepspeed", "lockstep", "torch"])
 _LIBRARIES = _ENGINES | {"peft", "transformers", "transformers_modules"}

@@ -38,6 +38,7 @@ from lockstep.distributed.lost_contact import lost_contact
 from lockstep.distributed.membership import Generation
 from lockstep.distributed.rendezvous import Unreached
 from lockstep.distributed.sharded import WholeState
+from lockstep.distributed.tensor_hashes import combined, hash_sum
 from lockstep.strategies.recovery import ReplicaRecovery
 from lockstep.strategies.single import ReplicatedStrategy
 from lockstep.strategies.strategy import Strategy, shard_recovery
@@ -47,7 +48,6 @@ from lockstep.training.errors import Regroup, TrainingFailed
 from lockstep.training.resolve import ends_with_a_rank
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
-from lockstep_trace.tracer.fingerprint import combined, hash_sum
 
 if TYPE_CHECKING:
     from lockstep.training.recovery.reshard import Resharder

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.checkpoint.shard_files import StateHash, hashed, held_here
 from lockstep.config.run import Run, RunError
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap
+from lockstep.distributed.tensor_hashes import hash_sum
 from lockstep.distributed.torch_internals import local
 from lockstep.distributed.world import World
 from lockstep.strategies.engines.fsdp import cuts
@@ -26,7 +27,6 @@ from lockstep.training.recovery.peer_checkpoints import Key, PeerCheckpoints, Ve
 from lockstep.training.session import Session
 from lockstep.training.train_state import TrainState
 from lockstep_trace.coded import quantity
-from lockstep_trace.tracer.fingerprint import hash_sum
 
 
 class Resharder:

@@ -15,7 +15,7 @@ class Finding:
     """A detected fault. `code`: its kind. `what`: the evidence, with step, rank and names. `cause`: the likely fault
     and its fix. `level`: `wrong` (a contradiction that no correct program has), `suspicious`, or `info`. `otherwise`:
     other explanations; `decides`: how to decide between them; both are empty for level `wrong`. `likely`: the default
-    output names a suspicion."""
+    output also shows it if suspicious."""
 
     code: str
     what: str

@@ -8,6 +8,7 @@ generator at calls with dropout, and the loss functions in the graph.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -53,18 +54,32 @@ def scales(trace: Trace) -> Iterator[Finding]:
             far = deviation > 0 and all(
                 abs(r[0] - mean) > FAR * deviation or r[1] > FAR * most or FAR * r[1] < least for r in evaluated
             )
-            if not raw and not far:
+            again = _again(trained, evaluated) or _again(evaluated, trained)
+            if not raw and not far and not again:
                 continue
             what = (
                 f"training inputs have mean {mean:.3g} and deviation {deviation:.3g}; inputs of the evaluation after "
             )
             what += f"{sum(record['steps'])} steps have mean {evaluated[0][0]:.3g} and deviation {evaluated[0][1]:.3g}"
-            cause = "normalize evaluation inputs with the same numbers as training inputs"
-            proved = raw and own is not None and own["data"] not in data and _come_again(rank, optimizers)
+            what += "; both are normalized alike, one side once more" if again else ""
+            cause = "normalize evaluation inputs with the same numbers as training inputs, once"
+            proved = (raw or again) and own is not None and own["data"] not in data and _come_again(rank, optimizers)
             otherwise = "evaluation on another domain on purpose"
             finding = Finding("inputs-on-another-scale", what, cause)
             yield weakened(finding, proved, otherwise, "whether both should be normalized alike")
             return
+
+
+def _again(rows: Sequence[Range], others: Sequence[Range]) -> bool:
+    """Return whether the extremes of inputs are those of others normalized again as they were from 0 to 1, or to 255.
+    Both have to reach the extremes in the first calls, so that other inputs meet this only by chance."""
+    ends, before = ([min(r[2] for r in each), max(r[3] for r in each)] for each in (rows, others))
+    for most in (1, 255) if before[0] < 0 < before[1] else ():
+        deviation = most / (before[1] - before[0])
+        now = [(x - before[0] * -deviation) / deviation for x in before]
+        if all(math.isclose(x, y, rel_tol=1e-3) for x, y in zip(now, ends, strict=True)):
+            return True
+    return False
 
 
 def _come_again(rank: Rank, optimizers: Sequence[int]) -> bool:
@@ -238,6 +253,23 @@ def seeded_again(trace: Trace, optimizer: int) -> Iterator[Finding]:
             what += "is on: every step drops the same units"
             cause = "seed once, before training: manual_seed in the loop or in forward restarts the same random numbers"
             yield Finding("seeded-again", what, cause, steps[0].step, WRONG)
+
+
+def seeded_each_step(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report numpy's or Python's generator if each step seeds it with one number, and draws from it: every batch gets
+    the same random numbers. Seeds of examples differ within a step. A constant that is drawn anew each time, as a
+    projection, looks the same, so the finding is never proved."""
+    for rank in trace.ranks[:1]:
+        steps = [s for _, s in sorted(rank.steps.get(optimizer, {}).items())][1:]
+        for name in ("numpy", "random"):
+            rows = [(s, each[1]) for s in steps for each in s.seeds or () if each[0] == name and each[1] and each[2]]
+            if len(rows) >= max(LEAST, 0.9 * len(steps)) and len({value for _, value in rows}) == 1:
+                step, value = rows[0]
+                what = f"{name}.random is seeded with {value} in each of {len(rows)} steps, and draws after it: every "
+                what += "batch gets the same random numbers"
+                cause = "seed once, before training, or with a number of the example"
+                finding = Finding("seeded-again", what.replace("random.random", "random"), cause, step.step)
+                yield weakened(finding, False, "numbers that are constant on purpose", "what is drawn", True)
 
 
 def restarted(trace: Trace, optimizer: int) -> Iterator[Finding]:

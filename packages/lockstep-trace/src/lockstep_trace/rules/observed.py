@@ -255,6 +255,14 @@ KINDS = {
         "a symbol that the model should see",
         "whether a row's output may depend on how far it is padded",
     ),
+    # it may stand for the row if it sees all of it
+    "padding picked": (
+        "padding-picked",
+        "rows end in padding, which a mask of the call leaves out, and the loss reads the output at the last position",
+        "read the last real position: output[range(B), lengths - 1]",
+        "padding that stands for its row, as a token for classes",
+        "whether the position should be a real one",
+    ),
     "padding index": (
         "padding-is-data",
         "index {0} pads rows, is the embedding's padding_idx, and is inside of rows and a target of the loss as well",
@@ -395,6 +403,22 @@ KINDS = {
         "fit on the training rows, and apply that to the others",
         "splits that each have a model of their own",
         "whether both splits have the same numbers",
+    ),
+    # entries of a list that are one object hold one state; a script that wants that appends it once
+    "aliases": (
+        "one-object",
+        "all entries of the list are one object, which the loop changes in place: each has its last state",
+        "append a copy: .clone(), .copy()",
+        "a list of which only the length or the last entry counts",
+        "what reads the list",
+    ),
+    # adding a number changes no gradient; a script may add one to show it with the loss
+    "number in a term": (
+        "term-without-gradient",
+        "this summand of the loss is a number (.item(), .detach()): it changes the value, and trains nothing",
+        "add the tensor itself, or leave it out",
+        "a number that is added to be shown",
+        "whether the term should train anything",
     ),
     "two orders": (
         "orders-differ",

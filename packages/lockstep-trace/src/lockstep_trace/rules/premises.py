@@ -121,10 +121,6 @@ def sharded(trace: Trace) -> bool:
     return True
 
 
-def model_of(rank: Rank) -> str:
-    return str(rank.models[0]["name"]) if rank.models else "the model"
-
-
 def passes_of(rank: Rank) -> dict[str, Mapping[str, Any]]:
     """Return name -> start record of each pass that ended while steps were recorded."""
     last = {o: max(steps) + 1 for o, steps in rank.steps.items()}

@@ -139,6 +139,25 @@ def _not_reduced(trace: Trace, optimizer: int, step: int, names: list[str], larg
     return weakened(Finding("not-reduced-some", what, cause, step), proved, otherwise, MEANT)
 
 
+def reduced_late(trace: Trace, optimizer: int) -> Iterator[Finding]:
+    """Report gradients that are all-reduced after the step that used them, and cleared before the next backward, while
+    ranks step with different ones: no step uses a mean.
+
+    Gradients that already agree are reduced for a log, and those of a delayed step are not cleared. Ranks that train
+    models of their own may reduce in place for a log, so it is never proved."""
+    numbers = [n for n in trace.measured(optimizer) if all(s.reduced_late for _, s in trace.at(optimizer, n))]
+    if trace.world < 2 or len(numbers) < PATIENCE or optimizer != trace.optimizers[0]:
+        return
+    wholes = [merged(trace, optimizer, n, lambda s: s.unclipped) for n in numbers]
+    if all(any(w.differences for w in each.values()) and not _largest(each) < premises.DIFFERENT for each in wholes):
+        count = trace.at(optimizer, numbers[0])[0][1].reduced_late
+        what = f"after step {numbers[0] - 1}, which has used them, {count} gradients are all-reduced and then cleared, "
+        what += f"as in {len(numbers)} steps; gradients differ between ranks, and no step uses a reduced one"
+        cause = "call all_reduce between backward and optimizer.step()"
+        otherwise = "gradients that are reduced for a log, of models that each rank trains for itself"
+        yield Finding("reduced-after-step", what, cause, numbers[0] - 1, SUSPICIOUS, otherwise, MEANT)
+
+
 def of_one_rank(trace: Trace) -> Iterator[Finding]:
     """Report an optimizer that steps on rank 0 only, while its parameters get gradients on another rank, too, and
     nothing is sent that holds as many numbers as one of them.

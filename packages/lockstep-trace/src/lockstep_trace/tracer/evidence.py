@@ -70,6 +70,8 @@ def notes_on(
             notes += _margin(node)
         if name in ("View", "UnsafeView", "ReshapeAlias", "Reshape", "Softmax"):
             notes += _batch(node, name, calls)
+        if name == "Select":
+            _picked(node, calls.inputs, later)
         if name == "Embedding":
             notes += [*_padding(node, loss, later, calls), *_ids(node)]
     notes += [*notes_on_terms(loss, calls), *notes_on_gradients(loss)]
@@ -267,6 +269,32 @@ def _padding(node: Any, loss: Any, later: Callable[[tuple[str, str], Tensor], No
             yield ("padding index", str(ignored)), padded & (value == ignored) & ~alone & taught
 
 
+def _picked(node: Any, inputs: Sequence[Tensor], later: Callable[[tuple[str, str], Tensor], None]) -> None:
+    """Note whether the last position [B, D] of values [B, T, D] gets gradients in rows that end in padding: a mask of
+    the same call leaves out the ends of rows, where another input has one value."""
+    size = [int(n) for n in getattr(node, "_saved_self_sym_sizes", ())]
+    if len(size) != 3 or size[1] < 3 or signed(int(node._saved_dim)) % 3 != 1:
+        return
+    masks = [m.detach() * 1.0 for m in inputs if list(m.shape) == size[:2]]
+    rows = []
+    for mask in (
+        [m for one in masks for m in (one, 1 - one)] if (signed(int(node._saved_index)) + 1) % size[1] == 0 else ()
+    ):
+        others = [value for value in inputs if value.shape != mask.shape or not torch.is_floating_point(value)]
+        padded = [p for value in others for p in _ends_in_padding(value, mask, False)]
+        ends = (mask[:, 1:] <= mask[:, :-1]).all() & (mask[:, 0] == 1).all() & ((mask == 0) | (mask == 1)).all()
+        if padded:
+            varied = mask.sum(1).max() > mask.sum(1).min()
+            rows.append((ends & varied & torch.stack(padded).any(), mask[:, -1] == 0))
+
+    def arrived(gradients: Any) -> None:
+        for holds, short in rows if is_plain_tensor(gradients[0]) else ():
+            later(("padding picked", ""), holds & ((gradients[0].detach() != 0).any(-1) & short).any())
+
+    if rows:
+        node.register_prehook(arrived)
+
+
 def _reached(gradient: Any, where: Tensor, zero: bool) -> Tensor:
     if gradient is None or not is_plain_tensor(gradient):
         return where.new_zeros(())
@@ -436,8 +464,9 @@ def _masked(mean: Any, inputs: Sequence[Tensor]) -> Iterator[Note]:
             yield ("masked mean", ""), ends & binary & torch.stack(padded).any()
 
 
-def _ends_in_padding(value: Tensor, mask: Tensor) -> Iterator[Tensor]:
-    """Yield whether an input is the mask, or has one value where the mask is 0; it may be one position longer."""
+def _ends_in_padding(value: Tensor, mask: Tensor, itself: bool = True) -> Iterator[Tensor]:
+    """Yield whether an input has one value where the mask is 0; it may be one position longer. `itself`: it may be the
+    mask."""
     if value.dim() not in (2, 3) or value.shape[0] != mask.shape[0] or value.device != mask.device:
         return
     length = mask.shape[1]
@@ -446,7 +475,7 @@ def _ends_in_padding(value: Tensor, mask: Tensor) -> Iterator[Tensor]:
             rest = (part if part.dim() == 3 else part.unsqueeze(2)) * 1.0
             out = (mask == 0).unsqueeze(2)
             low, high = rest.masked_fill(~out, math.inf).amin((0, 1)), rest.masked_fill(~out, -math.inf).amax((0, 1))
-            yield (low == high).all()
+            yield (low == high).all() & (itself | (rest > 1).any())
 
 
 # -- factors and targets with a gradient -------------------------------------------------------------------------------

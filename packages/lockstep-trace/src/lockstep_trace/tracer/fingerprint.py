@@ -19,9 +19,8 @@ parts of a large tensor repeat. A sketch is linear: that of a difference is the 
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,40 +86,9 @@ def measure(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool = T
     return [vectors[i] for i in range(len(tensors))]
 
 
-def hash_sum(part: Tensor, shape: Sequence[int] | None = None, offset: Sequence[int] | None = None) -> Tensor:
-    """Return the hash of a tensor, or of a block at `offset` of a tensor of this `shape`: int64 scalar, on its device.
-    Those of all blocks add up, modulo 2^64, to that of the tensor. Dtype and shape are not hashed: see `combined`."""
-    size = tuple(part.shape)
-    block = whole(part) if shape is None else Block(tuple(shape), tuple(offset or (0,) * len(size)), size)
-    return measure([part.detach()], [block], sketch=False)[0][0]
-
-
 def hexed(number: int) -> str:
     """Return the 16 hexadecimal digits of a hash, signed or not."""
     return f"{number & _MASK:016x}"
-
-
-def combined(tensors: Iterable[tuple[str, torch.dtype | str, Sequence[int], int]]) -> str:
-    """Return one hash of several tensors, 16 hexadecimal digits. `tensors`: (name, dtype, shape, hash) of each."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, dtype, shape, number in tensors:
-        digest.update(f"{name} {str(dtype).removeprefix('torch.')} {tuple(shape)} {hexed(number)}\n".encode())
-    return digest.hexdigest()
-
-
-def measure_all(tensors: Sequence[Tensor]) -> list[tuple[int, float]]:
-    """Return hash and sum of squares of each tensor. Synchronizes with the device."""
-    dense = [t.detach().to_dense() if t.layout != torch.strided else t.detach() for t in tensors]
-    vectors = measure(dense, [whole(tensor) for tensor in dense], sketch=False)
-    if len({vector.device for vector in vectors}) == 1:
-        vectors = list(torch.stack(vectors).cpu().unbind(0))  # one transfer
-    return [(int(vector[0]), float(vector[1:].cpu().view(torch.float64))) for vector in vectors]
-
-
-def hash_text(*tensors: Tensor) -> str:
-    """Return one hash of tensors with their dtypes and shapes. Synchronizes with the device."""
-    rows = zip(tensors, measure_all(tensors), strict=True)
-    return combined(("", tensor.dtype, tensor.shape, number) for tensor, (number, _) in rows)
 
 
 def _by_chunks(tensors: Sequence[Tensor], blocks: Sequence[Block], sketch: bool) -> list[Tensor]:

@@ -22,7 +22,7 @@ from .placement import is_plain_tensor
 
 MASK = "attention_mask"
 IGNORED = (MASK, "position_ids", "cache_position", "num_items_in_batch", "past_key_values")
-HASHED = 1 << 20  # most elements of a tensor that `hash_of` reads
+HASHED = 1 << 20  # max. elements of a tensor that `hash_of` reads
 OF_LABELS, OF_ENDS = ("labels", "first", "equal", "next"), ("ends", "unlearned", "learned")
 TOKENS = ("hash", "count", *OF_LABELS, "holes", "kept", *OF_ENDS, "padded")  # of `_tokens`
 LABELS = ("labels", "label", "label_ids", "start_positions")

@@ -288,7 +288,7 @@ def adapters(root: nn.Module) -> list[int]:
 
 NODES = 4096  # nodes of a graph to visit
 MOST = 64  # parameters kept
-LARGEST = 1 << 16  # most elements of a parameter whose first value is kept
+LARGEST = 1 << 16  # max. elements of a parameter whose first value is kept
 
 
 class Strays:

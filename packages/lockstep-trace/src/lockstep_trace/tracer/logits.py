@@ -29,7 +29,7 @@ DEPTH = 24  # operations between a loss and the layer that its logits come from
 WHOLE = ("Clone", "ToCopy", "Alias", "Div", "Mul", "Neg", "Slice")  # leave axes as they are
 CLOSE = 1e-5  # of a row's spread: two equal logits, summed in different orders, may differ by this
 CERTAIN = 30.0  # negative logarithm of the probability that all rows have such a pair by chance
-LARGEST = 1 << 22  # most logits to compare
+LARGEST = 1 << 22  # max. logits to compare
 Note = tuple[tuple[str, str], Tensor | None]  # (kind, argument), and whether it holds
 
 

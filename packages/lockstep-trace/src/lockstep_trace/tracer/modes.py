@@ -259,7 +259,7 @@ def _call(frame: Any) -> ast.Call | None:
     return tree.body if isinstance(tree.body, ast.Call) else None
 
 
-HASHES = 200_000  # most hashes recorded per evaluation
+HASHES = 200_000  # max. hashes recorded per evaluation
 
 
 @dataclass(frozen=True)

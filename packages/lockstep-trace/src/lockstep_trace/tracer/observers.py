@@ -98,10 +98,31 @@ def install(hooks: Any) -> None:
     _wrap_checkpoint(hooks)
     _wrap_saved(hooks)
     _wrap_losses(hooks)
+    modules: dict[str, Any] = {"random": random, "numpy": getattr(sys.modules.get("numpy"), "random", None)}
+    for name, module in modules.items():
+        if module is not None:
+            module.seed = _Seed(hooks, name, module)
     lifetimes.install(hooks)
     modes.install(hooks)
     _wrap_reading(hooks)
     register_module_parameter_registration_hook(functools.partial(_registered, hooks))
+
+
+class _Seed:
+    """Stands for a module's function `seed`, also where that is pickled."""
+
+    def __init__(self, hooks: Any, name: str, module: Any) -> None:
+        functools.update_wrapper(self, module.seed)
+        self.__module__ = module.__name__
+        self._hooks, self._name, self._seed = hooks, name, module.seed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._seed(*args, **kwargs)
+        if self._hooks.recorder is not None and any(self._hooks.recorder.steps):
+            self._hooks.guarded(self._hooks.recorder.seeded, self._name, next(iter((*args, *kwargs.values())), None))
+
+    def __reduce__(self) -> str:
+        return "seed"
 
 
 def _wrap_collectives(hooks: Any) -> None:
@@ -132,7 +153,8 @@ def _counting(hooks: Any, name: str, original: Any) -> Any:
         if hooks.replaying:
             raise RuntimeError(f"torch.distributed.{name}: not called while a step is recomputed on one rank")
         if not torch.compiler.is_compiling() and hooks.recorder is not None:
-            hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))))
+            first = args[0] if args else kwargs.get("tensor")
+            hooks.guarded(hooks.recorder.collective, name, _elements((args, list(kwargs.values()))), first)
             hooks.guarded(hooks.releases.called, (args, list(kwargs.values())))
         return original(*args, **kwargs)
 
@@ -440,7 +462,7 @@ def weights_of(sampler: Any) -> list[int] | None:
 # -- workers of data loaders -------------------------------------------------------------------------------------------
 
 
-LOOKED_AT = 300  # most objects of a data set to search
+LOOKED_AT = 300  # max. objects of a data set to search
 
 
 def watched(loader: Any, write: Callable[..., None], name: str) -> Any:

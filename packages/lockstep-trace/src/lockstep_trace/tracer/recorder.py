@@ -79,6 +79,11 @@ if TYPE_CHECKING:
 
 DRAWS = 16  # first steps in which the generator's state is looked at
 LOOKED_FROM = 16  # backwards without a step, and each power of two of them, after which gradients are looked at
+OF_SINCE = (  # values of a step's record as they are in `Since`
+    *("backwards", "clips", "notes", "observed", "cleared", "means", "inputs_at", "unscaled", "training", "autocast"),
+    *("mode", "fed", "collectives", "reduced_late", "stale_casts", "unmasked", "cut", "evaluated", "born", "sequences"),
+    "drawn",
+)
 TOKEN_LOOKS = 8  # first calls and losses whose token numbers and graphs are looked at
 
 
@@ -286,7 +291,10 @@ class Recorder:
         if len(self.since.drawn) == 1:
             self.since.drawn += random_state()
         self.gradients.before_backward(self.steps)
-        cleared = self.use.before_backward(self.gradients.after) and self.since.backwards > 0
+        cleared = self.use.before_backward(self.gradients.after)
+        if not (self.since.backwards or cleared):
+            self.since.reduced_late = 0  # the next step may use them
+        cleared = cleared and self.since.backwards > 0
         self.since.cleared += cleared
         self.since.backwards += 1
         if (count := self.since.backwards) >= LOOKED_FROM and not count & (count - 1):
@@ -359,11 +367,22 @@ class Recorder:
         """Record the scale of a loss that a scaler multiplied."""
         self.since.scale = scale.detach().clone()
 
-    def collective(self, name: str, elements: int) -> None:
-        """Count a call of a torch.distributed collective."""
+    def collective(self, name: str, elements: int, first: Any = None) -> None:
+        """Count a call of a torch.distributed collective. `first`: its first argument."""
+        if name == "all_reduce" and not self.since.backwards and 0 < min(self.steps, default=0) < DRAWS:
+            grads = [p.grad for o in self._stepping().values() for g in o.param_groups for p in g["params"]]
+            plain = placement.is_plain_tensor(first) and first.layout == torch.strided
+            own = [g for g in grads if plain and placement.is_plain_tensor(g) and g.shape == first.shape]
+            self.since.reduced_late += any(g.data_ptr() == first.data_ptr() != 0 for g in own)
         row = self.since.collectives.setdefault(name, [0, 0])
         row[0] += 1
         row[1] += elements
+
+    def seeded(self, name: str, value: Any) -> None:
+        """Record that numpy's or Python's generator was seeded; several values in one step are none."""
+        before = self.since.seeds.get(name, (repr(value), ""))[0]
+        value = repr(value) if repr(value) == before else None
+        self.since.seeds[name] = value, observers.generator_states().get(name) if value else None
 
     # -- clipping, scaling, schedules --------------------------------------------------------------------------------
 
@@ -536,6 +555,7 @@ class Recorder:
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
         names, _ = self.names()
+        generators = observers.generator_states()
         outside, late, piled = {}, [], []
         groups = [group for o in self._stepping().values() for group in o.param_groups]
         optimized = {id(getattr(p, "source", p)) for group in groups for p in group["params"]}
@@ -552,45 +572,30 @@ class Recorder:
                         piled.append(name)
                     if self._is_late(parameter):
                         late.append(name)
-        return {
-            "opt": number,
-            "step": self.steps[number],
-            "layout": here["layout"].number,
-            "loader": self.loader,
-            "forwards": len(since.inputs),
-            "backwards": since.backwards,
-            "clips": since.clips,
-            "notes": since.notes,
-            "observed": since.observed,
-            "cleared": since.cleared,
-            "means": since.means,
-            "inputs_at": since.inputs_at,
-            "unscaled": since.unscaled,
-            "training": since.training,
-            "autocast": since.autocast,
-            "groups": here["groups"],
-            "outside": outside,
-            "late": late,
-            "piled": piled,
-            "mode": since.mode,
-            "fed": since.fed,
-            "by_scaler": self.by_scaler,
-            "rewritten": here["rewritten"],
-            "collectives": since.collectives,
-            "stale_casts": since.stale_casts,
-            "unmasked": since.unmasked,
-            "cut": since.cut,
-            "evaluated": since.evaluated,
-            "loaded_model": since.loaded,
-            "closure": bool(here.get("closure")),
-            "unregistered": self.strays.with_gradients(optimized),
-            "elsewhere": self.schedules.elsewhere(here["optimizer"]),
-            "generators": observers.generator_states(),
-            "born": since.born,
-            "sequences": since.sequences,
-            "drawn": since.drawn,
-            "unread_rate": unread_rate(here["optimizer"]),
-        } | self._rates_of(here["optimizer"])
+        return (
+            {name: getattr(since, name) for name in OF_SINCE}
+            | {
+                "opt": number,
+                "step": self.steps[number],
+                "layout": here["layout"].number,
+                "loader": self.loader,
+                "forwards": len(since.inputs),
+                "groups": here["groups"],
+                "outside": outside,
+                "late": late,
+                "piled": piled,
+                "by_scaler": self.by_scaler,
+                "rewritten": here["rewritten"],
+                "seeds": [[n, value, state != generators.get(n)] for n, (value, state) in since.seeds.items()],
+                "loaded_model": since.loaded,
+                "closure": bool(here.get("closure")),
+                "unregistered": self.strays.with_gradients(optimized),
+                "elsewhere": self.schedules.elsewhere(here["optimizer"]),
+                "generators": generators,
+                "unread_rate": unread_rate(here["optimizer"]),
+            }
+            | self._rates_of(here["optimizer"])
+        )
 
     def _rates_of(self, optimizer: Any) -> dict[str, Any]:
         ref, rates = self.rates_made.pop(id(optimizer), (None, []))

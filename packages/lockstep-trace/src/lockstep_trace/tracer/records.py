@@ -70,6 +70,8 @@ class Since:
     fed: list[tuple[str | None, int]] = field(default_factory=list)  # (loader pass, batch number) of each input
     objectives: list[LossFunction] = field(default_factory=list)
     rewritten: bool = False  # gradients were modified after backward, other than by clipping
+    reduced_late: int = 0  # all-reduces of gradients after the step that used them, which were cleared then
+    seeds: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)  # (value, state) of the last one
     collectives: dict[str, list[int]] = field(default_factory=dict)  # name -> [calls, elements]
     stale_casts: list[str] = field(default_factory=list)  # modules whose autocast casts predate the last step
     cut: bool = False  # a reentrant checkpoint computes no gradients

@@ -127,6 +127,76 @@ def _suspects(tree: ast.Module, text: str) -> Iterator[tuple[str, ast.expr]]:
         if re.search("BCEWithLogits|cross_entropy_with_logits", text):
             yield from _thresholds(f, tree, text)
     yield from _codes(calls, functions)
+    yield from _aliases(loops, nodes)
+    constants = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant)]
+    settings = {ast.unparse(t) for n in constants for t in n.targets}
+    for scope in (*functions, None):
+        yield from _numbers_in_terms([n for n in nodes if owner.get(id(n)) is scope], settings)
+
+
+NUMBERS = ("args", "cfg", "config", "hparams", "torch", "math")  # owners of settings and of functions
+EMPTY, CUT = re.compile(r"\[\]|list\(\)|(collections\.)?deque\(.*"), re.compile(r"\.(item|detach)\(\)")
+IN_PLACE = re.compile(r"(copy|fill|zero|add|sub|mul|div|clamp|lerp|normal|uniform|masked_fill|index_copy|scatter)_")
+
+
+def _aliases(loops: list[Any], nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield appends of one object that each round of a loop changes in place, so that all entries of the list are its
+    last state. A name that the loop assigns is another object each time; a block that leaves the loop appends once."""
+    sets = [n for n in nodes if isinstance(n, ast.Assign) and EMPTY.fullmatch(ast.unparse(n.value))]
+    lists = {ast.unparse(t) for n in sets for t in n.targets}
+    for loop in loops:
+        rows = [n for row in loop.body for n in ast.walk(row)]
+        names = [n for n in (*rows, *ast.walk(getattr(loop, "target", loop))) if isinstance(n, ast.Name)]
+        stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        calls = [n for n in rows if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        parts = [n.value for n in rows if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store)]
+        parts += [n.func.value for n in calls if isinstance(n.func, ast.Attribute) and IN_PLACE.fullmatch(n.func.attr)]
+        changed = {n.id for n in parts if isinstance(n, ast.Name)} - stored
+        blocks = [getattr(n, part, None) for n in (loop, *rows) for part in ("body", "orelse")]
+        for block in (b for b in blocks if isinstance(b, list) and not isinstance(b[-1:][0] if b else None, ENDS)):
+            for call in (row.value for row in block if isinstance(row, ast.Expr) and isinstance(row.value, ast.Call)):
+                owner, _, name = ast.unparse(call.func).rpartition(".")
+                values = getattr(call.args[0], "elts", call.args) if call.args and name == "append" else []
+                if owner in lists and any(isinstance(v, ast.Name) and v.id in changed for v in values):
+                    yield "aliases", call
+
+
+ENDS = (ast.Break, ast.Return)
+
+
+def _numbers_in_terms(nodes: list[ast.AST], settings: set[str]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield summands of a loss that have no gradient. Excluded are summands with names that may be parameters, and
+    constants that are subtracted, such as the entropy of a teacher."""
+    calls = [n for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func).endswith(".backward")]
+    losses = set()
+    for value in (v for c in calls for v in (getattr(c.func, "value", c), *c.args)):
+        inner = value.args[0] if isinstance(value, ast.Call) and value.args else value  # scaler.scale(loss)
+        losses.add(ast.unparse(inner.left if isinstance(inner, ast.BinOp) else inner))
+    for n in nodes:
+        targets = getattr(n, "targets", [getattr(n, "target", n)])
+        if not isinstance(n, ast.Assign | ast.AugAssign) or ast.unparse(targets[0]) not in losses:
+            continue
+        terms = list(_summands(n.value))
+        rest = [t for t in terms if not _is_number(t, settings)]
+        if rest or (isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Add)):
+            yield from (("number in a term", t) for t in terms if t not in rest and CUT.search(ast.unparse(t)))
+
+
+def _summands(value: ast.expr) -> list[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return [*_summands(value.left), *_summands(value.right)]
+    return [value]
+
+
+def _is_number(value: ast.expr, settings: set[str]) -> bool:
+    if isinstance(value, ast.BinOp):
+        return _is_number(value.left, settings) and _is_number(value.right, settings)
+    if isinstance(value, ast.Call):
+        inner = getattr(value.func, "value", None)
+        cut = isinstance(value.func, ast.Attribute) and value.func.attr in ("item", "detach")
+        return cut or (inner is not None and all(_is_number(v, settings) for v in (inner, *value.args)))
+    name = ast.unparse(value)
+    return isinstance(value, ast.Constant) or name.split(".")[0] in NUMBERS or name.isupper() or name in settings
 
 
 def _recurs(function: ast.FunctionDef | None, calls: list[ast.Call], inside: dict[int, Any]) -> bool:
