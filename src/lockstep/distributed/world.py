@@ -91,8 +91,7 @@ class World:
         self._meeting = (init_method, self.rank, self.size, several, timeout, shared)
         self._control: dist.ProcessGroup | None = None  # gloo group for decisions; None in a job of one process
         self.portable = run.strategy.exact == "portable"
-        self._exact = bool(run.strategy.exact)
-        self._deterministic = self.device.type == "cuda" and self._exact
+        self._deterministic = self.device.type == "cuda" and bool(run.strategy.exact)
         self.gloo_threads = 1  # of each group: `torch_internals.gloo_threads`
         self._asking: Callable[[], int] | None = None
         # None if the launcher keeps no roster
@@ -124,8 +123,9 @@ class World:
             portable.install(self.threads)
         else:
             torch.set_num_threads(self.threads)
-            if self._exact:  # torch's encoder layers have another path for evaluation, unless an engine hooks them
-                torch.backends.mha.set_fastpath_enabled(False)
+            # In evaluation, torch's encoder layers have a path that calls none of their modules: it reads the base
+            # weights of layers with adapters, computes any GELU as the exact one, and is off where engines hook them.
+            torch.backends.mha.set_fastpath_enabled(False)
         for name, kernels in KEPT_KERNELS.items():
             os.environ.setdefault(name, kernels)  # read at the first product
         torch_internals.gloo_threads(self.gloo_threads)
