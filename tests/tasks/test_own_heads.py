@@ -214,7 +214,7 @@ def _merged_as_trained(folder: Path, kind: str, of: tuple[str, str], entries: di
     inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if kind == "t5" else {})
     with torch.no_grad():
         expected = model(**inputs).logits
-    models.save(model, {n: t.clone() for n, t in model.state_dict().items()}, None, folder / "export", run)
+    models.save(model, {n: t.clone() for n, t in model.state_dict().items()}, None, folder / "export", run.model)
     again = getattr(transformers, of[1]).from_pretrained(folder / "export").eval()
     with torch.no_grad():
         torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)

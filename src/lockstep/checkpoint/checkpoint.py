@@ -332,7 +332,7 @@ class Checkpoints:
             }
             self.best = next((best.score for best in best_first(self.run.checkpoint.best, before)), None)
             notes += [f"{where} was downloaded and verified"] if away else []
-            notes += manifests.differences_of_saving_run(self.run, self.world, name, manifest, self.job.same_bits)
+            notes += manifests.differences_of_saving_run(self.job, self.world, name, manifest)
             return manifest.step, notes
         if faults:
             raise manifests.none_usable(self.run.folder, self.run.remote_dir, faults)
@@ -350,13 +350,11 @@ class Checkpoints:
         checkpoints = [(path.name, each) for path, each in here if isinstance(each, Manifest)]
         for name, manifest in self.world.broadcast(checkpoints):
             if (fault := self._loaded(sharded, name, manifest)) is None:
-                return manifest.step, notes + manifests.differences_of_saving_run(
-                    self.run, self.world, name, manifest, self.job.same_bits
-                )
+                return manifest.step, notes + manifests.differences_of_saving_run(self.job, self.world, name, manifest)
             notes.append(f"{name} is not used: {fault}")
         later = [(path.name, each) for path, each in every if isinstance(each, Manifest)]
         for name, manifest in self.world.broadcast(later)[:1]:  # says where the run was trained
-            notes += manifests.differences_of_saving_run(self.run, self.world, name, manifest, self.job.same_bits)
+            notes += manifests.differences_of_saving_run(self.job, self.world, name, manifest)
         return 0, notes
 
     def take_best(self, sharded: ShardedState, step: int, last: float | None) -> tuple[int, list[str]]:

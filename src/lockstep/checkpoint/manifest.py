@@ -392,11 +392,10 @@ def changed_code(run: Run, manifest: Manifest) -> list[str]:
     return sorted(file for file in now.keys() | then.keys() if now.get(file) != then.get(file))
 
 
-def differences_of_saving_run(run: Run, world: World, name: str, manifest: Manifest, bits: bool) -> list[str]:
-    """Describe differences from the saving run that can change bits: strategy, and those of `facts_of`. `bits`:
-    whether this run is bitwise equal to a single process."""
-    notes = []
-    if not (manifest.bits and bits):
+def differences_of_saving_run(job: Job, world: World, name: str, manifest: Manifest) -> list[str]:
+    """Describe differences from the saving run that can change bits: strategy, and those of `facts_of`."""
+    run, notes = job.run, []
+    if not (manifest.bits and job.same_bits):
         who = run.strategy.name if manifest.bits else manifest.strategy
         did = "continues from it" if manifest.bits else "wrote it"
         notes.append(f"{name}: {who}, which {did}, equals other strategies only to rounding")

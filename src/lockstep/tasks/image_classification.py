@@ -210,7 +210,7 @@ class ImageClassification(LabelTask):
 
         model: Any = models.to_fill(self.run.model, self.model)
         self.keep_threshold(model.config)
-        models.save(model, weights, None, folder, self.run)
+        models.save(model, weights, None, folder, self.run.model)
         self.processor.save_pretrained(folder)
 
     # -- answers -----------------------------------------------------------------------------------------------------

@@ -419,7 +419,7 @@ class TextTask(Task):
         model: Any = models.to_fill(self.run.model, self.model)
         self.set_export_entries(model.config)
         models.stop_at(model, self.end_tokens)
-        models.save(model, weights, self.tokenizer, folder, self.run, self.chat_template)
+        models.save(model, weights, self.tokenizer, folder, self.run.model, self.chat_template)
 
     def set_export_entries(self, config: Any) -> None:
         """Set entries of the exported model's config that training has decided."""

@@ -367,11 +367,11 @@ def save(
     weights: Mapping[str, Tensor],
     tokenizer: Any,
     folder: Path,
-    run: Run | None = None,
+    section: ModelSection | None = None,
     template: str | None = None,
 ) -> None:
-    """Write config, weights and tokenizer so that `from_pretrained` loads them. If `run` has an adapter,
-    `model.adapter.export` decides what is written.
+    """Write config, weights and tokenizer so that `from_pretrained` loads them. If `section` has an
+    adapter, `export` in it decides what is written.
 
     `template`: the chat template used in training, in place of the tokenizer's."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}
@@ -380,8 +380,8 @@ def save(
         if getattr(part, "use_cache", None) is False:
             part.use_cache = True  # disabled only in training
     with _no_import_of_deepspeed():
-        if run is not None and run.model.adapter:
-            adapters.save(run.model, model, folder, str(load_config(run.model).dtype).removeprefix("torch."))
+        if section is not None and section.adapter:
+            adapters.save(section, model, folder, str(load_config(section).dtype).removeprefix("torch."))
         else:
             model.save_pretrained(folder)  # type: ignore[operator]
     if tokenizer is None:

@@ -14,7 +14,8 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.shard_files import StateHash, hashed, held_here
-from lockstep.config.run import Run, RunError
+from lockstep.config.run import RunError
+from lockstep.data.job import Job
 from lockstep.distributed.sharded import Incomplete, PeerReader, SliceMap
 from lockstep.distributed.tensor_hashes import hash_sum
 from lockstep.distributed.torch_internals import local
@@ -80,7 +81,7 @@ class Resharder:
         run = session.run.model_copy(
             update={"strategy": session.run.strategy.model_copy(update={"options": dict(options)})}
         )
-        strategy = build_strategy(session, run)
+        strategy = build_strategy(session, session.job.having(run))
         try:
             saved = PeerReader(_slices_of(mine), world)
         except Incomplete as caught:
@@ -115,9 +116,9 @@ class Resharder:
             self._live.key, self._live.train_state = (state.step, *self._live.key[1:]), theirs
 
 
-def build_strategy(session: Session, run: Run) -> Strategy:
-    """Build a strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
-    world, job = session.world, session.job.having(run)
+def build_strategy(session: Session, job: Job) -> Strategy:
+    """Build the job's strategy for the current ranks, without weights. Collective. Errors: `TrainingFailed`."""
+    run, world = job.run, session.world
     recovery = shard_recovery(job.strategy)
     assert recovery is not None, job.strategy
     options = dict(recovery.fit_options(run.strategy, world.size))
