@@ -273,7 +273,9 @@ trainer = Trainer(model=model, args=args, train_dataset=data["train"], data_coll
 trainer.train()
 """
 ROWS = datasets.Dataset
-REAL: dict[str, tuple[str, Callable[..., Any]]] = {  # name in the table -> the call without its last bracket, and it
+OF_TRAINERS: dict[
+    str, tuple[str, Callable[..., Any]]
+] = {  # name in the table -> the call without its last bracket, and it
     "set_seed": ("set_seed(42", transformers.set_seed),
     "rows.train_test_split": ("train_test_split(test_size=0.1", ROWS.train_test_split),
     "tokenizer.__call__": ('rows["text"], truncation=True, max_length=64', PreTrainedTokenizerBase.__call__),
@@ -301,7 +303,7 @@ def gaps(text: str) -> str:
 
 def test_each_argument_of_the_real_signatures_is_on_a_list_or_refused_by_its_name() -> None:
     usual, text, unread = gaps(TEXT), TEXT, {}
-    for name, (call, function) in REAL.items():
+    for name, (call, function) in OF_TRAINERS.items():
         row, parameters = call_arguments.TRAINERS[name], inspect.signature(function).parameters.values()
         listed = {each for part in ("order", "code", "quiet", "told") for each in row.get(part, ())}
         names = [each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
