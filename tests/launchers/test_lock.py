@@ -28,7 +28,7 @@ from support.messages import mentions, raises
 HOLD = """
 import sys
 from pathlib import Path
-from lockstep.launchers.processes import output_lock
+from lockstep.launchers import output_lock
 if sys.argv[2] == "without":
     output_lock._flock = lambda *_: None
 lock = output_lock.take(Path(sys.argv[1]), print, beat_s=0.1)
