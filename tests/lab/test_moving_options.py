@@ -217,6 +217,45 @@ def test_options_of_fire_typer_and_click(here: Path, capsys: pytest.CaptureFixtu
         (f"{app[0]}\n@app.callback()\ndef first():\n    pass", *app[1:]),
         (f"{app[0]}\n@app.command()\ndef other():\n    pass", *app[1:]),
         (*fire[:3], "fire.Fire(main, command=['--rate', '3'])"),
+        (*fire[:3], "import sys\n    sys.argv += ['--rate', '3']\n    fire.Fire(main)"),
+        ("import fire\nRATE = 1e-4", "", PLAIN.replace("1e-4", "RATE"), "RATE = 3\n    fire.Fire(main)"),
+        (*run_[:2], TYPED.replace("typer.Option(5, '-n')", "typer.Option(50, max=10, clamp=True)"), run_[3]),
+        (
+            f"{run_[0]}\nfrom typing import Annotated",
+            "",
+            TYPED.replace("int = typer.Option(5, '-n')", "Annotated[int, typer.Option(envvar='N')] = 5"),
+            run_[3],
+        ),
+        (
+            f"{run_[0]}\nfrom typing import Annotated\nMany = Annotated[int, typer.Option(callback=twice)]",
+            "",
+            TYPED.replace("int = typer.Option(5, '-n')", "Many = 5"),
+            run_[3],
+        ),
+        (click[0], OPTIONS.replace("type=int", "type=lambda x: 3 * int(x)"), *click[2:]),
+        (click[0], OPTIONS.replace("type=int", "type=click.IntRange(1, 2, clamp=True)"), *click[2:]),
+        (click[0], OPTIONS.replace("nd()", "nd(context_settings={'default_map': {'rate': 3}})"), *click[2:]),
+        (click[0], f"{OPTIONS}\n@click.option('--learning', 'rate', default=3.0)", *click[2:]),
+        (f"{app[0]}\nif True:\n    @app.command()\n    def other():\n        pass", *app[1:]),
+        (f"{app[0]}\napp.registered_commands.clear()", *app[1:]),
         (*fire[:3], "fire.Fire({'train': main})"),
     ):
         assert "LS8209" in refused("train.py", command(parts), capsys), parts
+
+
+def test_a_command_line_gives_values_by_flags_and_types(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, run_, _, click = COMMANDS
+    spelled = (click[0], OPTIONS.replace("'--rate'", "'--lr', 'rate'").replace("5, type=int", "'5.0'"), *click[2:])
+    Path("train.py").write_text(command(spelled).replace("=epochs", "=float(epochs)"))
+    assert moved("train.sh", "python train.py --lr 3e-3\n").optim.learning_rate == 3e-3
+    Path("moved.yaml").unlink()
+    assert "--rate 3 (" in refused("train.sh", "python train.py --rate 3\n", capsys)
+    typed = TYPED.replace("5, '-n'", "5, '--n-epochs'").replace("int =", "Annotated[int | None, 3] =")
+    for text, epochs in ((TYPED.replace("5, '-n'", "5.9, '--n-epochs', max=9"), 7), (typed, None)):
+        Path("train.py").write_text(command((*run_[:2], text, run_[3])))
+        if epochs is not None:
+            assert moved("train.sh", "python train.py --n-epochs 7\n").epochs == epochs
+            assert moved("train.sh", "python train.py --rate 3\n").epochs == 5  # typer converts 5.9
+            Path("moved.yaml").unlink()
+        else:
+            assert "num_train_epochs=epochs" in refused("train.sh", "python train.py --n-epochs 7\n", capsys)

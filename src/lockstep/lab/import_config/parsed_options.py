@@ -63,14 +63,22 @@ def _drop_set_defaults(script: Any, options: ParsedOptions) -> None:
                     options.values.pop(name, None)
 
 
-def _words(script: Any) -> Sequence[str] | None:
-    """Return the words that the code itself parses, `parser.parse_args(["--lr", "1e-3"])`; None if they are unknown."""
-    for node in ast.walk(script.tree):
+def changes_command_line(tree: ast.Module) -> bool:
+    """Return whether a script sets or extends sys.argv."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in _ADDS_WORDS:
-            return None
+            return True
         sets = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
         if sets and ast.unparse(node).startswith("sys.argv"):
-            return None
+            return True
+    return False
+
+
+def _words(script: Any) -> Sequence[str] | None:
+    """Return the words that the code itself parses, `parser.parse_args(["--lr", "1e-3"])`; None if they are unknown."""
+    if changes_command_line(script.tree):
+        return None
+    for node in ast.walk(script.tree):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(_PARSES):
             continue
         if len(node.args) > 1 or any(word.arg == "namespace" for word in node.keywords):

@@ -346,7 +346,7 @@ def local(path: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [local(path, each) for each in value]
     folder = path.absolute().parent
-    if os.path.isabs(value) or value.startswith("~") or folder == Path.cwd():
+    if not isinstance(value, str) or os.path.isabs(value) or value.startswith("~") or folder == Path.cwd():
         return value
     pattern = any(mark in value for mark in "*?[")
     there = Path(value).exists() or (pattern and any(Path().glob(value)))
