@@ -210,6 +210,33 @@ def test_a_tied_head_that_peft_would_not_load_is_refused_before_training(folder:
     adapters.wrap(run_of(folder, "documents", adapter).model, AutoModelForCausalLM.from_config(gpt2), "causal")
 
 
+class Attends(torch.nn.Module):
+    """An attention of torch, which reads `out_proj.weight` without calling `out_proj`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.attention(inputs, inputs, inputs, need_weights=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [("[out_proj, last]", True), ("all-linear", True), ("[last]", False), ("[attention]", False)],
+)
+def test_an_adapter_that_is_never_computed_is_refused(targets: str, refused: bool, folder: Path) -> None:
+    """peft accepts them all. With the others each weight of the adapter gets a gradient."""
+    section = run_of(folder, "documents", f"model.adapter={{type: lora, r: 2, target_modules: {targets}}}").model
+    if refused:
+        with raises("LS3414", "model.adapter", "attention.out_proj"):
+            adapters.wrap(section, Attends(), "image_classification")
+        return
+    model = adapters.wrap(section, Attends(), "image_classification")
+    model(torch.randn(2, 3, 8)).sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
+
+
 def test_all_linear_leaves_the_head_whole(folder: Path) -> None:
     """peft would put an adapter on a head that is drawn at random and stays frozen."""
     run = run_of(

@@ -213,6 +213,18 @@ def test_batch_norm_of_a_lone_image_is_refused(
         resolve(run, Machine(), 1)
 
 
+def test_a_model_without_logits_is_refused(folders: Path, tmp_path: Path) -> None:
+    """transformers' PP-LCNet classifier returns its logits as last_hidden_state: each rank failed with an error of
+    Python."""
+    run = job(folders, tmp_path / "out", model=RESNET, task={"name": "image_classification", "processor": SMALL})
+    task = image_classification.ImageClassification(run)
+    prepared = prepare(run, type(task))
+    task.check_prepared(prepared)
+    other = run.model_copy(update={"model": ModelSection(type="pp_lcnet")})
+    with raises("LS3046", "PPLCNetForImageClassification"):
+        image_classification.ImageClassification(other).check_prepared(prepared)
+
+
 def test_a_file_that_is_no_image_is_named(folders: Path, tmp_path: Path) -> None:
     for label in LABELS[:2]:
         (tmp_path / "train" / label).mkdir(parents=True)

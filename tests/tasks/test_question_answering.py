@@ -65,6 +65,27 @@ def test_default_stride_shrinks_with_a_short_window(tmp_path: Path) -> None:
     assert QuestionAnswering(run).fit_defaults()[0] == run  # a value that was written stays
 
 
+def test_default_stride_shrinks_beside_a_long_question(tmp_path: Path) -> None:
+    """The row was refused, for a stride that nobody wrote. Every other row keeps the stride, and so does plain."""
+    make(tmp_path, "questions")
+    rows = rows_in(tmp_path)
+    rows[3]["question"] = "where " * 22
+    write(tmp_path / "questions" / "train.jsonl", rows)
+    run = make(tmp_path, "questions")
+    run = run.model_copy(update={"task": run.task.model_copy(update={"stride": 128})})
+    task = QuestionAnswering(QuestionAnswering(run.as_written(run.written_keys - {"task.stride"})).fit_defaults()[0])
+    task = task.opened(prepared := Job.of(task.run).with_data().data)
+    columns = task.splits["train"]
+    shared = columns.flat("shared")[np.arange(len(rows))]
+    assert set(np.delete(shared, 3)) == {16}
+    assert 0 < shared[3] < 8
+    assert prepared.facts["notes"][-1].startswith(f"task.stride is down to {shared[3]} for 1 of {len(rows)} train")
+    (parts,) = qa_features.parts_of(columns, [3])
+    for one, other in pairwise(parts):
+        spans = [{(w.begins[p], w.ends[p]) for p in range(w.first, w.last + 1)} for w in (one, other)]
+        assert len(spans[0] & spans[1]) == shared[3]
+
+
 def test_an_answer_is_a_target_only_in_windows_that_contain_it(tmp_path: Path) -> None:
     task = task_of(make(tmp_path, "questions"))
     columns = task.splits["train"]
@@ -188,6 +209,7 @@ def test_a_padding_micro_batch_has_no_loss(tmp_path: Path) -> None:
         ({"answers": {"text": [], "answer_start": []}}, ("LS2323", "task.answers", "'answers'", "1", "9")),
         ({"context": " "}, ("LS2323", "task.context", "'context'")),
         ({"question": "where " * 40}, ("LS2162", "0", "32")),
+        ({"question": "where " * 24}, ("LS2162", "5", "32", "task.stride=6")),
     ],
 )
 def test_bad_rows_are_refused(change: dict[str, Any], wanted: tuple[str, ...], tmp_path: Path) -> None:
@@ -246,7 +268,7 @@ def test_windows_must_be_longer_than_the_stride(more: int) -> None:
     stride, most = 2, 2 + 3 + 2 + more  # the question's tokens, special ones, those that windows share
     if not more:
         with pytest.raises(ValueError, match="leaves 2 of"):
-            qa_features.windows(tokenizer, "a b", "c d e f g h", most, stride)
+            qa_features.windows(tokenizer, "a b", "c d e f g h", most, qa_features.Stride(stride, False))
         return
-    parts = qa_features.windows(tokenizer, "a b", "c d e f g h", most, stride)
+    parts = qa_features.windows(tokenizer, "a b", "c d e f g h", most, qa_features.Stride(stride, False))
     assert parts[0].ids[4:-1] == [words[word] for word in "cdefgh"[: stride + more]]

@@ -1,5 +1,6 @@
 """The first minutes of a run: immediate output, progress and quality so far, and what to do next."""
 
+import json
 import os
 import shlex
 import time
@@ -10,6 +11,7 @@ import pytest
 from datasets import Dataset, Features, Value
 from rich.cells import cell_len
 
+from lockstep.config import plugins
 from lockstep.config.model_selection import Best
 from lockstep.data import arrow_cache, hub
 from lockstep.launchers import start
@@ -246,6 +248,27 @@ def test_the_last_line_can_be_pasted(kind: type[Task], options: list[str], says:
     assert what_next(task, [{"text": text}]) == says
     if kind is Classification and not options:
         assert what_next(task, []).endswith("'some text'")
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "input"),
+    [
+        ("preference", {}, "'a prompt'"),
+        ("preference", {"prompt": None}, "'the beginning of an answer'"),
+        ("preference", {"conversations": True}, "'a message of the user'"),
+        ("reward", {}, r"$'a prompt\tits answer'"),
+        ("reward", {"prompt": None}, "'an answer'"),
+        ("question_answering", {}, r"$'a question\ta text that holds the answer'"),
+        ("language_modeling", {}, "'some text'"),
+        ("language_modeling", {"prompt": "p", "response": "r"}, "'a prompt'"),
+        ("language_modeling", {"messages": "m"}, "'a message of the user'"),
+    ],
+)
+def test_the_last_line_says_what_the_task_reads(kind: str, keys: dict[str, Any], input: str) -> None:
+    cls: Any = plugins.find("tasks", kind)
+    task = object.__new__(cls)
+    task.run = tiny(f"task={json.dumps({'name': kind, **keys})}", output="out")
+    assert what_next(task, []) == f"lockstep predict out {input}"
 
 
 def test_an_error_is_folded_between_words_on_a_terminal_alone(

@@ -43,23 +43,37 @@ class TokenWindow:
         return from_here, min((p for p in places if self.ends[p] >= end), default=self.last)
 
 
-def windows(tokenizer: Any, question: str, context: str, most: int, stride: int) -> list[TokenWindow]:
-    """Split the context into windows that fit beside the question, each overlapping the previous by `stride` tokens.
-    Errors: `ValueError` if the question leaves no room."""
-    question = question.strip()
-    question_ids = tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"]
-    room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
-    if room <= stride:
+@dataclass(frozen=True)
+class Stride:
+    """Tokens shared by two adjacent windows of a context."""
+
+    tokens: int
+    gives_way: bool  # a default: a question that leaves fewer tokens halves what it leaves
+
+    def beside(self, tokenizer: Any, question: str, most: int) -> int:
+        """The stride beside a question. Errors: `ValueError` if the question leaves no room."""
+        question_ids = tokenizer(question.strip(), add_special_tokens=False, verbose=False)["input_ids"]
+        room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
+        if room > self.tokens:
+            return self.tokens
+        if room > 0 and self.gives_way:
+            return room // 2
+        overlap = "" if self.gives_way else f", too few for windows that overlap by task.stride={self.tokens}"
         raise ValueError(
-            f"its question leaves {max(0, room)} of the {most} tokens of data.max_length for the context, too few "
-            f"for windows that overlap by task.stride={stride}"
+            f"its question leaves {max(0, room)} of the {most} tokens of data.max_length for the context{overlap}"
         )
+
+
+def windows(tokenizer: Any, question: str, context: str, most: int, stride: Stride) -> list[TokenWindow]:
+    """Split the context into windows that fit beside the question, each overlapping the previous by the stride.
+    Errors: `ValueError` if the question leaves no room."""
+    question, shared = question.strip(), stride.beside(tokenizer, question, most)
     encodings = tokenizer(
         question,
         context,
         truncation="only_second",
         max_length=most,
-        stride=stride,
+        stride=shared,
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
         verbose=False,
@@ -156,7 +170,7 @@ def _checked(value: Any, context: str, where: str, column: str) -> None:
 
 
 def encoder_of(
-    tokenizer: Any, most: int, stride: int, split: str, name: str
+    tokenizer: Any, most: int, stride: Stride, split: str, name: str
 ) -> tuple[Callable[[dict[str, list]], dict[str, Any]], Features]:
     """Return the function that encodes rows to windows, and the features of its output."""
     import datasets
@@ -165,7 +179,7 @@ def encoder_of(
     lists = ("input_ids", "types", "begins", "ends", "sizes", "firsts", "lasts", "starts", "stops")
     features = datasets.Features(
         dict.fromkeys(lists, numbers)
-        | {"width": datasets.Value("int64"), "windows": datasets.Value("int64")}
+        | dict.fromkeys(("width", "windows", "shared"), datasets.Value("int64"))
         | {QUESTION: text, CONTEXT: text, TEXTS: datasets.List(text)}
     )
 
@@ -176,7 +190,7 @@ def encoder_of(
             raise RunError(
                 "LS2162",
                 f"task.question: the {split} split of {name} has {question[:60]!r}: {error}; raise "
-                "data.max_length, lower task.stride, or remove the row",
+                f"data.max_length{', lower task.stride' * (not stride.gives_way)}, or remove the row",
             ) from None
         end = start + len(texts[0]) if texts else 0
         answer_spans = [part.token_span(start, end) if texts else (NOWHERE, NOWHERE) for part in parts]
@@ -189,6 +203,7 @@ def encoder_of(
             "stops": [last for _, last in answer_spans],
             "width": max(len(part.ids) for part in parts),
             "windows": len(parts),
+            "shared": stride.beside(tokenizer, question, most),
             QUESTION: question,
             CONTEXT: context,
             TEXTS: texts,

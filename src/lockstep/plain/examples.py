@@ -241,11 +241,13 @@ def _pair(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
 def _question(job: Any, row: Row, task: dict, max_length: int) -> dict[str, Any]:
     """Return a question's windows as in transformers' script. A window without the answer has token 0 as its target."""
     both = get(row, task["question"]).strip(), get(row, task["context"])
+    question = job.tokenizer(both[0], add_special_tokens=False, verbose=False)["input_ids"]
+    room = max_length - len(question) - job.tokenizer.num_special_tokens_to_add(pair=True)
     encodings = job.tokenizer(
         *both,
         truncation="only_second",
         max_length=max_length,
-        stride=task["stride"],
+        stride=task["stride"] if task["stride"] < room else room // 2,
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
     )

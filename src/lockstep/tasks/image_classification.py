@@ -71,7 +71,10 @@ class ImageClassification(LabelTask):
     display_keys = ("samples",)
     row_is_example = True
     not_streamed_reason = "it caches all images, resized to one size"
-    example_input = "image.png"
+
+    @property
+    def example_input(self) -> str:
+        return "image.png"
 
     @property
     def usage(self) -> str:
@@ -158,6 +161,7 @@ class ImageClassification(LabelTask):
 
         facts = prepared.facts
         models.check_arithmetic(self.run, self.head)
+        _check_outputs(self.run, self.head, facts["shape"], facts["labels"])
         refuse_lone_examples(
             self.run, sum(facts["of_label"]), lambda: _trained_on_one(self.run, self.head, facts["shape"])
         )
@@ -385,6 +389,29 @@ def normalized(processor: Any, images: Sequence[np.ndarray]) -> np.ndarray:
     known = {name: value for name, value in _AS_IT_IS.items() if hasattr(processor, name)}
     pixels = processor(list(images), return_tensors="np", input_data_format="channels_first", **known)["pixel_values"]
     return np.ascontiguousarray(pixels, dtype=np.float32)
+
+
+def _check_outputs(run: Run, head: str, shape: Sequence[int], labels: list[str]) -> None:
+    """Run one image through the model on the meta device. Errors: `RunError` if it returns no logits of the labels."""
+    import torch
+
+    from lockstep.tasks.models import models
+
+    model = models.build(run, head, None, empty=True, **models.named(labels)).eval()
+    try:
+        pixels = torch.empty(1, *shape, device="meta", dtype=next(model.parameters()).dtype)
+        outputs = model(pixel_values=pixels)
+    except Exception:
+        return  # other failures are reported where they matter
+    logits = getattr(outputs, "logits", None)
+    size = list(logits.shape) if isinstance(logits, torch.Tensor) else None
+    if size != [1, len(labels)]:
+        what = "has no logits" if size is None else f"has logits of size {size} for one image of {len(labels)} labels"
+        raise RunError(
+            "LS3046",
+            f"model: the output of transformers' {type(model).__name__} {what}, which the loss is computed from; "
+            "choose another model, such as a ViT",
+        )
 
 
 def _trained_on_one(run: Run, head: str, shape: Sequence[int]) -> None:

@@ -357,6 +357,12 @@ class LanguageModeling(PerToken, Generates):
         ]
         return [{"prompt": start, "written": text} for start, text in texts]
 
+    @property
+    def example_input(self) -> str:
+        if self.options.messages is not None:
+            return "a message of the user"
+        return "some text" if self.options.prompt is None else "a prompt"
+
     def sample_input(self, sample: Mapping[str, str]) -> str:
         """The text of a sample in the form that a user would enter; empty for a conversation, whose sample is already
         rendered by the chat template."""

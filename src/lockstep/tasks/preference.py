@@ -200,6 +200,12 @@ class Preference(AnswerPairs, UsesReference):
         }
         return results | {"real": real}
 
+    @property
+    def example_input(self) -> str:
+        if self.options.conversations:
+            return "a message of the user"
+        return "the beginning of an answer" if self.options.prompt is None else "a prompt"
+
     def input_columns(self) -> tuple[str, ...]:
         return (self.options.prompt or "prompt",)
 

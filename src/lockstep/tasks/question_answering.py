@@ -8,6 +8,7 @@ and exact matches and F1 of words as in SQuAD's script, all from sums.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -90,6 +91,10 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
             "tokenizer.decode(ids)"
         )
 
+    @property
+    def example_input(self) -> str:
+        return "a question\ta text that holds the answer"
+
     # -- before any process ------------------------------------------------------------------------------------------
 
     def plain_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -135,11 +140,26 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
         return {}  # `encoder` refuses questions that leave no room for context, by row
 
     def key_parts(self, data: TextData, tok: Any, rows: Dataset | None) -> list[Any]:
-        return [self.run.data.max_length, self.options.stride]
+        return [self.run.data.max_length, *astuple(self.stride)]
+
+    @property
+    def stride(self) -> qa_features.Stride:
+        return qa_features.Stride(self.options.stride, not self.run.wrote("task.stride"))
 
     def encoder(self, folder: str, labels: Any, split: str, name: str) -> tuple[Encoder, Features]:
         tok = tokenizer.load(folder, self.run.model.trust_remote_code)
-        return qa_features.encoder_of(tok, self.run.data.max_length, self.options.stride, split, name)
+        return qa_features.encoder_of(tok, self.run.data.max_length, self.stride, split, name)
+
+    def facts(self, data: TextData, files: Mapping[str, str]) -> dict[str, Any]:
+        usual, notes = self.options.stride, list[str]()
+        for split, file in files.items():
+            shared = np.concatenate([part for _, part in Columns(file).flat("shared").parts()])
+            if few := int((shared < usual).sum()):
+                notes.append(
+                    f"task.stride is down to {shared.min()} for {few:,} of {len(shared):,} {split} questions, which "
+                    f"leave {usual} tokens or fewer of data.max_length for the context"
+                )
+        return {"notes": notes} if notes else {}
 
     # -- in every process --------------------------------------------------------------------------------------------
 
@@ -247,10 +267,11 @@ class QuestionAnswering(TextTask, Streams, Predicts, GivesPredictions):
 
         options = self.options
         model, tok = models.exported(self.head, folder, self.run.model)
+        stride = self.stride
 
         def windows_of(place: int, row: Sequence[str]) -> list[qa_features.TokenWindow]:
             try:
-                return qa_features.windows(tok, row[0], row[1], self.run.data.max_length, options.stride)
+                return qa_features.windows(tok, row[0], row[1], self.run.data.max_length, stride)
             except ValueError as error:
                 raise RunError("LS3341", f"predict: text {place}, {row[0][:60]!r}: {error}") from None
 

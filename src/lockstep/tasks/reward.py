@@ -85,6 +85,10 @@ class Reward(AnswerPairs):
             "examples": real,
         }
 
+    @property
+    def example_input(self) -> str:
+        return "an answer" if self.options.prompt is None else "a prompt\tits answer"
+
     def input_columns(self) -> tuple[str, ...]:
         options = self.options
         return ("answer",) if options.prompt is None else (options.prompt, "answer")

@@ -383,11 +383,15 @@ class Predicts(Task):
     """A task whose exported model `lockstep predict` can run."""
 
     plugin = "tasks"  # a base: it has no name in a run file
-    example_input: ClassVar[str] = "some text"  # for the command line, if there is no sample
     input_keys: ClassVar[tuple[str, ...]] = ()  # option keys that name the input columns
     answer_name: ClassVar[str | None] = None  # entry of a prediction to display; None: all entries
     reads_conversations: ClassVar[bool] = False  # by the tokenizer's chat template, also if it was trained on texts
     scores_answers: ClassVar[bool] = False  # whether a conversation ends with the answer
+
+    @property
+    def example_input(self) -> str:
+        """What a user enters at the command line, if there is no sample: one text, or two with a tab between them."""
+        return "some text" if len(self.input_columns()) == 1 else "first text\tsecond text"
 
     def input_columns(self) -> tuple[str, ...]:
         """Columns that a prediction is computed from: one text, or the two of a pair."""

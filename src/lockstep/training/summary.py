@@ -222,9 +222,10 @@ def what_next(task: Task, samples: Sequence[Mapping[str, str]]) -> str:
     output = str(task.run.folder)
     if not isinstance(task, Predicts):
         return shlex.join(["lockstep", "evaluate", output])
-    if len(task.input_columns()) > 1:
-        return f"{shlex.join(['lockstep', 'predict', output])} $'first text\\tsecond text'"
     command = shlex.join(["lockstep", "predict", output])
+    if len(task.input_columns()) > 1:
+        pair = task.example_input.replace("\t", r"\t")
+        return f"{command} $'{pair}'"
     text = task.sample_input(samples[0]) if samples else ""
     room = max(24, LINE - len(f"{'next':<10} {command} ''"))
     return f"{command} {shlex.quote(textwrap.shorten(text, room, placeholder='') or task.example_input)}"

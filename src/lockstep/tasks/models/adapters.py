@@ -106,6 +106,7 @@ def wrap(section: ModelSection, model: nn.Module, head: str) -> nn.Module:
             wrapped: Any = get_peft_model(model, config(section, head))
     except (TypeError, ValueError) as error:  # no such modules, or an unsupported adapter type
         raise RunError("LS3076", f"model.adapter: {' '.join(str(error).split())[:400]}") from error
+    refuse_bypassed(wrapped, "model.adapter")
     about = wrapped.active_peft_config
     tied = sorted(getattr(about, "target_modules_to_tie", None) or ())
     if tied and section.adapter.get("export") == "adapter" and not _known_embedding(about.target_modules):
@@ -116,6 +117,22 @@ def wrap(section: ModelSection, model: nn.Module, head: str) -> nn.Module:
             "ensure_weight_tying=false",
         )
     return wrapped
+
+
+def refuse_bypassed(model: nn.Module, key: str) -> None:
+    """Refuse an adapter on a layer that torch's own attention never calls. Errors: `RunError`."""
+    import torch
+
+    for name, module in model.named_modules():
+        if name.endswith("base_layer"):  # of peft's adapter for the whole attention, which reads both
+            continue
+        if isinstance(module, torch.nn.MultiheadAttention) and hasattr(module.out_proj, "base_layer"):
+            raise RunError(
+                "LS3414",
+                f"{key}: the adapter on {name}.out_proj would never be computed or trained, because torch's "
+                "MultiheadAttention reads the weight of that layer without calling it; leave the layer out, by "
+                "target_modules or exclude_modules",
+            )
 
 
 def _known_embedding(targets: Any) -> bool:

@@ -214,7 +214,7 @@ def _check_attention(section: ModelSection, config: Any, head: str) -> None:
             raise RunError(
                 "LS3138",
                 f"model.attention: transformers has no {section.attention} for a model of the type "
-                f"{config.model_type!r}; use eager, or leave model.attention out for the model's own choice",
+                f"{config.model_type!r}; leave model.attention out for the model's own choice",
             ) from error
 
 

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from lockstep.config import user_code
 from lockstep.config.run import RunError
 from lockstep.distributed.randomness import seed_everything
+from lockstep.tasks.models import adapters
 from lockstep.tasks.modules import dataset, wrapped_module
 from lockstep.tasks.modules.dataset import OwnCode
 from lockstep.tasks.modules.wrapped_module import Calling
@@ -130,6 +131,7 @@ class ProbeResult:
     metrics: dict[str, str] = field(default_factory=dict)  # name -> "sum", "mean", "each", or "pair"
     called_once: list[str] = field(default_factory=list)  # modules that every forward calls exactly once
     doubts: list[str] = field(default_factory=list)  # reasons why the result may depend on the number of processes
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,10 @@ def probe(code: OwnCode, names: Collection[str], data: Any, places: np.ndarray) 
     new = dataset.model(code).train()  # unused so far
     with torch.no_grad(), _calls(new) as training_calls:
         result.doubts += _remembers(replace(trial, model=new))
-    always = _common(_uses(code, read))
+    adapters.refuse_bypassed(model, "task.model")
+    usage = _uses(code, read)
+    result.notes += _untrained(model, usage, len(read))
+    always = _common(usage)
     result.called_once = [name for name in _once(calls) if name in _once(training_calls) and name in always]
     return result
 
@@ -240,6 +245,18 @@ def _uses(code: OwnCode, read: list[Any]) -> list[set[str]]:
             usage.append({names[key] for key in reached if key in names} | calls.keys())
         model.load_state_dict(before)
     return usage
+
+
+def _untrained(model: nn.Module, usage: list[set[str]], examples: int) -> list[str]:
+    """Note the weights that the loss of no tried example depends on, although they are not frozen."""
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    idle = [name for name in trained if usage and name not in set[str]().union(*usage)]
+    if not idle:
+        return []
+    return [
+        f"task.model: in {examples} examples the loss depends on none of {len(idle):,} of {len(trained):,} weights "
+        f"that are not frozen, such as {idle[0]}; without a gradient they are not trained"
+    ]
 
 
 def _reached(loss: Tensor) -> set[int]:
