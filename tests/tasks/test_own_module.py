@@ -38,8 +38,8 @@ IDLE = """
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.used, self.beside = nn.Linear(3, 2), nn.Linear(3, 2)
-        self.beside.bias.requires_grad_(False)
+        self.used, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.other.bias.requires_grad_(False)
 
     def forward(self, inputs):
         return self.used(inputs)
@@ -56,14 +56,14 @@ def test_weights_that_no_loss_depends_on_are_noted(module_folder: Path) -> None:
     assert found_of(job(module_folder, code))["notes"] == []
     (note,) = found_of(job(module_folder, code + IDLE))["notes"]
     assert note.startswith("task.model: in 13 examples the loss depends on none of 1 of 3 weights")
-    assert "beside.weight" in note
+    assert "other.weight" in note
 
 
 def test_an_adapter_that_is_never_computed_is_refused(module_folder: Path) -> None:
     """As peft's layers, this one holds the layer that it wraps as `base_layer`."""
-    beside = "nn.MultiheadAttention(3, 1)\n        self.beside.out_proj.base_layer = nn.Linear(3, 3)"
-    code = IDLE.replace("nn.Linear(3, 2)\n        self.beside.bias.requires_grad_(False)", beside)
-    with raises("LS3414", "task.model", "beside.out_proj"):
+    other = "nn.MultiheadAttention(3, 1)\n        self.other.out_proj.base_layer = nn.Linear(3, 3)"
+    code = IDLE.replace("nn.Linear(3, 2)\n        self.other.bias.requires_grad_(False)", other)
+    with raises("LS3414", "task.model", "other.out_proj"):
         found_of(job(module_folder, TOY.replace("LOSS", "((outputs - answers) ** 2).sum()") + code))
 
 

@@ -50,8 +50,8 @@ class Stride:
     tokens: int
     gives_way: bool  # a default: a question that leaves fewer tokens halves what it leaves
 
-    def beside(self, tokenizer: Any, question: str, most: int) -> int:
-        """The stride beside a question. Errors: `ValueError` if the question leaves no room."""
+    def for_question(self, tokenizer: Any, question: str, most: int) -> int:
+        """The stride for a question. Errors: `ValueError` if the question leaves no room."""
         question_ids = tokenizer(question.strip(), add_special_tokens=False, verbose=False)["input_ids"]
         room = most - len(question_ids) - tokenizer.num_special_tokens_to_add(pair=True)
         if room > self.tokens:
@@ -67,7 +67,7 @@ class Stride:
 def windows(tokenizer: Any, question: str, context: str, most: int, stride: Stride) -> list[TokenWindow]:
     """Split the context into windows that fit beside the question, each overlapping the previous by the stride.
     Errors: `ValueError` if the question leaves no room."""
-    question, shared = question.strip(), stride.beside(tokenizer, question, most)
+    question, shared = question.strip(), stride.for_question(tokenizer, question, most)
     encodings = tokenizer(
         question,
         context,
@@ -203,7 +203,7 @@ def encoder_of(
             "stops": [last for _, last in answer_spans],
             "width": max(len(part.ids) for part in parts),
             "windows": len(parts),
-            "shared": stride.beside(tokenizer, question, most),
+            "shared": stride.for_question(tokenizer, question, most),
             QUESTION: question,
             CONTEXT: context,
             TEXTS: texts,
