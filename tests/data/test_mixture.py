@@ -246,6 +246,9 @@ def test_errors_name_the_source(tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     assert said(good, {"source": str(empty)}).startswith(f"data.sources: empty: data.train: {empty} holds no example")
+    absent = str(tmp_path / "absent.jsonl")
+    assert said(good, {"source": absent}).startswith("data.sources: absent: data.source: no such file")
+    assert said(good, {"name": "two", "train": absent}).startswith("data.sources: two: data.train: no such file")
     cut = tmp_path / "cut.jsonl.gz"
     cut.write_bytes(gzip.compress((tmp_path / "web.jsonl").read_bytes())[:-20])
     assert mentions(said(good, {"source": str(cut)}), "LS2062", "data.sources", "data.train", str(cut))

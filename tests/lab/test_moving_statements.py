@@ -308,6 +308,32 @@ def test_a_script_that_is_nested_too_deeply(code: str, here: Path, capsys: pytes
     assert mentions(refused("points.py", f"n = 0\n{code}{DDP}", capsys), "LS8550", "points.py")
 
 
+def test_functions_that_call_each_other_are_followed_within_bounds(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def script(count: int, calls: int) -> str:
+        called = [" + ".join([f"f{min(i + 1, count)}(x)"] * calls) for i in range(count)]
+        functions = "".join(f"def f{i}(x):\n    return {each}\n" for i, each in enumerate(called))
+        return (
+            f"{functions}def f{count}(x):\n    return x\n{changed(DDP, (LOOP, LOOP + '            f0(1)' + chr(10)))}"
+        )
+
+    assert mentions(refused("points.py", script(300, 1), capsys), "LS8550", "functions that call each other")
+    assert mentions(refused("points.py", script(5_000, 1), capsys), "LS8553", "10,000")
+    began = time.process_time()
+    moved("points.py", script(30, 4))  # 4 ** 19 calls, if each were followed
+    assert time.process_time() - began < 20
+
+
+@pytest.mark.parametrize("name", ["run.toml", "run.ipynb"])
+def test_files_of_other_kinds_are_called_so(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mentions(refused(name, "base_model: gpt2\n", capsys), "LS8552", name)
+
+
+def test_an_option_that_is_no_yaml_is_a_text(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert mentions(refused("train.sh", f"python train.py --name={'{' * 50}\n", capsys), "LS8191", "train.py")
+
+
 # -- files that a file names, and settings by a share ------------------------------------------------------------------
 
 

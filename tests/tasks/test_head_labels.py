@@ -167,6 +167,25 @@ def test_names_of_integers_that_the_model_does_not_have_are_not_called_numbers(t
     assert "number" not in said
 
 
+def test_label2id_alone_names_the_outputs(tmp_path: Path) -> None:
+    source(tmp_path, MODEL)
+    before = KINDS["one"].from_pretrained(tmp_path).classifier.weight
+    config = tmp_path / "config.json"
+    values = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({key: value for key, value in values.items() if key != "id2label"}), encoding="utf-8")
+    run = run_on(tmp_path, texts(*MODEL))
+    task: Any = prepared(run)
+    assert task.labels == MODEL
+    assert (task.model().classifier.weight == before).all()
+    assert values_of_labels(run.model_dump(mode="json"), texts(*MODEL)) == MODEL  # and by the plain reference
+    without = {key: value for key, value in values.items() if key not in ("id2label", "label2id", "num_labels")}
+    config.write_text(json.dumps(without), encoding="utf-8")
+    task = prepared(run_on(tmp_path, texts(*MODEL)))
+    assert task.labels == sorted(MODEL)
+    assert (task.model().classifier.weight == before).all()
+    assert "unless its head has 3 outputs, a new one is drawn" in notes(task)
+
+
 def test_a_model_that_names_two_outputs_alike_is_noted(tmp_path: Path) -> None:
     source(tmp_path, MODEL)
     config = tmp_path / "config.json"

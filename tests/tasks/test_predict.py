@@ -149,6 +149,10 @@ def test_folders_without_a_finished_run_are_refused(
     (tmp_path / "run.yaml").write_text(make(tmp_path, "documents").dump())
     assert main([command, str(tmp_path)]) == 2
     assert mentions(capfd.readouterr().err, "LS5051")
+    newest = tmp_path / "checkpoints" / "latest"
+    newest.mkdir(parents=True)
+    assert main([command, str(tmp_path)]) == 2
+    assert f"name its newest checkpoint, {newest}, instead" in capfd.readouterr().err
 
 
 def test_evaluate_and_predict_override_keys(outputs: dict, capfd: pytest.CaptureFixture[str]) -> None:

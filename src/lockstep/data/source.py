@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -121,6 +121,9 @@ class Source:
     of_texts: frozenset[str] = frozenset()  # splits whose files hold untyped text
 
 
+_Of = TypeVar("_Of")
+
+
 def sections(data: DataSection) -> list[DataSection]:
     """The section of each source of a mixture, or `data` itself for a single source."""
     if data.sources is None:
@@ -129,6 +132,19 @@ def sections(data: DataSection) -> list[DataSection]:
         include={"follow_links", "limit", "drop_missing", "drop_unusable", "stream", "stream_window", "stream_cache_gb"}
     )
     return [DataSection(**entry.own, **common) for entry in data.sources]
+
+
+def _of_each(data: DataSection, read: Callable[[DataSection], _Of]) -> list[_Of]:
+    """Read each source of a mixture, or `data` itself. Errors: `RunError`, which names the source of a mixture."""
+    if data.sources is None:
+        return [read(data)]
+    values = []
+    for entry, section in zip(data.sources, sections(data), strict=True):
+        try:
+            values.append(read(section))
+        except RunError as error:
+            raise RunError(error.code, f"data.sources: {entry.name}: {error.message}") from error
+    return values
 
 
 def load_mixture(
@@ -285,7 +301,7 @@ def files_of(data: DataSection) -> list[Path]:
     """Local files of a source, in order. Empty for a Hub id, remote files, the built-in set, and tasks that create
     their own data."""
     if data.sources is not None:
-        return [file for section in sections(data) for file in files_of(section)]
+        return [file for files in _of_each(data, files_of) for file in files]
     if not names_data(data) or data.addresses:
         return []
     return [file for files in (local_splits(data) or {}).values() for file in files]
@@ -310,9 +326,8 @@ def names_hub(run: Run) -> bool:
 
 def is_local(data: DataSection) -> bool:
     """Return whether no data is on the Hub. Errors: `RunError` for missing local files."""
-    return all(
-        each.source in (BUILTIN, None) or bool(each.addresses) or bool(files_of(each)) for each in sections(data)
-    )
+    here = _of_each(data, lambda each: each.source in (BUILTIN, None) or bool(each.addresses) or bool(files_of(each)))
+    return all(here)
 
 
 def check_document(data: DataSection, document: str | None) -> None:
@@ -324,7 +339,8 @@ def check_document(data: DataSection, document: str | None) -> None:
 
 def remote_facts(data: DataSection) -> list[list[remote.Fact]]:
     """Address, size and tag of every remote file, per source; queries the stores. Errors: `RunError`."""
-    return [remote.facts(section, local_splits) for section in sections(data) if section.addresses]
+    facts = _of_each(data, lambda each: remote.facts(each, local_splits) if each.addresses else None)
+    return [each for each in facts if each is not None]
 
 
 def pinned(data: DataSection) -> DataSection:
@@ -332,7 +348,7 @@ def pinned(data: DataSection) -> DataSection:
     if not data.stream:
         return data
     if data.sources is not None:
-        each = [(entry, pinned(section)) for entry, section in zip(data.sources, sections(data), strict=True)]
+        each = list(zip(data.sources, _of_each(data, pinned), strict=True))
         entries = [entry.model_copy(update={key: getattr(section, key) for key in OWN}) for entry, section in each]
         return data.model_copy(update={"sources": entries})
     if data.source not in (None, BUILTIN) and not is_address(data.source) and local_splits(data) is None:

@@ -145,7 +145,11 @@ def values_of_labels(run: dict, rows: list[Row]) -> list[Any]:
     if not (values and section["source"]):
         return values
     config = transformers.AutoConfig.from_pretrained(section["source"], revision=section["revision"])
-    model_names = [name for _, name in sorted(config.id2label.items())]
+    stored = config.get_config_dict(section["source"], revision=section["revision"])[0]
+    if stored.get("label2id") and not stored.get("id2label"):  # transformers then calls the outputs LABEL_0, LABEL_1
+        model_names = sorted(stored["label2id"], key=stored["label2id"].get)
+    else:
+        model_names = [name for _, name in sorted(config.id2label.items())]
     head = any(name.endswith(TASKS[task["name"]][1]) for name in config.architectures or ())
     for normalize in (str, lambda name: " ".join(name.split()).casefold()):
         names = task.get("label_names") or map(str, values)

@@ -37,7 +37,7 @@ def finished(folder: Path, overrides: Sequence[str] | Mapping[str, Any]) -> tupl
     export = output / "export"
     if checkpoint is None and not export.is_dir():
         newest = output / "checkpoints" / "latest"
-        also = f"; its newest checkpoint can be used now: lockstep predict {newest}" if newest.exists() else ""
+        also = f", or name its newest checkpoint, {newest}, instead" if newest.exists() else ""
         raise RunError(
             "LS5051",
             f"{output} has no export: its run is not finished, or the export was deleted; run lockstep train again "

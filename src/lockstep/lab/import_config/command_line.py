@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lockstep.config import error_messages as messages
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import deepspeed_schedules, trainer
@@ -157,13 +159,13 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
     name, equals, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
     if equals:
-        into[name] = messages.read_yaml(value)
+        into[name] = _value(value)
         return rest
     values = []
     while rest and name not in switches and not rest[0].startswith("--") and not rest[0].endswith(".py"):
         if _ENDS.match(rest[0]):
             break
-        values.append(messages.read_yaml(rest[0]) if rest[0] else "")
+        values.append(_value(rest[0]) if rest[0] else "")
         rest = rest[1:]
         if switches:  # options of launchers take one value
             break
@@ -172,6 +174,14 @@ def _option(rest: list[str], into: dict[str, Any], switches: Collection[str]) ->
     else:
         into[name] = values[0] if len(values) == 1 else values
     return rest
+
+
+def _value(text: str) -> Any:
+    """Return the value of an option; a text that is no YAML stays a text."""
+    try:
+        return messages.read_yaml(text)
+    except yaml.YAMLError:
+        return text
 
 
 # -- result -----------------------------------------------------------------------------------------------------------
@@ -203,9 +213,7 @@ def _move(
     task = next((task for name, task in TASKS.items() if stem == name or stem.startswith(f"{name}_")), None)
     settings = path.parent / file if file is not None and (path.parent / file).is_file() else None
     options = {name: value for name, value in command.options.items() if value != file}
-    options |= {
-        name: messages.read_yaml(text) for name, mark, text in (f.partition("=") for f in command.files) if mark
-    }
+    options |= {name: _value(text) for name, mark, text in (f.partition("=") for f in command.files) if mark}
     if settings is not None:
         draft.read.append(f"line {command.line}: {file}")
     if command.starter == "trl" or task is not None:

@@ -8,6 +8,7 @@ there. A value that may be changed elsewhere is left as it is.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +31,17 @@ def taken(script: Script) -> Script:
         functions = [each for each in ast.walk(tree) if isinstance(each, _Function)]
         reader.outside = {name for each in functions for name in _attributes(each)}
         tree.body = reader.body(tree.body, dict.fromkeys(reader.outside, Unknown))
-        for function in [each for each in ast.walk(tree) if isinstance(each, _Function)]:
+        setting = Counter(name for each in tree.body for name in _attributes(each))
+        for line, function in [(top, n) for top in tree.body for n in ast.walk(top) if isinstance(n, _Function)]:
             names = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
             more = [each for each in (function.args.vararg, function.args.kwarg) if each is not None]
-            reader.outside = reader.attributes_outside(function)
+            own = _attributes(line)
+            reader.outside = {name for name in setting if setting[name] > (name in own)} | _attributes(line, function)
             reader.forget_all()
             outside = dict.fromkeys(reader.outside, Unknown)
             function.body = reader.body(function.body, outside | {each.arg: Unknown for each in (*names, *more)})
             reader.drop_last_break(function)
+            setting = setting - Counter(own) + Counter(_attributes(line)) if own else setting
     except RecursionError:
         return script
     if not reader.changed:
@@ -76,12 +80,6 @@ class _Reader:
             own = within(function)
             names |= {name for line in function.body for name in changed_in(line)} - own
         return names
-
-    def attributes_outside(self, function: ast.AST) -> set[str]:
-        """Return the attributes that other code sets, at a time that is not known in this function."""
-        inside = {id(each) for each in ast.walk(function)}
-        nodes = (each for each in ast.walk(self.script.tree) if isinstance(each, ast.Attribute))
-        return {ast.unparse(each) for each in nodes if isinstance(each.ctx, ast.Store) and id(each) not in inside}
 
     def drop_last_break(self, function: Any) -> None:
         """Remove `if count >= total: break` from a loop that makes one step for each batch, if the total is epochs
@@ -354,10 +352,11 @@ def _is_one(node: ast.AugAssign, count: ast.expr) -> bool:
     return one and ast.unparse(node.target) == ast.unparse(count)
 
 
-def _attributes(node: ast.AST) -> set[str]:
-    """Return the code of the attributes that a statement sets."""
-    nodes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load))
-    return set(map(ast.unparse, nodes))
+def _attributes(node: ast.AST, without: ast.AST | None = None) -> set[str]:
+    """Return the code of the attributes that a statement sets. `without`: a function in it that is left out."""
+    out = set[int]() if without is None else {id(each) for each in ast.walk(without)}
+    nodes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and id(each) not in out)
+    return {ast.unparse(each) for each in nodes if not isinstance(each.ctx, ast.Load)}
 
 
 def _is_plain(value: Any) -> bool:

@@ -78,8 +78,8 @@ def move(
     except (RecursionError, MemoryError):  # MemoryError: from Python's own parser
         raise RunError(
             "LS8550",
-            f"--from: {origin} is nested too deeply to be read (thousands of elif, or of brackets): remove code "
-            "that does not train, or write the run file without --from",
+            f"--from: {origin} is nested too deeply to be read (elif, brackets, or functions that call each other): "
+            "remove code that does not train, or write the run file without --from",
         ) from None
     only_its_own(draft)
     talk.console.say(f"{origin}: {source.called}")
@@ -537,6 +537,12 @@ def read(path: Path, more: Mapping[str, Any] | None = None) -> Read:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunError("LS8203", f"--from: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if path.suffix in (".toml", ".ipynb"):
+        raise RunError(
+            "LS8552",
+            f"--from: {path} is a {'notebook' if path.suffix == '.ipynb' else 'TOML file'}: init reads Python scripts, "
+            "command lines, JSON and YAML, so convert it first",
+        )
     if path.suffix == ".py":
         return script(Script(path, text))
     if path.suffix in (".sh", ".bash", ".slurm", ".sbatch") or text.startswith("#!"):

@@ -24,6 +24,7 @@ from lockstep.lab.import_config.value_bounds import FAULTS, affordable, bounded
 from lockstep.lab.import_config.value_bounds import Unknown as Unknown
 
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_MOST = 10_000  # statements of a script: the time to read it grows with their square
 LONGEST = 76  # characters of a piece of code in a message
 
 
@@ -104,6 +105,12 @@ class Script:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
         except ValueError as error:  # for example a NUL
             raise RunError("LS8551", f"--from: {path} cannot be parsed as Python: {error}") from None
+        if (count := sum(isinstance(each, ast.stmt) for each in ast.walk(self.tree))) > _MOST:
+            raise RunError(
+                "LS8553",
+                f"--from: {path} has {count:,} statements, and init reads at most {_MOST:,}: remove code that does not "
+                "train, or write the run file without --from",
+            )
         self.imports: dict[str, str] = {}
         self.functions: dict[str, Scope] = {}
         self.namesakes: dict[str, list[Any]] = {}  # name -> all functions of this name that are not methods

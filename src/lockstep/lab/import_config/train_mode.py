@@ -45,6 +45,8 @@ class TrainMode:
     calls: list[ast.Call] = field(default_factory=list)  # that set a mode of the model
     returned: list[Modes] = field(default_factory=list)  # one for each function that is being called
     left: list[Modes] = field(default_factory=list)  # of `break` and `continue`, one for each loop
+    # calls of a function that were followed: body, modes before, saved modes, depth -> modes and saved modes after
+    followed: dict[tuple[Any, ...], tuple[Modes, dict[str, Modes]]] = field(default_factory=dict)
 
     def run(self, functions: list[Any]) -> set[Mode]:
         """The modes of all batches. `functions`: where the loop is, if no call of them is found."""
@@ -161,7 +163,7 @@ class TrainMode:
             self.modes_of_batches |= modes
         if isinstance(call.func, ast.Name) and (function := self.script.functions.get(call.func.id)) is not None:
             body = getattr(function, "body", None)
-            return self._function(body, modes) if isinstance(body, list) and len(self.returned) < _DEPTH else modes
+            return self._of_call(body, modes) if isinstance(body, list) and len(self.returned) < _DEPTH else modes
         if not _is_mode(call):
             return modes
         of = self._whose(call.func.value)  # type: ignore[attr-defined]
@@ -173,6 +175,16 @@ class TrainMode:
             return target
         values = {each.training for each in target}
         return frozenset(each if {each.training} == values else Mode(PART, call) for each in modes)
+
+    def _of_call(self, body: list[Any], modes: Modes) -> Modes:
+        """Follow a function. The same call is followed once: what it adds to `calls` and to the modes of batches is
+        the same each time."""
+        key = (id(body), modes, frozenset(self.saved.items()), len(self.returned))
+        if key not in self.followed:
+            self.followed[key] = self._function(body, modes), dict(self.saved)
+        after, saved = self.followed[key]
+        self.saved = dict(saved)
+        return after
 
     def _target_modes(self, call: ast.Call) -> Modes:
         """The modes that a call of `train` or `eval` may set."""

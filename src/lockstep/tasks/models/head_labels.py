@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config.sections import ModelSection
 from lockstep.tasks.models import heads
 from lockstep.tasks.models.heads import Head
-from lockstep.tasks.models.model_configs import load_config
+from lockstep.tasks.models.model_configs import load_config, local_or_id
 
 _LISTED = 6  # labels listed in a note
 
@@ -108,13 +108,23 @@ def _config_labels(section: ModelSection, head: Head) -> tuple[list[str], bool] 
     if section.type is not None:
         return None
     config = _source_config(section)
-    named = config.id2label or {}
+    named = _written_labels(section, config)
     names = [str(named[code]) for code in range(len(named)) if code in named]
     has_head = names_head(config, head)
     usable = len(names) == len(named) > 0
     if not usable or not (has_head or (not _unnamed(names) and len(set(names)) == len(names))):
         return None
     return names, has_head
+
+
+def _written_labels(section: ModelSection, config: Any) -> dict[int, str]:
+    """The model's names of its outputs: `id2label`, or, if its config file has none, `label2id`, which transformers
+    does not read then."""
+    written, _ = type(config).get_config_dict(local_or_id(section), revision=section.revision)
+    numbers = written.get("label2id")
+    if written.get("id2label") or not isinstance(numbers, dict) or sorted(numbers.values()) != [*range(len(numbers))]:
+        return config.id2label or {}
+    return {code: name for name, code in numbers.items()}
 
 
 def _unnamed(names: Sequence[str]) -> bool:
@@ -145,6 +155,11 @@ def _different(
     both = f"the model's id2label has {_listed(model_names)}, and the data have {_listed(names)}"
     if not has_head:
         return [f"{both}: the export names the data's"]
+    if len(names) != len(model_names) == 2 and _unnamed(model_names):  # also of a config without any number of labels
+        return [
+            f"the model's config names no labels, and the data have {_listed(names)}: unless its head has {len(names)} "
+            "outputs, a new one is drawn from the seed; the export names the data's labels"
+        ]
     if len(names) != len(model_names):
         return [f"{both}: a new head is drawn from the seed, and the export names the data's labels"]
     if counted and _unnamed(model_names):
