@@ -78,6 +78,22 @@ def test_a_score_has_the_name_of_lockstep_if_its_numbers_are_the_same(
         (f'{counts}    p, r_ = r / (p + 1e-12), r / (t + 1e-12)\n    return {{"f1": 2 * p * r_ / (p + r_)}}', "f1"),
         (f'{counts}    return {{"f1": 2 * r / (p + t + 1)}}', None),
         ('return {"f1": np.random.rand()}', None),
+        ('return {"eval_f1": f1_score(want, got)}', "f1"),
+        ('if (got == 1).sum() == 0:\n        return {"f1": 0.0}\n    return {"f1": f1_score(want, got)}', "f1"),
+        *(  # the numbers of our predictions are those of f1, and of others they are not
+            (f'return {{"f1": {code}}}', None)
+            for code in (
+                "round(f1_score(want, got))",
+                "round(f1_score(want, got), ndigits=1)",
+                "max(f1_score(want, got), 0.1)",
+                "f1_score(want, got, zero_division=1)",
+                "f1_score(want, got) if len(want) < 1000 else 0.5",
+                "f1_score(want, got) if want.mean() < 0.9 else 0",
+            )
+        ),
+        ('print(got.sort())\n    return {"f1": f1_score(want, got)}', None),
+        ('return evaluate.load("f1", "multilabel").compute(predictions=got, references=want)', None),
+        ('return evaluate.load("acme/f1").compute(predictions=got, references=want)', None),
     ):
         script = changed(text, (usual_score, f"{start}    {code.strip()}"))
         if name is None:
@@ -86,6 +102,24 @@ def test_a_score_has_the_name_of_lockstep_if_its_numbers_are_the_same(
         run = moved("train.py", script)
         assert (run.checkpoint.best, "threshold: 0.5" in Path("moved.yaml").read_text()) == (name, name == "f1"), code
         Path("moved.yaml").unlink()
+
+
+def test_scores_of_other_logits_or_names_are_not_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    usual = USUAL.replace("'accuracy'", "'f1'")
+    text = TRAINER.replace("ARGUMENTS", usual).replace("num_labels=5", "num_labels=2")
+    text = text.replace(
+        "import numpy as np", "import numpy as np\nfrom sklearn.metrics import accuracy_score, f1_score"
+    )
+    text = text.replace('{"accuracy": (np.argmax(p.predictions, -1) == p.label_ids).mean()}', "SCORE")
+    score = ("SCORE", '{"f1": f1_score(p[1], p[0].argmax(-1))}')
+    word = "compute_metrics=compute_metrics, preprocess_logits_for_metrics="
+    other = changed(text, score, ("compute_metrics=compute_metrics", f"{word}lambda l, y: -l"))
+    assert "metric_for_best_model: f1 (" in refused("train.py", other, capsys)
+    again = changed(text, score, ("args = T", "f1_score = accuracy_score\nargs = T"))
+    assert "metric_for_best_model: f1 (" in refused("train.py", again, capsys)
+    first = ("SCORE", '{"f1": f1_score(p[1], p[0])}')
+    same = changed(text, first, ("compute_metrics=compute_metrics", f"{word}lambda l, y: l.argmax(dim=-1)"))
+    assert moved("train.py", same).checkpoint.best == "f1"
 
 
 def test_the_scores_that_are_compared_are_those_of_the_task() -> None:

@@ -12,10 +12,13 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lockstep.lab.import_config import bound_names
 from lockstep.lab.import_config.kinds import function_of
 from lockstep.lab.import_config.script import Script, Unknown
 from lockstep.lab.import_config.table import RunDraft
 
+_SAME = 1e-6  # scores that differ by less are the same
+_OF_LOADING = ("cache_dir", "experiment_id", "keep_in_memory", "trust_remote_code", "download_mode")
 _ROWS = 60  # random predictions, in which each label occurs
 _DEPTH = 10  # of functions that call one another
 _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
@@ -49,9 +52,13 @@ def rename_best(script: Script, function: ast.expr, draft: RunDraft) -> None:
     scores = _scores(script, function_of(script, function))
     best = str(draft.keys.get("checkpoint.best", "")).removeprefix("-")
     if scores is None:
+        why = f"which metric of lockstep it is was not seen: init does not follow {ast.unparse(function)}"
         if best not in ("", "loss", "accuracy") and not draft.is_given("checkpoint.best"):
-            why = f"which metric of lockstep it is was not seen: init does not follow {ast.unparse(function)}"
             draft.unclear(f"metric_for_best_model: {best}", why, "checkpoint.best")
+        elif best == "accuracy":
+            draft.notes.append(
+                f"metric_for_best_model: {best} is taken as the task's accuracy, over all examples; {why}"
+            )
         return
     names = {name: ours for name, ours in scores.items() if ours is not None}
     lost = [name for name in scores if name not in names]
@@ -59,7 +66,10 @@ def rename_best(script: Script, function: ast.expr, draft: RunDraft) -> None:
         draft.notes.append(
             f"not computed by the task: {', '.join(lost)}; metrics takes functions of (predictions, labels)"
         )
-    if best not in scores or draft.is_given("checkpoint.best"):
+    if best in ("", "loss") or draft.is_given("checkpoint.best"):
+        return
+    if best not in scores:
+        draft.unclear(f"metric_for_best_model: {best}", f"{ast.unparse(function)} has no such score", "checkpoint.best")
         return
     if best not in names:
         why = "its numbers are those of none of accuracy, macro_f1 and, of two labels, f1"
@@ -86,16 +96,23 @@ def _scores(script: Script, function: Any) -> dict[str, str | None] | None:
             true = np.concatenate([np.arange(labels), generator.integers(labels, size=_ROWS)])
             logits = generator.normal(size=(len(true), labels)) + np.eye(labels)[true]
             try:
-                result = _Followed(script, logits, true).call(function, _Predictions(logits, true), 0)
+                followed = _Followed(script, logits, true)
+                result = followed.call(function, _Predictions(followed.prepared(), true), 0)
             except (_NotFollowed, ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
                 return None
             if not isinstance(result, dict):
                 return None
             ours = _of_lockstep(logits.argmax(-1), true, labels)
-            for name, value in result.items():
-                equal = {key for key, of in ours.items() if abs(_number(value) - of) < 1e-6}
+            for name, value in _unprefixed(result).items():
+                equal = {key for key, of in ours.items() if abs(_number(value) - of) < _SAME}
                 same[str(name)] = same.get(str(name), equal) & equal
     return {name: next(iter(sorted(each)), None) for name, each in same.items()}
+
+
+def _unprefixed(result: dict[Any, Any]) -> dict[str, Any]:
+    """Return scores by their names without `eval_`, which Trainer puts before each that does not begin with it."""
+    names = sorted(map(str, result), key=lambda name: not name.startswith("eval_"))  # the others replace them
+    return {name.removeprefix("eval_"): result[name] for name in names}
 
 
 def _number(value: Any) -> float:
@@ -147,6 +164,21 @@ class _Followed:
     def __init__(self, script: Script, logits: Any, true: Any) -> None:
         self.script, self.logits, self.true = script, logits, true
 
+    def prepared(self) -> Any:
+        """Return the predictions after `preprocess_logits_for_metrics`, if the Trainer has one."""
+        word = "preprocess_logits_for_metrics"
+        functions = [each.value for call in self.script.calls for each in call.node.keywords if each.arg == word]
+        if not functions or (isinstance(functions[0], ast.Constant) and functions[0].value is None):
+            return self.logits
+        function: Any = function_of(self.script, functions[0])
+        names = [each.arg for each in getattr(getattr(function, "args", None), "args", ())]
+        if len(functions) > 1 or len(names) != 2 or getattr(function, "decorator_list", None):
+            raise _NotFollowed
+        values = dict(zip(names, (self.logits, self.true), strict=True))
+        if isinstance(function, ast.Lambda):
+            return self.value(function.body, values, 0)
+        return self._body(function.body, values, 0)
+
     def call(self, function: Any, argument: Any, depth: int) -> Any:
         if not isinstance(function, ast.FunctionDef | ast.Lambda) or getattr(function, "decorator_list", None):
             raise _NotFollowed
@@ -164,7 +196,7 @@ class _Followed:
                 return self.value(line.value, names, depth)
             if isinstance(line, ast.Assign) and len(line.targets) == 1:
                 self._bind(line.targets[0], self.value(line.value, names, depth), names)
-            elif isinstance(line, ast.If):
+            elif isinstance(line, ast.If) and _is_guard(line.test, [*line.body, *line.orelse]):
                 result = self._body(line.body if self.value(line.test, names, depth) else line.orelse, names, depth)
                 if result is not None:
                     return result
@@ -196,7 +228,7 @@ class _Followed:
             return -value if isinstance(node.op, ast.USub) else not value
         if isinstance(node, ast.BinOp | ast.Compare):
             return self._of_two(node, names, depth)
-        if isinstance(node, ast.IfExp):
+        if isinstance(node, ast.IfExp) and _is_guard(node.test, [node.body, node.orelse]):
             return self.value(node.body if self.value(node.test, names, depth) else node.orelse, names, depth)
         if isinstance(node, ast.Attribute):
             return self._attribute(node, names, depth)
@@ -236,6 +268,7 @@ class _Followed:
     def _called(self, node: ast.Call, names: dict[str, Any], depth: int) -> Any:
         origin = self.script.origin_of(node.func)
         library, _, name = origin.rpartition(".")
+        self._is_once(node.func)
         if isinstance(node.func, ast.Name) and node.func.id in self.script.functions:
             if len(node.args) != 1 or node.keywords:
                 raise _NotFollowed
@@ -263,11 +296,17 @@ class _Followed:
             return getattr(np, name)(*values, **words)
         if library.startswith("sklearn"):
             return self._of_sklearn(name, values, words)
-        if origin == "round" and values and (len(values) == 1 or values[1] > 2):
+        if origin == "round" and len(values) == 2 and values[1] > 2 and not words:
             return values[0]
-        if origin in _PLAIN and not words:
+        if origin in _PLAIN and not words and (origin not in ("max", "min") or _bounds_counts(node.args)):
             return _PLAIN[origin](*values)
         raise _NotFollowed
+
+    def _is_once(self, function: ast.expr) -> None:
+        """Raise if the name of an imported function is assigned again."""
+        root = bound_names.root_of(function)
+        if root in self.script.imports and any(name == root for _, name in self.script.bindings):
+            raise _NotFollowed
 
     def _method(self, node: ast.Call, names: dict[str, Any], depth: int, words: dict[str, Any]) -> Any:
         import numpy as np
@@ -278,6 +317,8 @@ class _Followed:
             raise _NotFollowed
         if node.func.attr == "astype":
             return holder if holder.dtype != bool else holder.astype(int)
+        if "dim" in words:  # torch's name
+            words["axis"] = words.pop("dim")
         return getattr(holder, node.func.attr)(*(self.value(each, names, depth) for each in node.args), **words)
 
     def _loaded(self, node: ast.expr, names: dict[str, Any]) -> list[str] | None:
@@ -295,7 +336,8 @@ class _Followed:
             return {"mrpc": ["accuracy", "f1"], "qqp": ["accuracy", "f1"]}.get(
                 str(task), ["accuracy"] if task not in ("cola", "stsb") else ["other"]
             )
-        return [first]
+        plain = len(value.args) == 1 and {word.arg for word in value.keywords} <= {*_OF_LOADING}
+        return [first] if plain else ["other"]
 
     def _computed(self, scores: list[str], values: list[Any], words: dict[str, Any]) -> dict[str, Any]:
         predicted, true = words.pop("predictions"), words.pop("references")
@@ -310,7 +352,8 @@ class _Followed:
     def _of_sklearn(self, name: str, values: list[Any], words: dict[str, Any]) -> Any:
         """Return a score of scikit-learn; not a number if it is none of lockstep's."""
         values += [words.pop(each) for each in ("y_true", "y_pred") if each in words]
-        words.pop("zero_division", None)
+        if words.pop("zero_division", 0) not in (0, "warn"):
+            raise _NotFollowed
         if len(values) != 2:
             raise _NotFollowed
         true, predicted = values
@@ -325,5 +368,27 @@ class _Followed:
         return (*of, None) if several else of[place]  # type: ignore[index]
 
 
+def _is_guard(test: ast.expr, branches: list[Any]) -> bool:
+    """Return whether a condition is decided by no prediction: whether there are several outputs, or a division by zero
+    whose result is 0. Of any other one only the branch of our predictions would be followed."""
+    if isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance":
+        return True
+    limit = test.comparators[0] if isinstance(test, ast.Compare) else ast.Constant(0)
+    zeros = (each for line in branches for each in ast.walk(line) if isinstance(each, ast.Constant))
+    return isinstance(limit, ast.Constant) and limit.value == 0 and any(each.value == 0 for each in zeros)
+
+
+def _bounds_counts(values: list[ast.expr]) -> bool:
+    """Return whether `max` and `min` keep a divisor from 0, and no score in bounds."""
+    numbers = [each.value for each in values if isinstance(each, ast.Constant)]
+    return len(numbers) == len(values) - 1 and all(
+        isinstance(each, int | float) and (each >= 1 or 0 <= each < _SAME) for each in numbers
+    )
+
+
 def _prints(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "logger.info", "logging.info")
+    """Return whether a line prints, and calls no method that may change an array."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func) not in ("print", "logger.info", "logging.info"):
+        return False
+    calls = [each.func for part in node.args for each in ast.walk(part) if isinstance(each, ast.Call)]
+    return all(not isinstance(each, ast.Attribute) or each.attr in _METHODS for each in calls)
