@@ -192,6 +192,17 @@ def test_what_people_write_around_a_trainer_is_understood(here: Path, capsys: py
     ):
         moved("train.py", changed(text, *pairs))
     Path("moved.yaml").unlink()
+    for other in ("'other/checkpoint-5'", "get_last_checkpoint('other')", "find('out')"):
+        from_there = changed(
+            text,
+            (head, f"{head}import os\nfrom transformers.trainer_utils import get_last_checkpoint\n"),
+            (train, resume.replace("get_last_checkpoint('out')", other) + "trainer.train(last)\n"),
+        )
+        assert "last" in refused("train.py", from_there, capsys), other
+    for line in ("list(map(model.requires_grad_, [False]))", "sorted([False], key=model.requires_grad_)"):
+        assert f"{line[5:-1] if line.startswith('list') else line} (it may be changed there" in refused(
+            "train.py", changed(text, (train, f"{line}\n{train}")), capsys
+        )
     before = changed(text, (train, f"{show}Show(model).text('good')\n{train}"))
     assert "Show(model) (it may be changed there" in refused("train.py", before, capsys)
     acts = changed(

@@ -170,6 +170,25 @@ class _Reader:
         return not known and (name in NAMES["homes"] or name in _TAKES)
 
 
+def is_newest(script: Script, node: ast.expr, depth: int = 0) -> bool:
+    """Return whether a checkpoint is the newest of the run itself, or one of an option that was not given."""
+    if isinstance(node, ast.Name) and depth < 5:
+        values = [v for (_, name), of in script.bindings.items() if name == node.id for v in of]
+        return all(each is None or is_newest(script, each, depth + 1) for each in values)
+    if isinstance(node, ast.IfExp | ast.BoolOp):
+        parts = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
+        return all(is_newest(script, each, depth) for each in parts)
+    if isinstance(node, ast.Attribute):
+        return script.known(node) is None
+    if isinstance(node, ast.Call) and node.args:
+        own = script.origin_of(node.func) == "transformers.trainer_utils.get_last_checkpoint"
+        folder = script.known(node.args[0])
+        outputs = {script.known(w.value) for c in script.calls for w in c.node.keywords if w.arg == "output_dir"}
+        named = ast.unparse(node.args[0]).endswith("output_dir")
+        return own and (named or folder in outputs)
+    return isinstance(node, ast.Constant) and node.value in (None, True, False)
+
+
 def _either(one: Values | None, other: Values | None) -> Values | None:
     """Return the values after two branches."""
     if one is None or other is None:

@@ -69,8 +69,27 @@ class _Flows:
                     yield self._whole(node), _COMPUTED
             elif isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
                 continue
-            elif (kind := self._kind(node)) is not None and not self._follows(node, kind):
+            elif self._is_called_there(node) or (
+                (kind := self._kind(node)) is not None and not self._follows(node, kind)
+            ):
                 yield self._whole(node), _WHY
+
+    def _is_called_there(self, node: ast.expr) -> bool:
+        """Return whether a method of an object of the training is given to a function that calls it:
+        `map(model.requires_grad_, [False])`."""
+        if not isinstance(node, ast.Attribute) or self._kind(node.value) not in _STRICT:
+            return False
+        if node.attr in NAMES["observing_of_parts"]:
+            return False
+        parent = self.parents.get(id(node))
+        word = parent.arg if isinstance(parent, ast.keyword) else None
+        call = self.parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
+        if not isinstance(call, ast.Call) or node is call.func:
+            return False
+        if self._kind(node.value) == "tokenizer" and node.attr in NAMES["tokenizer_methods"]:
+            return False
+        name = self.script.origin_of(call.func).rpartition(".")[2]
+        return word in _CALLED or (name in _CALLING and word is None and node is call.args[0])
 
     # -- what is an object of the training -----------------------------------------------------------------------------
 
@@ -373,6 +392,8 @@ class _Flows:
 
 
 _OF_LIGHTNING = ("configure_optimizers", "dataloader")  # methods whose displays another reader looks at
+_CALLED = ("key", "function", "func", "target", "default_factory")  # arguments that are called
+_CALLING = ("map", "filter", "iter", "defaultdict", "reduce", "partial", "starmap", "Thread", "agent")
 _SPLITS = ("train", "val", "dev", "test", "unsupervised")
 _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 _SWITCHES = ("torch.backends.cudnn", "torch.backends.cuda.matmul", "torch.backends.cuda")

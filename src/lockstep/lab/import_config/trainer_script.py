@@ -12,6 +12,7 @@ from collections.abc import Callable
 from lockstep.config.run import RunError
 from lockstep.lab.import_config import (
     attributes,
+    branch_values,
     call_arguments,
     dataset_calls,
     inlining,
@@ -647,9 +648,7 @@ def trained(call: Call, at: Reading) -> None:
     node = at.script.arguments(call, ("resume_from_checkpoint",)).nodes.get("resume_from_checkpoint")
     if node is None or at.script.known(node, True) in (None, False):
         return
-    newest = at.script.known(node) is True or (
-        isinstance(node, ast.Name | ast.Attribute) and at.script.known(node) is None
-    )
+    newest = at.script.known(node) is True or branch_values.is_newest(at.script, node)
     why = "training resumes from a checkpoint of Trainer; in lockstep the same command resumes a run"
     at.draft.drop(f"line {call.line}: resume_from_checkpoint={code_of(node)}", None, why, not newest, ("model.source",))
 
