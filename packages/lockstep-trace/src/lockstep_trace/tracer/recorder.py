@@ -555,7 +555,7 @@ class Recorder:
     def _cheap(self, here: dict[str, Any]) -> dict[str, Any]:
         number, since = here["number"], self.since
         names, _ = self.names()
-        generators = observers.generator_states()
+        generators = observers.generator_states() if since.seeds else {}
         outside, late, piled = {}, [], []
         groups = [group for o in self._stepping().values() for group in o.param_groups]
         optimized = {id(getattr(p, "source", p)) for group in groups for p in group["params"]}
@@ -591,7 +591,6 @@ class Recorder:
                 "closure": bool(here.get("closure")),
                 "unregistered": self.strays.with_gradients(optimized),
                 "elsewhere": self.schedules.elsewhere(here["optimizer"]),
-                "generators": generators,
                 "unread_rate": unread_rate(here["optimizer"]),
             }
             | self._rates_of(here["optimizer"])

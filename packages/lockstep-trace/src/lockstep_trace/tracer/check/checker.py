@@ -188,7 +188,6 @@ class Checker:
             "of": of,
             "recomputed": _measured([total[id(parameters[i])] / scale for i in of], parameters, of),
             "excluded": dict(list(excluded.items())[:20]),
-            "excluded_count": len(excluded),
             "apart": result.distance,
             "backwards": len(backwards),
             "autocast": any(call.autocast for call in self.calls),
@@ -400,11 +399,8 @@ def _call_of(backward: Backward, calls: Sequence[ModuleCall], own: set[int]) -> 
 
 
 def _arrived(call: ModuleCall, number: int) -> dict[int, Tensor]:
-    fired = {i: row.gradients[number] for i, row in enumerate(call.outputs) if number in row.gradients}
-    seeds = [i for i in call.seeds.get(number, []) if i in fired]
-    if not seeds and len(fired) != 1:
-        raise NotRecomputable("the loss depends on several outputs in an unknown way")
-    return {i: fired[i] for i in seeds or fired}
+    fired, seeds = replay.arrived_at(call, number)
+    return {i: fired[i] for i in seeds}
 
 
 def _joined(inputs: list[Any], sizes: list[int]) -> Any:

@@ -299,13 +299,8 @@ def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = T
     another one computed from it."""
     result = run(twin, (call.args, call.kwargs), call, gradients=True, autocast=autocast)
     distance = reproduced(call, result)
-    fired = [i for i, row in enumerate(call.outputs) if number in row.gradients]
-    seeds = [i for i in call.seeds.get(number, []) if i in fired]
-    if not seeds:
-        if len(fired) != 1:
-            raise NotRecomputable("the loss depends on several outputs in an unknown way")
-        seeds = fired
-    arrived = {i: call.outputs[i].gradients[number].to(result.floats[i].dtype) for i in fired}
+    fired, seeds = arrived_at(call, number)
+    arrived = {i: g.to(result.floats[i].dtype) for i, g in fired.items()}
     for i in fired:
         if result.floats[i].requires_grad:
             result.floats[i].register_hook(lambda _, value=arrived[i]: value)
@@ -322,6 +317,16 @@ def gradients(twin: nn.Module, call: ModuleCall, number: int, autocast: bool = T
     if len(ids) != len(twins):
         raise NotRecomputable("requires_grad of parameters changed during the call")
     return {key: g.detach() for key, g in zip(ids, parts, strict=True) if g is not None}, distance
+
+
+def arrived_at(call: ModuleCall, number: int) -> tuple[dict[int, Tensor], list[int]]:
+    """Return the gradients that arrived at outputs in a backward, by index, and the outputs from which the loss is
+    computed. Errors: `NotRecomputable`."""
+    fired = {i: row.gradients[number] for i, row in enumerate(call.outputs) if number in row.gradients}
+    seeds = [i for i in call.seeds.get(number, []) if i in fired]
+    if not seeds and len(fired) != 1:
+        raise NotRecomputable("the loss depends on several outputs in an unknown way")
+    return fired, seeds or list(fired)
 
 
 CALLS = 64  # max. calls of a checked step

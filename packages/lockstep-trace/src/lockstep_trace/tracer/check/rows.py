@@ -108,28 +108,38 @@ def _compared(reference: str, call: ModuleCall, size: int, result: Replay, index
             return distance_between(a[index.to(a.device)], b)
         return None
 
-    pairs = [(d, a) for a, b in zip(result.floats, other.floats, strict=False) if (d := distance(a, b)) is not None]
-    observation: dict[str, Any] = {"reference": reference, "rows": size, "of": count}
-    if not pairs:
+    pair = (quiet(call, True), (call.args, call.kwargs)), (quiet(call, True), changed)
+    about = {"reference": reference, "rows": size, "of": count}
+    observation = _observed(about, call, (result, other), distance, pair)
+    if observation is None:
         raise NotRecomputable("no output has a row for each example")
-    worst = max(d for d, _ in pairs)
-    observation["apart"] = worst
-    if not any(d > limit_of(call, a) for d, a in pairs):
-        return [observation | {"result": "same"}]
+    if observation["result"] == "differs":
+        inner = dict(quiet(call, True).named_modules()).get(observation["module"])
+        norms = isinstance(inner, placement.BATCH_NORM) or observation["operation"] == "batch_norm"
+        observation["batch_norm"] = norms
+    return [observation]
+
+
+def _observed(
+    about: dict[str, Any], call: ModuleCall, results: tuple[Replay, Replay], distance: Any, pair: Any, by: float = 1.0
+) -> dict[str, Any] | None:
+    """Compare the outputs of two calls, and name the first operation that differs; None if no outputs are comparable.
+    `distance`: of two outputs, None if they cannot be compared. `pair`: (copy, inputs) of each. `by`: multiplies the
+    limits."""
+    outputs = zip(results[0].floats, results[1].floats, strict=False)
+    pairs = [(d, a) for a, b in outputs if (d := distance(a, b)) is not None]
+    if not pairs:
+        return None
+    observation = about | {"apart": max(d for d, _ in pairs)}
+    if not any(d > by * limit_of(call, a) for d, a in pairs):
+        return observation | {"result": "same"}
 
     def differ(a: Tensor, b: Tensor) -> bool:
         d = distance(a, b)
-        return d is not None and d > limit_of(call, a)
+        return d is not None and d > by * limit_of(call, a)
 
-    pair = (quiet(call, True), (call.args, call.kwargs)), (quiet(call, True), changed)
     module, operation = first_difference(*pair, call, differ, seed=1)
-    inner = dict(quiet(call, True).named_modules()).get(module)
-    kind = type(inner).__name__ if inner is not None else ""
-    norms = isinstance(inner, placement.BATCH_NORM) or operation == "batch_norm"
-    about = {"module": module, "kind": kind, "operation": operation, "batch_norm": norms}
-    if isinstance(inner, nn.RNNBase | nn.MultiheadAttention):
-        about["time_first"] = not inner.batch_first
-    return [observation | {"result": "differs"} | about]
+    return observation | {"result": "differs", "module": module, "operation": operation}
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
@@ -166,28 +176,17 @@ def padding(call: ModuleCall) -> list[dict[str, Any]]:
                 return distance_between(a.index_select(dim, keep.to(a.device)), b)
         return None
 
-    pairs = [(d, a) for a, b in zip(one.floats, other.floats, strict=False) if (d := distance(a, b)) is not None]
-    if not pairs:
-        return results
-    observation = {
+    about = {
         "reference": "padding",
         "row": row,
         "tokens": len(keep),
         "padding": length - len(keep),
         "left": bool(keep[0] > 0),
         "how": how,
-        "apart": max(d for d, _ in pairs),
     }
-    if not any(d > 10 * limit_of(call, a) for d, a in pairs):
-        return [*results, observation | {"result": "same"}]
-
-    def differ(a: Tensor, b: Tensor) -> bool:
-        d = distance(a, b)
-        return d is not None and d > 10 * limit_of(call, a)
-
     pair = (quiet(call, False), alone_), (quiet(call, False), trimmed)
-    module, operation = first_difference(*pair, call, differ, seed=1)
-    return [*results, observation | {"result": "differs", "module": module, "operation": operation}]
+    observation = _observed(about, call, (one, other), distance, pair, 10)
+    return results if observation is None else [*results, observation]
 
 
 def _real(call: ModuleCall, size: int) -> tuple[Tensor, str] | None:
@@ -276,7 +275,7 @@ def _training(call: ModuleCall) -> list[dict[str, Any]]:
     distance = exactly(one, other) if len(one.floats) == len(other.floats) else 1.0
     observation = {"reference": "seed", "apart": distance, "masks": len(masks)}
     if all(torch.equal(a, b) for _, a, b in masks):
-        return [observation | {"result": "differs", "same_masks": True, "module": masks[0][0], "operation": "dropout"}]
+        return [observation | {"result": "differs", "module": masks[0][0], "operation": "dropout"}]
     return [observation | {"result": "same"}]
 
 
