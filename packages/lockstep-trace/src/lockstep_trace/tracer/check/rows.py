@@ -138,7 +138,7 @@ def _observed(
         d = distance(a, b)
         return d is not None and d > by * limit_of(call, a)
 
-    module, operation = first_difference(*pair, call, differ, seed=1)
+    module, operation = first_difference(pair[0], pair[1], call, differ, seed=1)
     return observation | {"result": "differs", "module": module, "operation": operation}
 
 
