@@ -66,7 +66,7 @@ def test_default_stride_shrinks_with_a_short_window(tmp_path: Path) -> None:
 
 
 def test_default_stride_shrinks_for_a_long_question(tmp_path: Path) -> None:
-    """The row was refused, for a stride that nobody wrote. Every other row keeps the stride, and so does plain."""
+    """The row was refused, for a stride that nobody wrote. Every other row keeps the stride."""
     make(tmp_path, "questions")
     rows = rows_in(tmp_path)
     rows[3]["question"] = "where " * 22
