@@ -45,7 +45,7 @@ def started(run: Run) -> tuple[Strategy, list[StepBatch]]:
     """Return a strategy after two steps, and the steps to profile."""
     world = World(run).join()
     task, strategy = build(run, world)
-    keep_freed_memory()  # as `dry_run.try_a_step` does
+    keep_freed_memory()  # as `startup.try_a_step` does
     feed = StepLoader(task, strategy.own_micro_batches(), world.device)
     for step in range(2):
         strategy.train_step(feed.make(step), 1e-5)

@@ -103,7 +103,7 @@ def main() -> None:
         job = for_rank(run, world)
         join_ranks(job, world)
         session = build_session(job, world)
-        keep_freed_memory()  # as `dry_run.try_a_step` does
+        keep_freed_memory()  # as `startup.try_a_step` does
         meter = Meter(session.strategy.model, args, *examples(args))
         checkpoints = NoCheckpoints(job, world, session.feed.total)
         Path(folder).mkdir(exist_ok=True)

@@ -225,6 +225,24 @@ def test_an_absolute_loss_of_torch_that_spreads_is_noted() -> None:
     assert notes == [[("all pairs", "8")], [], []]
 
 
+def test_a_graph_is_read_through_the_hooks_of_modules() -> None:
+    """The node of a full backward hook, BackwardHookFunctionBackward, has no name before its suffix."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    model.register_full_backward_hook(lambda *_: None)
+    loss = model(torch.rand(2, 3, requires_grad=True)).mean()
+    names = [graph.name_of(node) for node in graph.nodes_of(loss, graph.NODES)]
+    assert names[:3] == ["Mean", "", "Addmm"]
+    assert "Relu" in names
+
+
+def test_class_weights_of_a_loss_are_read_with_targets_of_bytes() -> None:
+    targets = (torch.arange(64) < 48).to(torch.uint8)
+    loss = functional.cross_entropy(torch.rand(64, 2, requires_grad=True), targets, torch.tensor([1.0, 3.0]))
+    assert {note: bool(holds) for note, holds in evidence._classes(loss.grad_fn, 64, {})} == {
+        ("frequent weighs", ""): True
+    }
+
+
 @pytest.mark.parametrize("way", ["zeroed", "zeroed in place", "cut", "two factors of zeros"])
 def test_the_cause_of_zero_gradients_is_not_guessed(way: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Linear(4, 3, bias=False))

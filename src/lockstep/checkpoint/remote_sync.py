@@ -19,7 +19,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.checkpoint import export_hashes, folder
 from lockstep.checkpoint.manifest import (
@@ -38,10 +37,6 @@ from lockstep.config.run import Run, RunError
 from lockstep.data.job import Job
 from lockstep.data.object_store import BRIEF, Bucket, Object, StoreError, download, require
 from lockstep.track.busy import ACTIVITY
-
-if TYPE_CHECKING:
-    pass
-
 
 PROBE = "lockstep-was-here"  # object written and removed before a run, to test write permission
 _STEP = re.compile(r"step-(\d{6,})/")

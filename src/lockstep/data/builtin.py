@@ -53,7 +53,6 @@ ACTS: dict[str, tuple[str, ...]] = {
     "surprise": _items("""did not see it coming, gasped out loud, could not believe it,
         stared with an open mouth, blinked in disbelief, had to read it three times"""),
 }
-CUES: dict[str, tuple[str, ...]] = {label: STATES[label] + ACTS[label] for label in LABELS}
 
 WOMEN = _items("""my sister, my mother, my aunt, my grandmother, my girlfriend, my roommate anna,
     the new manager, my teacher, our neighbour, my best friend""")

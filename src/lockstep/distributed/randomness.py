@@ -1,8 +1,7 @@
 """Random numbers that depend only on seed, step and micro-batch; detection of generators with another seed.
 
-In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded; the
-private generators of a task and its model, which no step seeds and no guarantee covers (`verify` and the start of a run
-list them).
+In: a seed and a position in the run. Out: the generators of Python, numpy and torch, seeded; the private generators of
+a task and its model, which no step seeds and no guarantee covers (`verify` and the start of a run list them).
 
 CPU dropout masks (`bernoulli_`) are drawn in bulk: torch draws one by one, which takes 7 % of a step. One number from
 torch's generator seeds numpy's SFC64, so a mask remains a pure function of the state of torch's generator.
@@ -132,12 +131,6 @@ def _within(value: Any, where: str, visited: set[int], depth: int) -> Iterator[s
 #    every machine and with every library version
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-def sequence(first: int, count: int) -> np.ndarray:
-    """Return the random numbers of the `count` integers from `first`: uint64 [count]."""
-    with np.errstate(over="ignore"):
-        return _finished(np.arange(first, first + count, dtype=np.uint64) * _STEP)
 
 
 def mixed(*numbers: Any) -> np.ndarray:

@@ -52,7 +52,7 @@ class EmbeddingOptions(Section):
         20.0, gt=0, description="factor of the cosines before their softmax (inverse temperature)"
     )
     negatives: int | None = Field(
-        None, ge=1, description="maximum other rows of its micro-batch used as negatives of a row; default: all"
+        None, ge=1, description="maximum number of other rows in a micro-batch used as negatives; default: all"
     )
     pooling: Literal["mean", "cls", "last_token"] | None = Field(
         None, description="hidden states that form the vector; default: the model's own pooling, else mean"

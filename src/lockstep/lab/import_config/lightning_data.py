@@ -19,7 +19,6 @@ from lockstep.lab.import_config.table import NAMES, RunDraft
 
 _UNKNOWN = "its effect on the rows that are trained on is unknown"
 _HOOK = "Lightning calls it by its name, and what it does with the data is not read"
-_LOADER = "which loader it trains on is unknown"
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 

@@ -26,7 +26,6 @@ EVALUATED = "modules are trained in evaluation mode, or their modes are unknown"
 _LEAVES = "Lightning since 2.2 leaves a model in its mode, and from_pretrained gives one in evaluation mode"
 RESTORED = ("validation_", "test_", "predict_", "on_validation_epoch", "on_test_epoch")  # Lightning restores modes
 _BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try
-_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _MODES = ("train", "eval", "freeze", "unfreeze", "requires_grad_")
 _MOVES = ("get_peft_model", "compile", "prepare_model_for_kbit_training", "to", "cuda", "train")
 _SCHEDULES = ("torch.optim.lr_scheduler.", "lr_scheduler.", "transformers.")

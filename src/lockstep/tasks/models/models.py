@@ -370,8 +370,8 @@ def save(
     section: ModelSection | None = None,
     template: str | None = None,
 ) -> None:
-    """Write config, weights and tokenizer so that `from_pretrained` loads them. If `section` has an
-    adapter, `export` in it decides what is written.
+    """Write config, weights and tokenizer so that `from_pretrained` loads them. If `section` has an adapter, its
+    `export` decides what is written.
 
     `template`: the chat template used in training, in place of the tokenizer's."""
     plain = {name: tensor.cpu() for name, tensor in weights.items()}

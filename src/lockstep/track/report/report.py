@@ -1,7 +1,7 @@
 """Writes the self-contained report page of a run, or a comparison of several runs, without scripts or network access.
 
-In: records of output folders (history.py). Out: OUTPUT/report.html, or a comparison at any path. Imports no torch, so
-that pages can be written on any machine.
+In: records of output folders (track/history.py). Out: OUTPUT/report.html, or a comparison at any path. Imports no
+torch, so that pages can be written on any machine.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _classes(node: Any, rows: int, counts: dict[int, Tensor]) -> Iterator[Note]:
     target, weight = node._saved_target, node._saved_weight
     if not isinstance(weight, Tensor) or not is_plain_tensor(target) or not 1 < (size := len(weight)) <= 4096:
         return
-    target, weight = target.detach().reshape(-1), weight.detach().float()
+    target, weight = target.detach().reshape(-1).long(), weight.detach().float()
     place = target.where((target >= 0) & (target < size), size)
     now = torch.zeros(size + 1, dtype=torch.int64, device=target.device).scatter_add_(0, place, torch.ones_like(place))
     now = now[:size]

@@ -52,7 +52,7 @@ def objectives(loss: Any) -> list[LossFunction]:
     return [loss_function(node) for node in loss_nodes(loss)]
 
 
-def walk(nodes: Sequence[Any], goes_on: Callable[[str], bool] = bool, most: int = 64) -> Iterator[Any]:
+def walk(nodes: Sequence[Any], goes_on: Callable[[str], bool] = lambda _: True, most: int = 64) -> Iterator[Any]:
     """Yield nodes and those that they are computed from, breadth first, each once and at most `most`. `goes_on`: takes
     a node's name, whether to visit what it is computed from."""
     queue, known = deque(nodes), set[Any]()

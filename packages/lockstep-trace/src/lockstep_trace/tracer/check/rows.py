@@ -23,7 +23,6 @@ from .replay import ModuleCall, NotRecomputable, Replay, mapped, tensors
 
 LIMITS = {torch.float64: 1e-7, torch.float32: 1e-4}  # relative differences that kernels for another batch size explain
 LIMIT_HALF = 5e-2
-LABELS = ("labels", "label", "label_ids")
 
 
 def quiet(call: ModuleCall, norms: bool) -> nn.Module:
