@@ -102,6 +102,8 @@ def test_a_score_has_the_name_of_lockstep_if_its_numbers_are_the_same(
         run = moved("train.py", script)
         assert (run.checkpoint.best, "threshold: 0.5" in Path("moved.yaml").read_text()) == (name, name == "f1"), code
         Path("moved.yaml").unlink()
+    macro = changed(text, (usual_score, f"{start}    return {{'f1': f1_score(want, got, average='macro')}}"))
+    assert "'-macro_f1' selects the lowest" in refused("train.py", macro.replace("better=True", "better=False"), capsys)
 
 
 def test_scores_of_other_logits_or_names_are_not_followed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,8 @@ def rename_best(script: Script, function: ast.expr, draft: RunDraft) -> None:
     if draft.task != "classification":
         return
     scores = _scores(script, function_of(script, function))
-    best = str(draft.keys.get("checkpoint.best", "")).removeprefix("-")
+    chosen = str(draft.keys.get("checkpoint.best", ""))
+    best = chosen.removeprefix("-")
     if scores is None:
         why = f"which metric of lockstep it is was not seen: init does not follow {ast.unparse(function)}"
         if best not in ("", "loss", "accuracy") and not draft.is_given("checkpoint.best"):
@@ -77,7 +78,8 @@ def rename_best(script: Script, function: ast.expr, draft: RunDraft) -> None:
         return
     comment = draft.comments.get("checkpoint.best", "")
     if names[best] != best:
-        draft.set("checkpoint.best", names[best], f"{comment}: {best} is {names[best]} here")
+        sign = "-" if chosen.startswith("-") else ""  # greater_is_better=False
+        draft.set("checkpoint.best", f"{sign}{names[best]}", f"{comment}: {best} is {names[best]} here")
     if names[best] == "f1":
         draft.set("task.threshold", 0.5, f"f1 is that of the second label, as {best} of compute_metrics")
 
