@@ -121,5 +121,7 @@ def test_a_checkpoint_by_a_score_evaluates_each_epoch() -> None:
     assert any("monitor acc is taken as the task's accuracy" in note for note in draft.notes)
     assert trained("'val_loss'").keys["checkpoint.best"] == "-loss"
     assert any("monitor=f1" in gap.name for gap in trained("'val_f1'").deciding())
+    two = ("callbacks=[", "callbacks=[pl.callbacks.EarlyStopping('val_loss'), ")
+    assert any("look at two scores" in str(gap) for gap in trained("'val_acc', mode='max'", two).deciding())
     every = ("max_epochs=3", "max_epochs=3, check_val_every_n_epoch=2")
     assert any("when it evaluates" in gap.name for gap in trained("'val_loss'", every).deciding())

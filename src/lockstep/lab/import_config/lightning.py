@@ -139,7 +139,11 @@ def callback(call: Call, loop: Any) -> None:
     if metric:
         less = arguments.known.get("mode", "min") == "min"
         name = _score(metric, call, loop) if loop.is_transformers() else metric
-        draft.set("checkpoint.best", f"-{name}" if less else name, f"monitor, line {call.line}")
+        best = f"-{name}" if less else name
+        if draft.keys.get("checkpoint.best", best) != best:
+            why = "it and another callback look at two scores; lockstep's evaluate.patience is for checkpoint.best"
+            draft.unclear(f"line {call.line}: {call.name}(monitor={metric})", why, "checkpoint.best")
+        draft.set("checkpoint.best", best, f"monitor, line {call.line}")
         draft.keys.setdefault("evaluate.every", "epoch")  # Lightning evaluates once per epoch
     if stops:
         draft.set("evaluate.patience", arguments.known.get("patience", 3), f"patience, line {call.line}")
