@@ -105,7 +105,7 @@ def test_a_warmup_share_that_is_not_rounded_up_is_noted(
     rounding: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = ACCELERATE.replace("num_warmup_steps=100", f"num_warmup_steps={rounding}(0.13 * len(train) * 3 // 4)")
-    text = text.replace("schedule = get", "total = len(train) * 3 // 4\nschedule = get").replace(
+    text = "import math\n" + text.replace("schedule = get", "total = len(train) * 3 // 4\nschedule = get").replace(
         "len(train) * 3 // 4)", "total)"
     )
     run = moved("acc.py", text)
