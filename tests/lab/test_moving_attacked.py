@@ -203,6 +203,8 @@ class Lit(L.LightningModule):
         loss = self.model(**batch).loss
         self.log("train_loss", loss)
         return loss
+    def validation_step(self, batch, i):
+        self.log("val_loss", self.model(**batch).loss)
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         sched = get_linear_schedule_with_warmup(optimizer, 100, self.trainer.estimated_stepping_batches)
@@ -496,6 +498,7 @@ def test_networks_passed_to_a_lightning_module_are_checked() -> None:
 
 def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
     usual = in_loop(LIT)
+    text = LIT.replace("    def validation_step(", "    def _validation_step(")
     for head, body in (
         ("optimizer_step(self, *a)", "pass"),
         ("on_train_batch_start(self, b, i)", "return -1"),
@@ -510,7 +513,7 @@ def test_hooks_of_lightning_that_replace_or_change_a_step_are_refused() -> None:
         ("val_dataloader(self)", "m = self.model.encoder\n        m.dropout.p = 0"),
     ):
         method = f"    def {head}:\n        {body}\n    def training"
-        assert f"Lit.{head.partition('(')[0]} (" in in_loop(changed(("    def training", method), text=LIT)), head
+        assert f"Lit.{head.partition('(')[0]} (" in in_loop(changed(("    def training", method), text=text)), head
     step = "out = self.model(**b)\n        a = (out.logits.argmax(-1) == b['labels']).float().mean()"
     plain = f"    def validation_step(self, b, i):\n        {step}\n        self.log('a', a)\n    def training"
     assert len(in_loop(changed(("    def training", plain), text=LIT)).splitlines()) == len(usual.splitlines())

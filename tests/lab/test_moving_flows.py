@@ -197,6 +197,9 @@ REFUSED = (  # code before the settings
     "def change(*parts):\n    parts[0].classifier.weight.data.zero_()\nchange(*[model])",
     "from datasets import Value\ndata = data.cast_column('labels', Value('float32'))",
     "data = data.cast(features)",
+    "class Rows:\n    def __init__(self, d):\n        self.d = d\n    def swap(self):\n"
+    "        self.d['train'] = self.d['validation']\nRows(data).swap()",
+    "import tensorflow as tf\ntf.random.set_seed(3)",
 )
 QUIET = (
     "import logging\nlogger = logging.getLogger(__name__)\nlogger.info('start %s', 1)",
@@ -219,6 +222,9 @@ QUIET = (
     "print(np.percentile(lengths, [50, 95]), lengths.mean())",
     "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Paths:\n    out: str = 'out'\n"
     "paths = Paths()\nprint(paths.out)",
+    "class Counts:\n    def __init__(self, d):\n        self.d, self.counts = d, 0\n        self.by_split = {}\n"
+    "    def count(self):\n        for name in self.d:\n            self.by_split[name] = len(self.d[name])\n"
+    "counts = Counts(data)\ncounts.count()\nprint(counts.by_split)",
     "raise SystemExit('executed')",
 )
 

@@ -49,6 +49,8 @@ TRAIN, MAKE, LOSS = (
     "        return self.model(**batch).loss",
 )
 FIT, STEP, OF_DATA = "trainer.fit(Net(), datamodule=data)", "    def training_step", "    def train_dataloader(self):\n"
+LOGS = "    def validation_step(self, batch, number):\n"
+LOGS += '        self.log("val_loss", self.model(**batch).loss)\n        self.log("val_acc", 1)\n'
 LOST = {  # what is changed -> a part of the gap
     (OF_DATA, f'        self.rows["train"] = self.rows["train"].select(range(9))\n{OF_DATA}'): "data.limit is",
     (OF_DATA, f'        self.rows["train"] = self.rows["validation"]\n{OF_DATA}'): "self.rows['validation'] (",
@@ -114,14 +116,41 @@ def test_nothing_in_classes_of_lightning_is_passed_over() -> None:
 def test_a_checkpoint_by_a_score_evaluates_each_epoch() -> None:
     def trained(monitor: str, *more: tuple[str, str]) -> RunDraft:
         kept = f"max_epochs=3, callbacks=[pl.callbacks.ModelCheckpoint(monitor={monitor})]"
-        return _moved(("max_epochs=3", kept), *more)
+        return _moved(("max_epochs=3", kept), (STEP, f"{LOGS}{STEP}"), *more)
 
     draft = trained("'val_acc', mode='max'")
     assert (draft.keys["checkpoint.best"], draft.keys["evaluate.every"]) == ("accuracy", "epoch")
     assert any("monitor acc is taken as the task's accuracy" in note for note in draft.notes)
     assert trained("'val_loss'").keys["checkpoint.best"] == "-loss"
-    assert any("monitor=f1" in gap.name for gap in trained("'val_f1'").deciding())
+    assert any("monitor=val_f1" in gap.name for gap in trained("'val_f1'").deciding())
     two = ("callbacks=[", "callbacks=[pl.callbacks.EarlyStopping('val_loss'), ")
     assert any("look at two scores" in str(gap) for gap in trained("'val_acc', mode='max'", two).deciding())
     every = ("max_epochs=3", "max_epochs=3, check_val_every_n_epoch=2")
     assert any("when it evaluates" in gap.name for gap in trained("'val_loss'", every).deciding())
+    few = ("max_epochs=3", "max_epochs=3, limit_val_batches=3")
+    assert any("limit_val_batches=3" in gap.name for gap in trained("'val_loss'", few).deciding())
+    assert any("every_n_epochs=2" in gap.name for gap in trained("'val_loss', every_n_epochs=2").deciding())
+    none = trained("'val_loss', save_top_k=0")
+    assert "checkpoint.best" not in none.keys
+    assert any("save_top_k=0" in gap.name for gap in none.gaps)
+
+
+def test_a_score_that_is_not_logged_of_the_validation_rows_chooses_no_checkpoint() -> None:
+    def best(monitor: str, logs: str, *more: tuple[str, str]) -> tuple[object, str]:
+        kept = f"max_epochs=3, callbacks=[pl.callbacks.ModelCheckpoint(monitor={monitor!r}, mode='max')]"
+        draft = _moved(("max_epochs=3", kept), (STEP, f"{logs}{STEP}"), *more)
+        return draft.keys.get("checkpoint.best"), "\n".join(map(str, draft.deciding()))
+
+    trains = (LOSS, f"        self.log('loss', 1)\n{LOSS}")
+    assert "of the rows that it trains on" in best("loss", LOGS, trains)[1]
+    assert "no method of the module logs it" in best("val_f1", LOGS)[1]
+    shared = LOGS.replace("validation_step(self, batch, number)", "shared(self, batch, stage)").replace(
+        '"val_', 'f"{stage}_'
+    )
+    called = f"{shared}    def validation_step(self, batch, number):\n        self.shared(batch, 'val')\n"
+    assert best("val_acc", called) == ("accuracy", "")
+    assert "no method of the module logs it" in best("train_acc", called)[1]
+    assert best("val_acc", LOGS.replace('log("val_acc", 1)', "log_dict(self.scores)")) == ("accuracy", "")
+    assert best("val_acc", LOGS)[1] == ""
+    same = ('DataLoader(self.rows["validation"]', 'DataLoader(self.rows["train"]')
+    assert "rows of the split 'train', which is trained on" in best("val_acc", LOGS, same)[1]

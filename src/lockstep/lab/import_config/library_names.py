@@ -58,6 +58,16 @@ def _replaces(script: Any, name: str, value: ast.expr) -> bool:
     return (own or other) and isinstance(value, ast.Name)
 
 
+def is_seed(script: Any, function: ast.expr) -> bool:
+    """Return whether a function is `set_seed` or `seed_everything` of the script, or of a library that seeds torch:
+    TensorFlow's does not."""
+    origin = script.origin_of(function)
+    if origin.rpartition(".")[2] not in ("set_seed", "seed_everything"):
+        return False
+    root = origin.partition(".")[0]
+    return root in _SEEDING or not (is_library(root) or root in NAMES["imported_libraries"])
+
+
 def is_library(module: str) -> bool:
     """Return whether a dotted name is of a module whose names are known."""
     return module.partition(".")[0] in (*NAMES["known_libraries"], *sys.stdlib_module_names)
@@ -171,5 +181,6 @@ def _from_elsewhere(script: Any) -> Iterator[tuple[str, str]]:
 
 
 _TRAINS = ("Trainer", "TrainingArguments")
+_SEEDING = ("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl")
 _READ = {*NAMES["homes"], *NAMES["optimizers"], "from_pretrained", "from_config", "set_seed", "seed_everything"}
 _LOOPS = ("lightning", "pytorch_lightning", "composer", "ignite", "fastai")

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.lab.import_config import call_arguments, lightning_data
+from lockstep.lab.import_config import call_arguments, lightning_data, lightning_scores
 from lockstep.lab.import_config.bound_names import names_in
 from lockstep.lab.import_config.kinds import casts, kind_of
 from lockstep.lab.import_config.lightning_methods import (
@@ -128,6 +128,10 @@ def _others(call: Call, arguments: Arguments, loop: Any) -> None:
     if stops and not (each_epoch and whole):
         why = "EarlyStopping and ModelCheckpoint take a score of each evaluation, and the script has not one per epoch"
         loop.draft.lacks(f"line {call.line}: when it evaluates", why, "evaluate.every")
+    part = arguments.nodes.get("limit_val_batches")
+    if part is not None and str(arguments.known.get("limit_val_batches", "?")) not in ("None", "1.0"):
+        why = "evaluate.limit is the number of rows that an evaluation uses"
+        loop.draft.drop(f"line {call.line}: limit_val_batches={code_of(part)}", None, why, stops, ("evaluate.limit",))
 
 
 def callback(call: Call, loop: Any) -> None:
@@ -135,8 +139,13 @@ def callback(call: Call, loop: Any) -> None:
     stops = call.name == "EarlyStopping"
     arguments = loop.script.arguments(call, call_arguments.positions(call.name))
     draft = loop.draft
-    metric = str(arguments.known.get("monitor", "")).removeprefix("val_").removeprefix("valid_")
-    if metric:
+    monitor = str(arguments.known.get("monitor") or "")
+    metric = re.sub(r"^(val|valid|validation|eval)[_/]", "", monitor)
+    if not stops:
+        metric = "" if _saves_seldom(call, arguments, draft, monitor) else metric
+    if metric and (why := lightning_scores.unlogged(loop.script, modules(loop.script)[:1], monitor)) is not None:
+        draft.unclear(f"line {call.line}: {call.name}(monitor={monitor})", why, "checkpoint.best")
+    elif metric:
         less = arguments.known.get("mode", "min") == "min"
         name = _score(metric, call, loop) if loop.is_transformers() else metric
         best = f"-{name}" if less else name
@@ -158,6 +167,19 @@ def callback(call: Call, loop: Any) -> None:
     elif every := arguments.known.get("every_n_train_steps"):
         draft.set("checkpoint.every", every, f"every_n_train_steps, line {call.line}")
     loop.read(call, "checkpoint, evaluate")
+
+
+def _saves_seldom(call: Call, arguments: Arguments, draft: RunDraft, monitor: str) -> bool:
+    """Record that a ModelCheckpoint looks at fewer scores than there are evaluations; return whether at none."""
+    for name in ("every_n_epochs", "train_time_interval"):
+        if name in arguments.nodes and arguments.known.get(name, Unknown) not in (None, 1):
+            where = f"line {call.line}: {call.name}({name}={code_of(arguments.nodes[name])})"
+            why = "checkpoint.best looks at each evaluation" if monitor else "checkpoint.every is a number of steps"
+            draft.drop(where, None, why, bool(monitor), ("checkpoint.best",) if monitor else ())
+    if arguments.known.get("save_top_k") != 0:
+        return False
+    draft.drop(f"line {call.line}: {call.name}(save_top_k=0)", None, "a run saves its state at its end")
+    return True
 
 
 def _score(metric: str, call: Call, loop: Any) -> str:
@@ -243,6 +265,7 @@ def module(loop: Any, transformers: bool) -> None:
     for line in (each for each in of_classes if each.name in _OF_BATCHES):
         loop.draft.unclear(f"line {line.lineno}: {line.name}", "it changes the batches")
     lightning_data.check(loop)
+    lightning_data.check_evaluated(loop)
     _outside(classes, loop, transformers)
     if transformers and classes:
         mode(classes[0], start, loop)

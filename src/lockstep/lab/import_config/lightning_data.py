@@ -11,7 +11,7 @@ import ast
 from typing import Any
 
 from lockstep.lab.import_config.call_arguments import positions
-from lockstep.lab.import_config.kinds import kind_of
+from lockstep.lab.import_config.kinds import kind_of, split_of
 from lockstep.lab.import_config.lightning_values import classes_of
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Script, code_of
@@ -121,36 +121,66 @@ def _is_read(script: Script, call: ast.Call, own: set[str]) -> bool:
 
 def train_loaders(script: Script) -> tuple[set[int], str | None]:
     """Return the ids of the DataLoaders that `fit` trains on, and the code of a loader that cannot be resolved."""
+    return _loaders(script, "train")
+
+
+def check_evaluated(loop: Any) -> None:
+    """Check that the rows of validation are not those of the split that is trained on."""
+    ids, _ = _loaders(loop.script, "val")
+    trained, evaluated = (
+        {_split(loop.script, call) for call in loop.script.calls if id(call.node) in each}
+        for each in (loop.trained_on, ids - loop.trained_on)
+    )
+    same = (trained & evaluated) - {None}
+    if same or ids & loop.trained_on:
+        where = "the loader of validation"
+        name = f"the split {next(iter(same))!r}" if same else "the loader"
+        why = f"it has rows of {name}, which is trained on; a run evaluates on its validation split"
+        loop.draft.unclear(where, why, "data.validation", decides="checkpoint.best" in loop.draft.keys)
+
+
+def _split(script: Script, loader: Any) -> str | None:
+    return split_of(script, script.arguments(loader, positions("DataLoader")).nodes.get("dataset"))
+
+
+def _loaders(script: Script, part: str) -> tuple[set[int], str | None]:
     fits = [c for c in script.calls if c.name == "fit" and c.receiver is not None]
     if not fits:
         return set(), None
     nodes = script.arguments(fits[0], positions("fit")).nodes
-    loaders = nodes.get("train_dataloaders", nodes.get("datamodule"))
+    loaders = nodes.get(f"{part}_dataloaders")
     if loaders is None:
         loaders = nodes.get("datamodule")
+    if loaders is None and part == "val":  # fit(module, data)
+        first = nodes.get("train_dataloaders")
+        value = script.bound(first, last=True) if isinstance(first, ast.Name) else first
+        name = script.origin_of(value.func) if isinstance(value, ast.Call) else ""
+        loaders = value if name in script.classes else None
     if loaders is None or (isinstance(loaders, ast.Constant) and loaders.value is None):
-        return _of_methods(script, classes_of(script, "LightningModule"), "train_dataloader")
-    return _of(script, loaders, 0)
+        return _of_methods(script, classes_of(script, "LightningModule"), f"{part}_dataloader")
+    return _of(script, loaders, 0, f"{part}_dataloader")
 
 
-def _of(script: Script, node: ast.expr | None, depth: int) -> tuple[set[int], str | None]:
+def _of(
+    script: Script, node: ast.expr | None, depth: int, method: str = "train_dataloader"
+) -> tuple[set[int], str | None]:
     if node is None or depth > 10:
         return set(), ""
     if isinstance(node, ast.Name):
         value = script.bound(node, last=True)
-        return _of(script, value, depth + 1) if value is not None else (set(), code_of(node))
+        return _of(script, value, depth + 1, method) if value is not None else (set(), code_of(node))
     if isinstance(node, ast.Subscript):
         value = script.bound(node.value, last=True) if isinstance(node.value, ast.Name) else node.value
         key = script.known(node.slice)
         for part, inner in zip(value.keys, value.values, strict=True) if isinstance(value, ast.Dict) else ():
             if key is not None and script.known(part) == key:
-                return _of(script, inner, depth + 1)
+                return _of(script, inner, depth + 1, method)
         if (
             isinstance(value, ast.List | ast.Tuple)
             and isinstance(key, int)
             and -len(value.elts) <= key < len(value.elts)
         ):
-            return _of(script, value.elts[key], depth + 1)
+            return _of(script, value.elts[key], depth + 1, method)
         return set(), code_of(node)
     if not isinstance(node, ast.Call):
         return set(), code_of(node)
@@ -158,7 +188,7 @@ def _of(script: Script, node: ast.expr | None, depth: int) -> tuple[set[int], st
     if name == "DataLoader":
         return {id(node)}, None
     if name in script.classes:
-        return _of_methods(script, [script.classes[name]], "train_dataloader")
+        return _of_methods(script, [script.classes[name]], method)
     if isinstance(node.func, ast.Attribute) and name.endswith("_dataloader"):
         kinds = [*classes_of(script, "LightningDataModule"), *classes_of(script, "LightningModule")]
         return _of_methods(script, kinds, name)

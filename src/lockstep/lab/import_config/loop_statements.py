@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.lab.import_config import step_order
 from lockstep.lab.import_config.batch_counts import BatchCounts
 from lockstep.lab.import_config.bound_names import names_in, root_of
-from lockstep.lab.import_config.library_names import is_own, is_progress
+from lockstep.lab.import_config.library_names import is_own, is_progress, is_seed
 from lockstep.lab.import_config.loader_calls import entry_of
 from lockstep.lab.import_config.model_defaults import without_dropout
 from lockstep.lab.import_config.model_inputs import ModelInputs, is_cross_entropy, windows_of_ids
@@ -195,7 +195,7 @@ class Statements:
         name = origin.rpartition(".")[2]
         if isinstance(call.func, ast.Name) and call.func.id in {getattr(f, "name", "") for f in self.drivers.values()}:
             return True
-        if is_own(self.script, call.func) and name not in ("set_seed", "seed_everything"):
+        if is_own(self.script, call.func) and not is_seed(self.script, call.func):
             return False
         schedules = "lr_scheduler" in origin and name[:1].isupper()  # loops.py reports it
         schedules |= name in ("WeightedRandomSampler", "AveragedModel", "SWALR")

@@ -31,7 +31,7 @@ from lockstep.lab.import_config.decay_groups import GROUPS, DecayGroups, NotRead
 from lockstep.lab.import_config.epoch_ends import EpochEnd, ScheduleEnd
 from lockstep.lab.import_config.inlining import needs_inlining, written_out
 from lockstep.lab.import_config.kinds import kind_of
-from lockstep.lab.import_config.library_names import is_own
+from lockstep.lab.import_config.library_names import is_own, is_seed
 from lockstep.lab.import_config.loader_calls import draws_all, is_around_rows, loaders_of, note_others, without_order
 from lockstep.lab.import_config.loading import Reading
 from lockstep.lab.import_config.loop_statements import Statements
@@ -80,7 +80,7 @@ def _move(script: Script, draft: RunDraft, processes: int | None, notes: list[st
         if len(at.trained_on) > 1:
             draft.unclear("the loader", "Lightning may train on several loaders", "batch_size")
     for call in script.calls:
-        if call.name in ("set_seed", "seed_everything") or not is_own(script, call.node.func):
+        if is_seed(script, call.node.func) or not is_own(script, call.node.func):
             at.call(call)
     statements = None
     if at.lightning:
@@ -154,7 +154,7 @@ class Loop(Reading):
             self._loader(call)
         elif name in ("clip_grad_norm_", "clip_grad_norm") and len(call.node.args) + len(call.node.keywords) > 1:
             self._clipping(call)
-        elif (call.origin == "torch.manual_seed" or name in ("set_seed", "seed_everything")) and call.node.args:
+        elif (call.origin == "torch.manual_seed" or is_seed(self.script, call.node.func)) and call.node.args:
             self._seed(call)
         elif name in ("autocast", "Accelerator", "GradScaler"):
             precision_calls.precision(self, call)

@@ -187,7 +187,7 @@ class QuietCode:
             return True  # where it is read later, its value is unknown
         holder = target.value if isinstance(target, ast.Subscript) else target
         if isinstance(holder, ast.Attribute) and isinstance(holder.value, ast.Name) and holder.value.id == self.itself:
-            return self.itself is not None
+            return self.itself is not None and (holder is target or self._is_new(holder.attr))
         kind = kind_of(self.script, holder.value) if isinstance(holder, ast.Attribute) else None
         if plain and isinstance(target, ast.Attribute) and kind in ("tokenizer", "model", "config", "arguments"):
             return True  # handled or reported by trainer_script
@@ -202,6 +202,19 @@ class QuietCode:
             isinstance(v, ast.Dict | ast.List) or (isinstance(v, ast.Call) and _last(v) in ("dict", "defaultdict"))
             for v in kinds
         )
+
+    def _is_new(self, attribute: str) -> bool:
+        """Return whether an attribute only holds containers that its class makes, so that no rows or settings that the
+        class was given change with their entries."""
+        values: list[ast.expr | None] = []
+        for node in ast.walk(self.script.tree):
+            lines = node.body if isinstance(node, ast.ClassDef) else [node]
+            for line in (each for each in lines if isinstance(each, ast.Assign | ast.AnnAssign)):
+                for target in line.targets if isinstance(line, ast.Assign) else [line.target]:
+                    whole = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
+                    own = isinstance(target, ast.Attribute) or line is not node
+                    values += [line.value] if own and whole == attribute else []
+        return bool(values) and all(isinstance(v, _MADE) or (isinstance(v, ast.Call) and _makes(v)) for v in values)
 
     def _expression(self, node: ast.AST) -> None:
         waiting = [node]
@@ -443,6 +456,7 @@ def _is_error(name: str) -> bool:
 
 
 _NEW = ast.Call | ast.Compare | ast.BinOp | ast.BoolOp | ast.Constant  # expressions with a new value, not an alias
+_MADE = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _NO_EFFECT = (
     _DEFINITIONS | ast.Import | ast.ImportFrom | ast.Pass | ast.Global | ast.Nonlocal | ast.Break | ast.Continue
@@ -459,6 +473,27 @@ def _ends_program(node: ast.expr | None) -> bool:
     status = node.args[0] if isinstance(node, ast.Call) and node.args else ast.Constant(None)
     fails = status.value if isinstance(status, ast.Constant) else isinstance(status, ast.JoinedStr)
     return not fails
+
+
+def _makes(call: ast.Call) -> bool:
+    """Return whether a call makes a container: `defaultdict(list)`, also `field(default_factory=dict)`."""
+    factories = [ast.unparse(word.value) for word in call.keywords if word.arg == "default_factory"]
+    return {_last(call), *factories} & _CONTAINERS != set()
+
+
+_CONTAINERS = {
+    "dict",
+    "list",
+    "set",
+    "defaultdict",
+    "Counter",
+    "OrderedDict",
+    "deque",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+}
 
 
 def _last(call: ast.Call) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ class Script:
     ) -> None:
         self.path, self.text, self.options = path, text, dict(options or {})
         try:
-            self.tree = ast.parse(text) if tree is None else tree
+            self.tree = _parsed(text, path) if tree is None else tree
             command = commands.write_calls(self.tree, self.options)
         except SyntaxError as error:
             raise RunError("LS8230", f"--from: {path}, line {error.lineno}: {error.msg}") from None
@@ -572,6 +573,16 @@ COMPARISONS: dict[type, Any] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
+
+
+def _parsed(text: str, path: Path) -> ast.Module:
+    """Return the tree of a text that Python's compiler takes as well, which finds more than its parser. Errors: those
+    of both."""
+    tree = ast.parse(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compile(text, str(path), "exec", dont_inherit=True)
+    return tree
 
 
 def _parts(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr | None]]:

@@ -25,7 +25,7 @@ from lockstep.lab.import_config import (
 )
 from lockstep.lab.import_config.bound_names import root_of
 from lockstep.lab.import_config.kinds import casts, function_of, is_trainer, kind_of
-from lockstep.lab.import_config.library_names import is_own, whose
+from lockstep.lab.import_config.library_names import is_own, is_seed, whose
 from lockstep.lab.import_config.loading import RUNS, Reading
 from lockstep.lab.import_config.quiet_code import QuietCode
 from lockstep.lab.import_config.script import Call, Script, code_of
@@ -135,7 +135,7 @@ def read_call(call: Call, at: Reading) -> None:
         call_arguments.check(at.script, at.draft, call, call_arguments.row_of_trainer(call, kind))
     if handler is None:
         return
-    if call.name not in _SEEDS and is_own(at.script, call.node.func):
+    if not is_seed(at.script, call.node.func) and is_own(at.script, call.node.func):
         first = root_of(call.node.func)
         looked_at = (
             is_trainer(at.script, call.name) or _is_settings(call.name) or kind_of(at.script, call.node) == "model"
@@ -179,7 +179,7 @@ def _handler(call: Call, at: Reading) -> Callable[[Call, Reading], None] | None:
         return arguments
     if is_trainer(at.script, name) and root not in LOOPS:
         return _trainer
-    if name in HANDLERS:
+    if name in HANDLERS and (name != "set_seed" or is_seed(at.script, call.node.func)):
         return HANDLERS[name]
     if name in dataset_calls.HANDLERS:
         return dataset_calls.HANDLERS[name]
@@ -655,7 +655,6 @@ def trained(call: Call, at: Reading) -> None:
 
 _PADDING = ("WithPadding", "ForTokenClassification", "ForSeq2Seq", "ForLanguageModeling", "ForWholeWordMask")
 _REPORTING = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "TensorBoardCallback", "WandbCallback")
-_SEEDS = ("set_seed", "seed_everything")
 _COPIES = ("copy.deepcopy", "trl.create_reference_model", "create_reference_model")
 Handler = Callable[[Call, Reading], None]
 _OF_TRAINER: dict[str, Handler | None] = {
