@@ -17,6 +17,7 @@ from support.moving_scripts import (
     MODE,
     SCRIPT,
     TRAINER,
+    USUAL,
     changed,
     in_loop,
     moved,
@@ -439,6 +440,29 @@ def test_settings_of_a_trainer_that_were_dropped_silently() -> None:
     plain = "    def evaluate(self, *a):\n        m = super().evaluate(*a)\n        m['x'] = 1\n        self.log(m)"
     log = "    def log(self, logs):\n        logs['x'] = 1\n        super().log(logs)"
     assert ": T" not in more(("trainer = Trainer(", f"class T(Trainer):\n{INIT}{plain}\n{log}\ntrainer = T("))
+
+
+def test_a_trainer_that_may_change_the_score_of_its_best_checkpoint_is_refused() -> None:
+    text = TRAINER.replace("ARGUMENTS", USUAL.replace("'accuracy'", "'f1'"))
+    plain = "    def evaluate(self, *a, **k):\n        m = super().evaluate(*a, **k)\n        LINE\n        return m\n"
+    log = "    def log(self, logs, *a):\n        LINE\n        super().log(logs, *a)\n"
+
+    def changes(methods: str, whole: str = text) -> bool:
+        made = f"class T(Trainer):\n{methods}trainer = T("
+        return "by which the checkpoint is chosen" in in_loop(changed(("trainer = Trainer(", made), text=whole))
+
+    for line in (
+        *("m['eval_f1'] = 1", "m['f1'] = 1", "m[f'{a[0]}_f1'] = 1", "m[name()] = 1", "m.update(eval_f1=1)"),
+        *("m |= {'eval_f1': 1}", "m = dict(m, eval_f1=1)", "m.pop('eval_f1')", "del m['eval_f1']"),
+    ):
+        assert changes(plain.replace("LINE", line)), line
+    for line in ("m['eval_x'] = m['eval_f1']", "print(m['eval_f1'])", "m[f'{a[0]}_x'] = 1", "m.update({'eval_x': 1})"):
+        assert not changes(plain.replace("LINE", line)), line
+    assert changes(plain.replace("return m", "return {'eval_f1': 1}").replace("LINE", "pass"))
+    assert changes(plain.replace("evaluate(*a, **k)\n        LINE", "evaluate(self.train_dataset)\n        pass"))
+    assert changes(log.replace("LINE", "logs['eval_f1'] = 1"))
+    assert not changes(log.replace("LINE", "logs['x'] = 1"))
+    assert not changes(plain.replace("LINE", "m['eval_f1'] = 1"), TRAINER.replace("ARGUMENTS", ""))
 
 
 def test_a_loop_of_accelerate_steps_as_it_prepares_and_accumulates() -> None:

@@ -15,6 +15,7 @@ from lockstep.lab.import_config import (
     branch_values,
     call_arguments,
     dataset_calls,
+    evaluating_trainers,
     inlining,
     lightning,
     loading,
@@ -236,6 +237,7 @@ def _subclass(kind: ast.ClassDef, at: Reading) -> None:
     bases = [at.script.origin_of(base).rpartition(".")[2] for base in kind.bases]
     if is_trainer(at.script, kind.name):
         subclass_of_trainer(at.script, kind, at.draft)
+        at.draft.at_end.append(lambda draft: evaluating_trainers.refuse(at.script, kind, draft, at.arguments))
     if any(base in ("Dataset", "IterableDataset") for base in bases):
         why = "save its texts to a file, and give that: --data FILE"
         at.draft.unclear(
